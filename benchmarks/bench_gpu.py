@@ -226,7 +226,7 @@ def random_matrices(gpu: Gpu, name: str, rows: int, n: int, count: int) -> Matri
     """Of any bytes below 64: few enough large halves for finite scales."""
     kind = types.get(name)
     size = count * rows * kind.row_bytes(n)
-    data = gpu.torch.randint(0, 64, (size,), dtype=gpu.torch.uint8, device=gpu.place)
+    data = gpu.torch.randint(0, 64, (size,), dtype=gpu.torch.uint8, device=gpu.torch_device)
     return Matrices(gpu, data, kind, rows, n)
 
 
@@ -235,7 +235,7 @@ def rates(gpu: Gpu, name: str, sizes: Sizes, there: dict[str, float]) -> dict[st
     count = -(-sizes.out_of_cache // one)
     matrices = random_matrices(gpu, name, sizes.rows, sizes.columns, count)
     x = gpu.empty(1, sizes.columns).normal_()
-    ids = gpu.torch.arange(count, dtype=gpu.torch.int32, device=gpu.place).reshape(1, count)
+    ids = gpu.torch.arange(count, dtype=gpu.torch.int32, device=gpu.torch_device).reshape(1, count)
     graph = gpu.capture(lambda: matrices.of_experts(x, ids))
     bytes_rate = count * one / seconds(gpu, graph.replay, sizes.repeat, 4)
     many = gpu.empty(sizes.tokens, sizes.columns).normal_()

@@ -80,12 +80,12 @@ def run(small: Path, cache: str | None = None) -> tuple[dict, str]:
 
 def test_the_second_process_compiles_nothing(small: Path) -> None:
     """Nor does it load the type inference of numba's compiler, which takes longer than loading the kernels."""
-    first, said = run(small)
+    first, message = run(small)
     assert first == {"value": 11, "called": 11, "hits": 0, "misses": 1, "callback_hits": 0, "loads_compiler": True}
-    assert said.count("quantkit: compiling kernels for this CPU") == 1
-    second, said = run(small)
+    assert message.count("quantkit: compiling kernels for this CPU") == 1
+    second, message = run(small)
     assert second == {"value": 11, "called": 11, "hits": 1, "misses": 0, "callback_hits": 1, "loads_compiler": False}
-    assert said == ""
+    assert message == ""
 
 
 def test_an_edit_recompiles_what_depends_on_it_and_nothing_else(small: Path) -> None:
@@ -93,18 +93,18 @@ def test_an_edit_recompiles_what_depends_on_it_and_nothing_else(small: Path) -> 
     (small / "quantkit" / "unrelated.py").write_text("a = 2\n", encoding="utf-8")
     assert run(small)[0]["hits"] == 1
     (small / "quantkit" / "helper.py").write_text(HELPER.format(3), encoding="utf-8")
-    found = run(small)[0]
-    assert (found["value"], found["called"]) == (16, 16)
-    assert found["misses"] == 1
+    result = run(small)[0]
+    assert (result["value"], result["called"]) == (16, 16)
+    assert result["misses"] == 1
     assert run(small)[0]["hits"] == 1
 
 
 def test_a_cache_that_cannot_be_written_is_told_and_done_without(small: Path) -> None:
     (small / "file").write_text("", encoding="utf-8")
-    found, said = run(small, cache=str(small / "file"))
-    assert found["value"] == found["called"] == 11
-    assert said.count("cannot be written") == 1
-    assert "QUANTKIT_CACHE_DIR" in said
+    result, message = run(small, cache=str(small / "file"))
+    assert result["value"] == result["called"] == 11
+    assert message.count("cannot be written") == 1
+    assert "QUANTKIT_CACHE_DIR" in message
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
-"""Keeping numpy's matrix products on the thread that asks for them.
+"""Make numpy's matrix products single-threaded, for callers that split the work over threads of their own.
 
-quantkit's own threads share out the work. A BLAS that adds its own to each of them oversubscribes the CPU, and its
-threads wait for each other spinning: with a core taken by another process it was ten times slower. numpy itself offers
-no setting; its OpenBLAS does, as a C function. Built with another BLAS, numpy gives the same results, slower at worst.
+A BLAS that starts its own threads under each of quantkit's oversubscribes the CPU, and its threads spin while they wait
+for each other: with another process on one core it was ten times slower. numpy has no setting for this; its OpenBLAS
+has a C function. With another BLAS the results are the same, at worst slower.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SUFFIXES = ("64_", "_64", "")
 
 _lock = threading.Lock()
 _users = 0
-_before = 0
+_threads_before = 0
 
 
 @functools.cache
@@ -41,11 +41,11 @@ def _functions() -> tuple[Callable[[], int], Callable[[int], None]] | None:
 
 @contextlib.contextmanager
 def single_threaded() -> Iterator[None]:
-    """Matrix products made inside stay on the thread that calls them, in the whole process.
+    """Context: numpy's matrix products run on the calling thread only, in the whole process.
 
-    When the last of all users leaves, the number of threads is again what it was before the first came.
+    Contexts may overlap. When the last one ends, the number of BLAS threads is what it was before the first.
     """
-    global _users, _before
+    global _users, _threads_before
     functions = _functions()
     if functions is None:
         yield
@@ -56,7 +56,7 @@ def single_threaded() -> Iterator[None]:
         with _lock:
             threads = get()
             if _users == 0:
-                _before = threads
+                _threads_before = threads
             _users += 1
             counted = True  # no call since the last line: an interrupt comes before both or after both
             set_threads(1)
@@ -66,4 +66,4 @@ def single_threaded() -> Iterator[None]:
             with _lock:
                 _users -= 1
                 if _users == 0:
-                    set_threads(_before)
+                    set_threads(_threads_before)

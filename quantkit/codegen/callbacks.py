@@ -3,8 +3,8 @@
     @callback("void(int64, int64, int64)")
     def add(p, thread, threads): ...          add.address: its entry point, compiled and cached like a kernel
 
-C code cannot raise. An exception ends the function in the middle, and its results are incomplete. So whoever executes
-op lists calls `report_failures_to` first and looks at the names afterwards.
+C code cannot raise: an exception ends the function in the middle, and its results are incomplete. The code that
+executes an op list therefore calls `report_failures_to` first and reads the names afterwards.
 """
 
 from __future__ import annotations
@@ -113,11 +113,11 @@ class Callback(digests.Compiled):
             if identity is not None:
                 function = numba_internals.with_own_symbols(function, identity)
             options = {name: value for name, value in self.options.items() if name != "nogil"} | {"nopython": True}
-            made = numba_internals.c_function(function, self.returns, self.arguments, options)
+            compiled = numba_internals.c_function(function, self.returns, self.arguments, options)
             if identity is not None:
-                numba_internals.cache_on_disk(made, self.function, identity)
-            made.compile()
-            return made
+                numba_internals.cache_on_disk(compiled, self.function, identity)
+            compiled.compile()
+            return compiled
 
     @property
     def address(self) -> int:

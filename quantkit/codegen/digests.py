@@ -1,7 +1,7 @@
 """Digests of everything that a compiled function depends on: cache files are named by them.
 
     source_digest(module)               of a module's source and of all quantkit sources that it imports
-    identity(function, options)         that digest, the function's place in the source, and what it captures
+    identity(function, options)         that digest, the function's name and line, and what it captures
 
 numba's own cache misses edits to kernels that it inlines from other files, and shares one index among all closures of
 a source line. A digest of the sources has neither problem: an edit recompiles what depends on it and nothing else.
@@ -76,10 +76,10 @@ def source_digest(module: str) -> str | None:
     None for a module without a source file, such as a notebook's. None also, with a notice, where a source is newer
     than this process: code imported before the edit would be cached under the digest of the new source.
     """
-    pending, seen = [module], dict[str, Path | None]()
+    pending, sources = [module], dict[str, Path | None]()
     while pending:
         name = pending.pop()
-        if name in seen:
+        if name in sources:
             continue
         path = _module_source(name)
         if path is None and name == module:  # a test's or a script's module
@@ -87,13 +87,13 @@ def source_digest(module: str) -> str | None:
             if file is None or not os.path.isfile(file):
                 return None
             path = Path(file)
-        seen[name] = path
+        sources[name] = path
         # A package's own __init__ only re-exports; following it would tie every kernel to the whole package.
         if path is not None and path.name != "__init__.py":
             pending.extend(_imports(path, name))
     digest = hashlib.sha256()
-    for name in sorted(seen):
-        if (source := seen[name]) is not None:
+    for name in sorted(sources):
+        if (source := sources[name]) is not None:
             status = source.stat()  # ctime too: a copied file may have an old mtime
             if max(status.st_mtime, status.st_ctime) > _PROCESS_START:
                 disk_cache.notice(
@@ -113,7 +113,7 @@ class _UnknownValueError(Exception):
 
 
 def identity(function: Callable[..., Any], options: dict[str, Any] | None = None) -> str | None:
-    """Text that differs for any two compiled functions: source digest, place, captured values, options.
+    """Text that differs for any two compiled functions: source digest, line, captured values, options.
 
     Functions made by one factory differ only in their closures and defaults. None where a source is unknown. TypeError
     where a captured value has no digest.

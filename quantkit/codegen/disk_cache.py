@@ -30,8 +30,8 @@ _O_NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)  # Windows has no such flag
 
 def root() -> Path:
     """The cache directory: `$QUANTKIT_CACHE_DIR`, or `quantkit` in the user's cache directory."""
-    if given := os.environ.get("QUANTKIT_CACHE_DIR"):
-        return Path(given)
+    if directory := os.environ.get("QUANTKIT_CACHE_DIR"):
+        return Path(directory)
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "quantkit"
 
 

@@ -33,7 +33,7 @@ _X86 = platform.machine().lower() in ("x86_64", "amd64", "i386", "i686")
 
 
 class IrBuilder:
-    """Appends LLVM instructions to a function; the first parameter of every SIMD intrinsic and native function."""
+    """Appends LLVM instructions to a function. The first parameter of every SIMD intrinsic and native function."""
 
     def __init__(self, builder: llvm.IRBuilder):
         self.builder = builder
@@ -70,12 +70,12 @@ class IrBuilder:
         """Store a scalar or vector at an address, which needs no alignment."""
         self.builder.store(value.ir, self._pointer(value.type, address), align=1)
 
-    def prefetch(self, address: Value, near: bool = True) -> None:
-        """Prefetch the cache line at an address into the first-level cache, or the second. It need not be readable."""
+    def prefetch(self, address: Value, to_l1: bool = True) -> None:
+        """Prefetch the cache line at an address into the L1 cache, or only into L2. It need not be readable."""
         byte = I8.as_pointer()
         function = self._declared("llvm.prefetch.p0", llvm.VoidType(), [byte, I32, I32, I32])
-        read, keep, data = (llvm.Constant(I32, v) for v in (0, 3 if near else 2, 1))
-        self.builder.call(function, [self._pointer(I8, address), read, keep, data])
+        read, locality, data = (llvm.Constant(I32, v) for v in (0, 3 if to_l1 else 2, 1))
+        self.builder.call(function, [self._pointer(I8, address), read, locality, data])
 
     def table(self, numbers: Sequence[int], element: llvm.Type) -> Value:
         """The address of an array of constant integers, stored with the compiled code."""
@@ -115,8 +115,8 @@ class IrBuilder:
 
     def _declared(self, name: str, returns: llvm.Type, parameters: Sequence[llvm.Type]) -> llvm.Function:
         """An LLVM intrinsic or C function, declared in this module."""
-        found = self.builder.module.globals.get(name)
-        return found or llvm.Function(self.builder.module, llvm.FunctionType(returns, parameters), name)
+        existing = self.builder.module.globals.get(name)
+        return existing or llvm.Function(self.builder.module, llvm.FunctionType(returns, parameters), name)
 
     def call(self, name: str, kind: llvm.Type, *args: Value) -> Value:
         """Call an LLVM intrinsic (or C function) by name."""
@@ -133,9 +133,9 @@ class IrBuilder:
 
     def shuffle(self, a: Value, b: Value | None, lanes: Sequence[int]) -> Value:
         """The lanes of `a` followed by `b` at constant indices."""
-        other = b.ir if b is not None else llvm.Constant(a.type, llvm.Undefined)
+        second = b.ir if b is not None else llvm.Constant(a.type, llvm.Undefined)
         mask = llvm.Constant(vector(len(lanes), I32), [llvm.Constant(I32, i) for i in lanes])
-        return Value(self, self.builder.shuffle_vector(a.ir, other, mask))
+        return Value(self, self.builder.shuffle_vector(a.ir, second, mask))
 
     def join(self, a: Value, b: Value) -> Value:
         """The lanes of `a`, then those of `b`."""
@@ -195,8 +195,8 @@ class IrBuilder:
             return self.call(names[lanes], index.type, self.constant(index.type, table * (lanes // 16)), index)
         value = self.constant(index.type, table[0])
         for code in range(1, 16):  # compare and select, as not every CPU has a byte shuffle
-            here = self.builder.icmp_unsigned("==", index.ir, self.constant(index.type, code).ir)
-            value = Value(self, self.builder.select(here, self.constant(index.type, table[code]).ir, value.ir))
+            matches = self.builder.icmp_unsigned("==", index.ir, self.constant(index.type, code).ir)
+            value = Value(self, self.builder.select(matches, self.constant(index.type, table[code]).ir, value.ir))
         return value
 
     def _long_lookup(self, table: list[int], index: Value) -> Value:
@@ -229,9 +229,9 @@ class IrBuilder:
         low, high = (self.builder.icmp_signed(op, v.ir, b.ir) for op, b in ((">=", first), ("<", last)))
         return Value(self, self.builder.and_(low, high))
 
-    def choose(self, where: Value, a: Value, b: Value) -> Value:
+    def choose(self, mask: Value, a: Value, b: Value) -> Value:
         """Lanes of `a` where the mask is 1, of `b` elsewhere."""
-        return Value(self, self.builder.select(where.ir, a.ir, b.ir))
+        return Value(self, self.builder.select(mask.ir, a.ir, b.ir))
 
     def bits(self, v: Value) -> Value:
         """A mask for `choose`: the bits of an integer, lowest first."""
@@ -262,16 +262,18 @@ class IrBuilder:
         """
         if self._frame is None:
             with self.builder.goto_entry_block():
-                place = self.builder.alloca(llvm.ArrayType(I8, _FRAME))
-                place.align = 32
+                memory = self.builder.alloca(llvm.ArrayType(I8, _FRAME))
+                memory.align = 32
                 kind = llvm.FunctionType(I64, [I64])
-                hidden = self.builder.call(llvm.InlineAsm(kind, "", "=r,0", False), [self.builder.ptrtoint(place, I64)])
-            self._frame = place, Value(self, hidden)
-        place, address = self._frame
+                hidden = self.builder.call(
+                    llvm.InlineAsm(kind, "", "=r,0", False), [self.builder.ptrtoint(memory, I64)]
+                )
+            self._frame = memory, Value(self, hidden)
+        memory, address = self._frame
         width = getattr(element_of(v.type), "width", 32)  # llvmlite's float type has no width
         first, self._framed = self._framed, self._framed + -(-v.lanes * width // 256) * 32
         assert self._framed <= _FRAME, "too many vectors in memory"
-        target = self.builder.gep(place, [llvm.Constant(I32, 0), llvm.Constant(I32, first)])
+        target = self.builder.gep(memory, [llvm.Constant(I32, 0), llvm.Constant(I32, first)])
         self.builder.store(v.ir, self.builder.bitcast(target, v.type.as_pointer()), align=32)
         return address + first
 
@@ -281,8 +283,8 @@ class IrBuilder:
         """a * b + c of float32, rounded once. x86 has the instruction with AVX2; other CPUs always have it."""
         if self.isa != "generic" or not _X86:
             return self.call(f"llvm.fma.{self._suffix(a.type)}", a.type, a, b, c)
-        many = isinstance(a.type, llvm.VectorType)
-        real, bits = (vector(a.lanes, k) if many else k for k in (llvm.DoubleType(), I64))
+        is_vector = isinstance(a.type, llvm.VectorType)
+        real, bits = (vector(a.lanes, k) if is_vector else k for k in (llvm.DoubleType(), I64))
         x, y, z = (self.builder.fpext(v.ir, real) for v in (a, b, c))
         product = self.builder.fmul(x, y)  # exact
         return Value(self, self.builder.fptrunc(self._add_to_odd(product, z, bits), a.type))
@@ -293,16 +295,20 @@ class IrBuilder:
         Rounded again to float32, that is x + y rounded once (Boldo and Melquiond, Emulation of FMA and correctly
         rounded sums, 2008). Knuth's TwoSum gives the error of the sum exactly; it is NaN where the sum is not finite.
         """
-        do, real, zero = self.builder, x.type, llvm.Constant(x.type, None if isinstance(bits, llvm.VectorType) else 0.0)
-        total = do.fadd(x, y)
-        part = do.fsub(total, x)
-        lacking = do.fadd(do.fsub(x, do.fsub(total, part)), do.fsub(y, part))
-        number = Value(self, do.bitcast(total, bits))
-        is_even = do.icmp_signed("==", (number & 1).ir, self.zero(bits).ir)
-        outward = do.icmp_signed("==", do.fcmp_ordered(">", lacking, zero), do.fcmp_ordered(">", total, zero))
-        step = do.select(outward, self.constant(bits, 1).ir, self.constant(bits, -1).ir)
-        moved = do.bitcast(do.add(number.ir, step), real)
-        return do.select(do.and_(is_even, do.fcmp_ordered("!=", lacking, zero)), moved, total)
+        build, real, zero = (
+            self.builder,
+            x.type,
+            llvm.Constant(x.type, None if isinstance(bits, llvm.VectorType) else 0.0),
+        )
+        total = build.fadd(x, y)
+        y_part = build.fsub(total, x)
+        error = build.fadd(build.fsub(x, build.fsub(total, y_part)), build.fsub(y, y_part))
+        number = Value(self, build.bitcast(total, bits))
+        is_even = build.icmp_signed("==", (number & 1).ir, self.zero(bits).ir)
+        outward = build.icmp_signed("==", build.fcmp_ordered(">", error, zero), build.fcmp_ordered(">", total, zero))
+        step = build.select(outward, self.constant(bits, 1).ir, self.constant(bits, -1).ir)
+        moved = build.bitcast(build.add(number.ir, step), real)
+        return build.select(build.and_(is_even, build.fcmp_ordered("!=", error, zero)), moved, total)
 
     def max(self, a: Value, b: Value) -> Value:
         """The larger of two floats; `a` where either is NaN."""
@@ -348,11 +354,11 @@ class IrBuilder:
 
     def half_to_float(self, bits: Value) -> Value:
         """float32 of halves given as 16-bit integers. Without F16C by integer operations, never by a C library call."""
-        many = isinstance(bits.type, llvm.VectorType)
+        is_vector = isinstance(bits.type, llvm.VectorType)
         if self.isa != "generic":
-            half = vector(bits.lanes, F16) if many else F16
-            return Value(self, self.builder.fpext(bits.view(half).ir, vector(bits.lanes, F32) if many else F32))
-        kind = vector(bits.lanes, F32) if many else F32
+            half = vector(bits.lanes, F16) if is_vector else F16
+            return Value(self, self.builder.fpext(bits.view(half).ir, vector(bits.lanes, F32) if is_vector else F32))
+        kind = vector(bits.lanes, F32) if is_vector else F32
         wide = bits.unsigned(I32)
         sign = (wide & 0x8000) << 16
         # Move exponent and mantissa into place; the product re-biases the exponent and normalizes subnormals.
@@ -402,11 +408,11 @@ class IrBuilder:
     def byte_pairs(self, a: Value, b: Value) -> Value:
         """int16 sums of neighbouring products of bytes, `a` unsigned and `b` signed (vpmaddubsw).
 
-        The caller keeps sums within int16: what happens beyond differs between CPUs.
+        The caller must keep the sums within int16: overflow differs between CPUs.
         """
         names = {16: "llvm.x86.avx2.pmadd.ub.sw", 32: "llvm.x86.avx512.pmaddubs.w.512"}
-        if found := self._by_instruction(names, vector(a.lanes // 2, I16), a, b):
-            return found
+        if product := self._by_instruction(names, vector(a.lanes // 2, I16), a, b):
+            return product
         halves = vector(a.lanes // 2, I16)
         a, b = a.view(halves), b.view(halves)
         return (a & 0xFF) * (b << 8).signed_shift(8) + (a >> 8) * b.signed_shift(8)
@@ -419,8 +425,8 @@ class IrBuilder:
         """int32 sums of neighbouring products of signed int16 (pmaddwd)."""
         names = {4: "llvm.x86.sse2.pmadd.wd", 8: "llvm.x86.avx2.pmadd.wd", 16: "llvm.x86.avx512.pmaddw.d.512"}
         wide = vector(a.lanes // 2, I32)
-        if found := self._by_instruction(names, wide, a, b):
-            return found
+        if product := self._by_instruction(names, wide, a, b):
+            return product
         a, b = a.view(wide), b.view(wide)
         low = (a << 16).signed_shift(16) * (b << 16).signed_shift(16)
         return low + a.signed_shift(16) * b.signed_shift(16)
@@ -428,10 +434,10 @@ class IrBuilder:
     def _by_instruction(self, names: dict[int, str], kind: llvm.VectorType, a: Value, b: Value) -> Value | None:
         """One instruction, or the widest that the CPU has on each half. `names`: by the lanes of the result."""
         bits = (512 if self.isa.startswith("avx512") else 256 if self.isa == "avx2" else 128) if _X86 else 0
-        known = [lanes for lanes in names if lanes <= kind.count and lanes * kind.element.width <= bits]
-        if not known:
+        widths = [lanes for lanes in names if lanes <= kind.count and lanes * kind.element.width <= bits]
+        if not widths:
             return None
-        if max(known) == kind.count:
+        if max(widths) == kind.count:
             return self.call(names[kind.count], kind, a, b)
         half, kind = a.lanes // 2, vector(kind.count // 2, kind.element)
         parts = (self._by_instruction(names, kind, self.part(a, i, half), self.part(b, i, half)) for i in (0, half))
@@ -454,7 +460,7 @@ class IrBuilder:
         return Value(self, self.builder.atomic_rmw("add", self._pointer(I64, address), value.ir, "acq_rel"))
 
     def pause(self) -> None:
-        """Tell the CPU that this is a loop that waits."""
+        """The CPU's hint for spin loops (x86 `pause`); nothing on other CPUs."""
         if _X86:
             self.builder.call(self._declared("llvm.x86.sse2.pause", llvm.VoidType(), []), [])
 

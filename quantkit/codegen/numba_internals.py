@@ -81,9 +81,9 @@ def _cache_class() -> type:
             if data is None:
                 return None
             rtsys.initialize(target_context)
-            found = CompileResult._rebuild(target_context, *pickle.loads(data))
-            # `_path` tells types apart by their names, which types of another library may share.
-            return found if found.signature.args == tuple(getattr(sig, "args", sig)) else None
+            compiled = CompileResult._rebuild(target_context, *pickle.loads(data))
+            # `_path` names types, and types of another library may have the same names.
+            return compiled if compiled.signature.args == tuple(getattr(sig, "args", sig)) else None
 
         def save_overload(self, sig: Any, data: Any) -> None:
             if data.library.has_dynamic_globals:

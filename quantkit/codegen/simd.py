@@ -145,7 +145,7 @@ def atomic_add(ir, value, address):
 
 @simd_intrinsic("void")
 def pause(ir):
-    """Tell the CPU that this is a loop that waits."""
+    """The CPU's hint for spin loops (x86 `pause`); nothing on other CPUs."""
     ir.pause()
 
 

@@ -19,8 +19,8 @@ from quantkit.errors import QuantkitError
 if TYPE_CHECKING:
     from concurrent.futures import ThreadPoolExecutor
 
-_PROBES = (64, 8)  # the first 1/64 of the rows is timed, then 1/8 where that was too short to tell
-_WORTH_WAKING = 4e-4  # seconds of remaining work; starting the other threads takes up to 2e-4
+_TIMED_FRACTIONS = (64, 8)  # the first 1/64 of the rows is timed, then 1/8 where that was too short to measure
+_MIN_SECONDS = 4e-4  # of remaining work that is worth other threads: starting them takes up to 2e-4
 
 
 @functools.cache
@@ -48,17 +48,17 @@ def _cgroup_cpus() -> float:
         return float("inf")
 
 
-def check_threads(count: int, what: str = "threads ") -> int:
-    """The number of threads; QuantkitError where it is below 1 or far above the CPUs. `what` names its source.
+def check_threads(count: int, source: str = "threads ") -> int:
+    """The number of threads; QuantkitError where it is below 1 or far above the CPUs. `source` is where it was set.
 
     The threads of a team wait for each other at barriers. More threads than CPUs are slower; with many times more,
     hardly any progress is made.
     """
     cpus = available_cpus()
-    most = max(64, 8 * cpus)
-    if not 1 <= count <= most:
+    maximum = max(64, 8 * cpus)
+    if not 1 <= count <= maximum:
         raise QuantkitError(
-            f"{what}{count}: this process may use {cpus} CPU(s); take 1 to {most} threads, {cpus} are fastest"
+            f"{source}{count}: this process may use {cpus} CPU(s); take 1 to {maximum} threads, {cpus} are fastest"
         )
     return count
 
@@ -98,22 +98,22 @@ def over_rows(
     if threads <= 1 or groups <= 1:
         task(0, rows)
         return
-    done = 0
-    for fraction in () if is_long else _PROBES:
-        first = min(rows, done + max(1, groups // fraction) * multiple)
+    start = 0
+    for fraction in () if is_long else _TIMED_FRACTIONS:
+        first = min(rows, start + max(1, groups // fraction) * multiple)
         begin = time.perf_counter()
-        task(done, first)
-        left = (time.perf_counter() - begin) * (rows - first) / (first - done)
-        done = first
-        if left < _WORTH_WAKING:
-            if done < rows:
-                task(done, rows)
+        task(start, first)
+        seconds_left = (time.perf_counter() - begin) * (rows - first) / (first - start)
+        start = first
+        if seconds_left < _MIN_SECONDS:
+            if start < rows:
+                task(start, rows)
             return
-        if left > 8 * _WORTH_WAKING:
+        if seconds_left > 8 * _MIN_SECONDS:
             break
-    groups = -(-(rows - done) // multiple)
+    groups = -(-(rows - start) // multiple)
     slices = min(groups, threads * pieces)
-    bounds = [done + min(rows - done, groups * i // slices * multiple) for i in range(slices + 1)]
+    bounds = [start + min(rows - start, groups * i // slices * multiple) for i in range(slices + 1)]
     numbers, failed = itertools.count(), dict[int, BaseException]()
 
     def work() -> None:
@@ -133,10 +133,10 @@ def over_rows(
             helpers.discard(threading.get_ident())
 
     try:
-        others = [_pool(threads).submit(help_out) for _ in range(threads - 1)]
+        futures = [_pool(threads).submit(help_out) for _ in range(threads - 1)]
         work()  # while the other threads start
-        for other in others:
-            other.cancel() or other.result()
+        for future in futures:
+            future.cancel() or future.result()
     except BaseException as error:  # an interrupt: wait until no thread writes to the caller's arrays any more
         failed[slices] = error
         while helpers:

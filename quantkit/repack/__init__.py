@@ -10,7 +10,7 @@ again. The file of each type says where each bit goes. IQ1_S_R4, IQ1_M_R4 and Q8
 order: nothing is repacked to them, and `unpack` converts them where that is exact (`conversions`).
 
 Quantizing to an interleaved type encodes to its base type and interleaves. An importance that is zero over a sub-block
-is handled by the base type's encoder; ik_llama.cpp's separate guard (spec/repack.md 2.7) is not needed.
+is handled by the base type's encoder; ik_llama.cpp's separate guard for it is not needed.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ def repack(data: Any, type_name: str, n: int, *, threads: int | None = None) -> 
     """Interleave the rows of a matrix, or of each matrix of a stack.
 
     `data` is uint8[…, rows, row_bytes(n)] of type `type_name` with n columns; rows must be a multiple of the rows that
-    the interleaved type has in a group. Returns the array laid out as in a file, and its type's name; its shape is that
-    of `data`, except for Q8_KV, whose rows lose 4 bytes.
+    the interleaved type has in a group. Returns the array with the bytes of a file, and its type's name; its shape is
+    that of `data`, except for Q8_KV, whose rows lose 4 bytes.
     """
     base = types.get(type_name)
     form = interleaved_form(base)
     if form is None:
         raise UnsupportedError(f"type {base.name} has no row-interleaved form")
     matrices = _matrices(data, base, n, form.interleave)
-    made = form.interleave_rows(_rows(matrices), threads=threads)
-    return made.reshape(*matrices.shape[:-1], made.shape[1]), form.name.upper()
+    converted = form.interleave_rows(_rows(matrices), threads=threads)
+    return converted.reshape(*matrices.shape[:-1], converted.shape[1]), form.name.upper()
 
 
 def row_form(t: QuantType) -> QuantType | None:
@@ -91,10 +91,10 @@ def to_rows(
     if not conversions.row_form(t):
         assert isinstance(t, Interleaved)
         return t.deinterleave_rows(data, threads=threads, out=out)
-    made = conversions.convert(t, data, n, threads=threads)
+    converted = conversions.convert(t, data, n, threads=threads)
     if out is None:
-        return made
-    arguments.output(out, made.shape, np.uint8, data, t.name)[...] = made
+        return converted
+    arguments.output(out, converted.shape, np.uint8, data, t.name)[...] = converted
     return out
 
 

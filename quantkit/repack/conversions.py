@@ -2,8 +2,8 @@
 
     IQ1_S_R4     IQ1_S   every block gets the row's scale: exact for any row of whole blocks of 256
     IQ1_M_R4     IQ1_M   where each block has multipliers that IQ1_M can hold, see below
-    Q8_K_R8/R16  Q8_0    every block of 32 gets the scale of its 256: exact. The rows they are made of, Q8_K, are a
-                         format of activations, which no file holds
+    Q8_K_R8/R16  Q8_0    every block of 32 gets the scale of its 256: exact. Files cannot hold their base type, Q8_K,
+                         which is a format of activations
 
 Grid points and deltas mean the same in both types of a pair of IQ1 and are copied. In IQ1_M_R4 the columns 16 j .. + 15
 are scaled by d m with d of the row and m = 0 .. 15, in IQ1_M by d m with d of a block of 256 and m odd. Products of
@@ -30,8 +30,8 @@ from quantkit.types.families.interleave import Interleaved
 
 _ROW_FORMS = {"iq1_s_r4": "iq1_s", "iq1_m_r4": "iq1_m", "q8_k_r8": "q8_0", "q8_k_r16": "q8_0"}
 
-_R4_HEAD, _S_R4, _M_R4 = 8, 24, 28  # bytes of a group's scales, of its blocks of 32 columns
-_S, _M = 50, 56  # bytes of a block of 256 columns
+_R4_HEADER_BYTES, _IQ1_S_R4_BLOCK, _IQ1_M_R4_BLOCK = 8, 24, 28  # bytes of a group's scales, of its blocks of 32 columns
+_IQ1_S_BLOCK, _IQ1_M_BLOCK = 50, 56  # bytes of a block of 256 columns
 _LARGEST_HALF = np.float32(65504)
 
 
@@ -55,8 +55,8 @@ def why_not(t: QuantType, data: np.ndarray, n: int, first_row: int = 0) -> str:
     row, block = _first_inexact(jit.readonly(data), n)
     if row < 0:
         return ""
-    place = f"row {first_row + row}, columns {256 * block} to {256 * block + 255}"
-    return f"{form.name} cannot hold the multipliers of {place}"
+    location = f"row {first_row + row}, columns {256 * block} to {256 * block + 255}"
+    return f"{form.name} cannot hold the multipliers of {location}"
 
 
 def convert(t: QuantType, data: Any, n: int, *, threads: int | None = None) -> np.ndarray:
@@ -90,11 +90,11 @@ def _to_iq1_s(data: np.ndarray, out: np.ndarray) -> None:
     for first in range(0, data.shape[0], 4):
         group = data[first : first + 4].reshape(-1)
         for k in range(4):
-            for b in range(out.shape[1] // _S):
-                block = out[first + k, _S * b : _S * b + _S]
+            for b in range(out.shape[1] // _IQ1_S_BLOCK):
+                block = out[first + k, _IQ1_S_BLOCK * b : _IQ1_S_BLOCK * b + _IQ1_S_BLOCK]
                 block[:2] = group[2 * k : 2 * k + 2]
                 for s in range(8):
-                    source = group[_R4_HEAD + _S_R4 * (8 * b + s) :]
+                    source = group[_R4_HEADER_BYTES + _IQ1_S_R4_BLOCK * (8 * b + s) :]
                     for g in range(4):
                         block[2 + 4 * s + g] = source[4 * g + k]
                     block[34 + 2 * s] = source[16 + 2 * k]
@@ -109,13 +109,15 @@ def _half_of(group: np.ndarray, k: int) -> np.uint16:
 @kernel
 def _multiplier(group: np.ndarray, k: int, j: int) -> np.int64:
     """Multiplier of columns 16 j .. + 15 of row k."""
-    return (np.int64(group[_R4_HEAD + _M_R4 * (j // 2) + 24 + k]) >> 4 * (j % 2)) & 15
+    return (np.int64(group[_R4_HEADER_BYTES + _IQ1_M_R4_BLOCK * (j // 2) + 24 + k]) >> 4 * (j % 2)) & 15
 
 
 @kernel
-def _power(group: np.ndarray, k: int, b: int) -> int | np.int64:
-    """The power of two that all multipliers of block b of row k have in common, 16 where all are 0, 0 where there is
-    none or d times it is no finite half."""
+def _common_power(group: np.ndarray, k: int, b: int) -> int | np.int64:
+    """The power of two by which all multipliers of block b of row k are odd numbers; 16 where all are 0.
+
+    0 where there is none, or where d times it is not a finite half.
+    """
     first = _multiplier(group, k, 16 * b)
     power = first & -first if first else 16
     for j in range(16 * b, 16 * b + 16):
@@ -142,7 +144,7 @@ def _first_inexact(data: np.ndarray, n: int) -> tuple[int, int]:
         group = data[first : first + 4].reshape(-1)
         for k in range(4):
             for b in range(n // 256):
-                if _power(group, k, b) == 0 and not _is_zero(_half_of(group, k)):
+                if _common_power(group, k, b) == 0 and not _is_zero(_half_of(group, k)):
                     return first + k, b
     return -1, -1
 
@@ -151,7 +153,7 @@ def _first_inexact(data: np.ndarray, n: int) -> tuple[int, int]:
 def _put_scales(group: np.ndarray, k: int, b: int, block: np.ndarray) -> None:
     """Write the scale and the numbers of the multipliers of a block that converts exactly."""
     half = _half_of(group, k)
-    power = _power(group, k, b)
+    power = _common_power(group, k, b)
     if power == 16:
         half &= np.uint16(0x8000)  # a zero of the sign of d
     elif power > 1:
@@ -171,10 +173,10 @@ def _to_iq1_m(data: np.ndarray, out: np.ndarray) -> None:
     for first in range(0, data.shape[0], 4):
         group = data[first : first + 4].reshape(-1)
         for k in range(4):
-            for b in range(out.shape[1] // _M):
-                block = out[first + k, _M * b : _M * b + _M]
+            for b in range(out.shape[1] // _IQ1_M_BLOCK):
+                block = out[first + k, _IQ1_M_BLOCK * b : _IQ1_M_BLOCK * b + _IQ1_M_BLOCK]
                 for s in range(8):
-                    source = group[_R4_HEAD + _M_R4 * (8 * b + s) :]
+                    source = group[_R4_HEADER_BYTES + _IQ1_M_R4_BLOCK * (8 * b + s) :]
                     for g in range(4):
                         block[4 * s + g] = source[4 * g + k]
                     block[32 + 2 * s] = source[16 + k]

@@ -1,12 +1,12 @@
-"""Which tensors are interleaved, by name, type and shape, and why others are not (spec/repack.md 8.1).
+"""Which tensors can be interleaved, by name, type and shape, and the reason why others cannot.
 
 Three differences from ik_llama.cpp, each because the file would not run:
 
-    BF16     only where it is asked for by name. ik_llama.cpp multiplies bf16_r16 where it was built for AVX512_BF16;
+    BF16     only where it is chosen by name. ik_llama.cpp multiplies bf16_r16 where it was built for AVX512_BF16;
              other builds compute garbage silently. (It decides by the build that repacks, not by the one that runs.)
-    F16      never: bf16_r16 has 7 of its 10 bits of mantissa. Whoever wants that quantizes to it.
-    tables   position_embd, token_types and attn_rel_b are looked up row by row like the embeddings, ssm_conv1d is no
-             operand of a product; ik_llama.cpp repacks those that happen to be quantized.
+    F16      never: bf16_r16 has 7 of its 10 bits of mantissa. `quantize` to bf16_r16 does it.
+    tables   position_embd, token_types and attn_rel_b are looked up row by row like the embeddings, and ssm_conv1d is
+             not the matrix of a product; ik_llama.cpp repacks those that happen to be quantized.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from quantkit.types import QuantType
 from quantkit.types.families.interleave import Interleaved
 
 EMBEDDINGS = ("token_embd.weight", "per_layer_token_embd.weight")
-_NO_OPERANDS = ("position_embd.weight", "token_types.weight", "attn_rel_b.weight", "ssm_conv1d")
+_NOT_MULTIPLIED = ("position_embd.weight", "token_types.weight", "attn_rel_b.weight", "ssm_conv1d")
 _INTERLEAVED_NAMES = ("_r4", "_r8", "_r16")
 
 
@@ -26,7 +26,7 @@ def interleaved(
 ) -> tuple[Interleaved | None, str]:
     """The interleaved type of a tensor (shape in numpy's order), or None and the reason why it has none.
 
-    `named` says that the tensor was asked for by its name, not only by there being a form for its type.
+    `named`: a --repack-pattern names the tensor, so that bf16 is interleaved too.
     """
     if name in EMBEDDINGS:
         return None, "embeddings are read row by row"
@@ -36,7 +36,7 @@ def interleaved(
     if form is None:
         lossy = "; bf16_r16 would lose bits: if you want that, quantkit quantize IN OUT BF16_R16"
         return None, f"{kind.name} has no interleaved form here{lossy if kind.name == 'f16' else ''}"
-    if any(part in name for part in _NO_OPERANDS):
+    if any(part in name for part in _NOT_MULTIPLIED):
         return None, "not an operand of a matrix product"
     rows = shape[-2] if len(shape) > 1 else 1
     if rows % form.interleave:

@@ -1,6 +1,7 @@
 """Running a GGUF file: `loading.load` opens it, `generate` makes text.
 
-`blocks` computes layer by layer, `compiled` runs operation lists on a thread team, `kv` has the caches, `parallel`
-several devices, `cuda` GPUs, `kernels` what they all call. Takes files and token ids and gives logits. Imports
-`placement`, `tokenizers`, `archs` and `formats`, never `pipelines`.
+`model` is the model with its forward passes. `blocks` computes layer by layer, `compiled` runs operation lists on a
+thread team, `kv` has the caches, `parallel` splits a model over devices, `cuda` runs it on GPUs, `kernels` has the
+loops that all of them call. Takes files and token ids and gives logits. Imports `placement`, `tokenizers`, `archs` and
+`formats`, never `pipelines`.
 """

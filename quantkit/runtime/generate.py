@@ -1,6 +1,6 @@
-"""Text from a model: a prompt is run as a batch, then token follows token until an end.
+"""Generate text: run a prompt as a batch, then sample token by token until an end-of-generation token.
 
-A token is chosen from the logits of the last position in llama.cpp's order, each step on what the one before left:
+A token is sampled from the logits of the last position by these steps, in llama.cpp's order:
 
     repetition penalty p   of tokens among the last `penalty_last`: logit / p if positive, logit * p if not
     top-k                  the k largest
@@ -50,7 +50,7 @@ class TextModel(Protocol):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen. top_k 0, top_p 1, min_p 0 and penalty 1 switch their step off."""
+    """How the next token is sampled. top_k 0, top_p 1, min_p 0 and penalty 1 switch their step off."""
 
     temperature: float = 0.0
     top_k: int = 40
@@ -61,7 +61,7 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, good, range_ in (
+        for name, is_valid, range_ in (
             ("temperature", self.temperature >= 0, "at least 0"),
             ("top_k", self.top_k >= 0, "at least 0"),
             ("top_p", 0 < self.top_p <= 1, "above 0, at most 1"),
@@ -70,7 +70,7 @@ class Sampling:
             ("penalty_last", self.penalty_last >= 0, "at least 0"),
             ("seed", self.seed >= 0, "at least 0"),
         ):
-            if not good:
+            if not is_valid:
                 raise DataError(f"{name} is {getattr(self, name)}; it must be {range_}")
 
 
@@ -96,10 +96,10 @@ class Sampler:
         return int(tokens[min(np.searchsorted(np.cumsum(weights), drawn, side="right"), len(tokens) - 1)])
 
 
-def penalized(logits: np.ndarray, seen: Iterable[int], penalty: float) -> np.ndarray:
-    """A copy of float32[vocab] in which the tokens seen are less likely."""
+def penalized(logits: np.ndarray, history: Iterable[int], penalty: float) -> np.ndarray:
+    """A copy of float32[vocab] in which the tokens of `history` are less likely."""
     logits = logits.copy()
-    tokens = np.unique(np.fromiter(seen, np.int64))
+    tokens = np.unique(np.fromiter(history, np.int64))
     logits[tokens] = np.where(logits[tokens] > 0, logits[tokens] / penalty, logits[tokens] * penalty)
     return logits
 
@@ -122,20 +122,20 @@ def candidates(logits: np.ndarray, top_k: int, top_p: float, min_p: float) -> np
 
 
 def _require_number(largest: float) -> None:
-    """DataError where the largest logit is none; a model that is not checked (`--tripwire off`) may give such."""
+    """DataError where the largest logit is NaN or Inf, as a model may give without the checks of `--tripwire`."""
     if not np.isfinite(largest):
         raise DataError(f"no token can be chosen: the largest logit is {largest}; --tripwire layer names the cause")
 
 
 def _softmax(logits: np.ndarray) -> np.ndarray:
     e = np.exp(logits.astype(np.float64) - np.float64(logits.max()))
-    found: np.ndarray = e / e.sum()
-    return found
+    result: np.ndarray = e / e.sum()
+    return result
 
 
 @dataclass
 class Generated:
-    """What came of a prompt, and how long it took.
+    """The generated text and its timings.
 
     text, tokens   the reply, without the token that ended it
     stopped        "end" (a token that ends replies), "length" (n_predict) or "context" (the cache is full)
@@ -171,8 +171,8 @@ def generate(
 ) -> Generated:
     """Continue a prompt, text or tokens, by up to `n_predict` tokens (-1: until an end or a full cache).
 
-    `on_text` is called with each piece of text as soon as it is complete. `cache` may hold what came before the
-    prompt; without one, a cache of the model's context, or of what is needed if less, is made.
+    `on_text` is called with each piece of text as soon as it is complete. `cache` may hold earlier tokens of the
+    sequence; without one, an empty cache is made, of the needed size or of the model's context if that is smaller.
     """
     if isinstance(prompt, str):
         tokens = model.tokenizer.encode(prompt)
@@ -185,8 +185,8 @@ def generate(
         raise DataError("the prompt has no tokens; pass some text")
     n_predict = arguments.integer(n_predict, "n_predict (-1 for no limit)", -1)
     if cache is None:
-        wanted = len(tokens) + n_predict if n_predict >= 0 else model.n_ctx
-        cache = model.new_cache(min(model.n_ctx, wanted))
+        needed = len(tokens) + n_predict if n_predict >= 0 else model.n_ctx
+        cache = model.new_cache(min(model.n_ctx, needed))
     result = Generated(tokens)
     started = time.perf_counter()
     logits = model.forward(tokens, cache, "last")[0]

@@ -56,7 +56,7 @@ def load(
 ) -> Model:
     """Open the GGUF file `path`, or any shard of a set, as a Model. Tensors are read when they are needed.
 
-    A `ModelFile` that is open already is taken as it is.
+    `path` may also be an open `ModelFile`.
 
     numerics    "exact": weights are decoded exactly, activations are float32. "fast": activations are quantized where
                 that is faster.
@@ -95,8 +95,8 @@ def load(
     file = gguf.require_model(gguf.open(path)) if isinstance(path, (str, os.PathLike)) else path
     described = validate.describe(file.metadata, file.tensors, file.path)
     rules = (override_tensor,) if isinstance(override_tensor, str) else tuple(override_tensor)
-    asked = parse_devices(devices) if isinstance(devices, str) else tuple(devices) or (CPU,)
-    there = _with_memory(asked)
+    requested = parse_devices(devices) if isinstance(devices, str) else tuple(devices) or (CPU,)
+    available = _with_memory(requested)
     flags = Flags(
         gpu_layers,
         rules,
@@ -106,21 +106,21 @@ def load(
         main_gpu,
         max_gpus,
         kv_on_cpu,
-        tuple(there),
+        tuple(available),
         runtime="quantkit",
     )
     fitted = None
-    if fit or any(device.memory for device in there):
+    if fit or any(device.memory for device in available):
         size = n_ctx or described.hparams.n_ctx_train
-        if not (n_ctx or fit or any(device.memory for device in asked)):
-            size = min(size, SEQUENCE_TOKENS)  # nobody spoke of memory: there must be room to run at all
+        if not (n_ctx or fit or any(device.memory for device in requested)):
+            size = min(size, SEQUENCE_TOKENS)  # the user gave no sizes: require only the memory to run at all
         cache = budget.Cache(size, kind.k, kind.v, mla)
         if fit:
-            about = (file.tensors, file.metadata, there, cache.of_layers(file.metadata))
+            about = (file.tensors, file.metadata, available, cache.of_layers(file.metadata))
             fitted = fitting.fit(*about, margin=fit_margin, flags=flags, mla=mla)
             flags = fitted.flags
         budget.require_memory(file.tensors, file.metadata, flags, cache, file.path)
-    placement = place_model(file.tensors, flags, file.metadata, there)
+    placement = place_model(file.tensors, flags, file.metadata, available)
     model = Model(
         file, described, placement, numerics=numerics, threads=threads, cache_type=kind, attention=attention,
         n_ctx=n_ctx, repack=repack, fused_experts=fused_experts, expert_reduction=expert_reduction, mla=mla,
@@ -132,7 +132,7 @@ def load(
 
 
 def _with_memory(devices: Sequence[Device]) -> tuple[Device, ...]:
-    """The same, GPUs with the memory that is free where none was said. UnsupportedError for one that is not there."""
+    """The devices, GPUs without a given size with their free memory. UnsupportedError for a GPU that does not exist."""
     if all(device.gpu is None for device in devices):
         return tuple(devices)
     from quantkit.runtime.cuda import gpu_worker

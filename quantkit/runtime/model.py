@@ -1,13 +1,12 @@
-"""A model that runs: an architecture's blocks computed over a file's tensors.
+"""`Model`: an open GGUF file with its forward passes.
 
     m = load("model.gguf")
     cache = m.new_cache(4096)
     m.forward([1, 2, 3], cache)          float32[3, vocab]; the three tokens are appended to the cache
     m.forward_sequences(chunks, rows)    many fresh sequences at once, logits of the positions `rows` only
 
-Here the model runs layer by layer: Python around multi-threaded kernels and BLAS. With `fast` numerics `forward` hands
-the tokens to runtime/compiled, where the model is one operation list; `fallback_reason` says why where it
-cannot.
+This module runs a model layer by layer: Python around multi-threaded kernels and BLAS. With `fast` numerics `forward`
+uses runtime/compiled, where the model is one operation list; where that is not possible, `fallback_reason` says why.
 """
 
 from __future__ import annotations
@@ -44,9 +43,9 @@ if TYPE_CHECKING:
     from quantkit.runtime.parallel.split import Split
     from quantkit.tokenizers.tokenizer import Tokenizer
 
-BATCH_TOKENS = 1024  # of a prompt run at a time; more only costs memory
-SEQUENCE_TOKENS = 2048  # of several sequences run at a time
-TOGETHER_TOKENS = 512  # of sequences that go on; what `fast` numerics take at a time
+BATCH_TOKENS = 1024  # of a prompt, computed at a time; more only costs memory
+SEQUENCE_TOKENS = 2048  # of several fresh sequences, computed at a time layer by layer
+TOGETHER_TOKENS = 512  # of several sequences that continue, and with `fast` numerics: computed at a time
 NUMERICS = ("exact", "fast")
 TRIPWIRES = ("layer", "full", "off")
 
@@ -69,7 +68,7 @@ def cache_type_of(chosen: str | CacheType | None, numerics: str, attention: Atte
 
 
 def _pairs(parts: Iterable[tuple[Sequence[int] | np.ndarray, Cache]]) -> list[tuple[Sequence[int] | np.ndarray, Cache]]:
-    """The pairs of `forward_batch` as a list. DataError for anything else."""
+    """The (tokens, cache) pairs of `forward_batch` as a list. DataError for anything else."""
     try:
         return [(tokens, cache) for tokens, cache in parts]
     except (TypeError, ValueError):
@@ -77,7 +76,7 @@ def _pairs(parts: Iterable[tuple[Sequence[int] | np.ndarray, Cache]]) -> list[tu
 
 
 class ModelFile(Protocol):
-    """What a model is made of: an open GGUF file, or a checkpoint seen as one."""
+    """What a Model needs of a file: an open GGUF file, or a checkpoint seen as one."""
 
     @property
     def path(self) -> Path: ...
@@ -243,9 +242,9 @@ class Model(BlockRunner, Locked):
     def _forward(self, ids: np.ndarray, cache: Cache, logits: str) -> np.ndarray:
         if self._fast is not None and self.observer is None:
             before = cache.length
-            found = self._forward_fast(self._fast, ids, cache, logits)
-            if found is not None:
-                return found
+            result = self._forward_fast(self._fast, ids, cache, logits)
+            if result is not None:
+                return result
             cache.length = before  # layer by layer, to name the bad tensor
         rows = []
         with blas.single_threaded():
@@ -266,10 +265,10 @@ class Model(BlockRunner, Locked):
 
     @one_at_a_time
     def forward_batch(self, parts: Sequence[tuple[Sequence[int] | np.ndarray, Cache]]) -> np.ndarray:
-        """float32[parts, vocab]: of several sequences, each with a cache and a length of its own, the next tokens.
+        """float32[parts, vocab]: logits after the last token of each of several sequences (tokens, cache).
 
-        The tokens, at least one of each, go through each weight together, and are added to the caches, which are all
-        of one type. The logits are those after the last token of each.
+        Each sequence has one token or more, and a cache of its own; all caches have one type. The tokens are multiplied
+        by each weight together and appended to the caches.
         """
         checked = [(self._checked(tokens), cache) for tokens, cache in _pairs(parts)]
         if not checked or any(ids.ndim != 1 or not len(ids) for ids, _ in checked):
@@ -283,9 +282,9 @@ class Model(BlockRunner, Locked):
             cache.reserve(len(ids))
         ends = np.empty((len(checked), self.hparams.n_embd), np.float32)
         with blas.single_threaded(), restore_lengths(caches):
-            for ids, spans, which in batches(checked, TOGETHER_TOKENS):
+            for ids, spans, part_of in batches(checked, TOGETHER_TOKENS):
                 x = self._forward_spans(ids, spans)
-                for i, span in zip(which, spans):
+                for i, span in zip(part_of, spans):
                     ends[i] = x[span.stop - 1]
             return self._project(ends)
 
@@ -307,8 +306,8 @@ class Model(BlockRunner, Locked):
     def forward_sequences(self, tokens: np.ndarray, rows: slice, cache_type: str | None = None) -> np.ndarray:
         """float32[n_seq, k, vocab]: logits at the positions `rows` of fresh sequences int[n_seq, len].
 
-        All sequences go through each weight together. For large vocabularies `hidden_sequences` and `project` give the
-        same in pieces.
+        Each weight is multiplied by the tokens of all sequences together. For large vocabularies `hidden_sequences` and
+        `project` give the same in pieces.
         """
         hidden = self.hidden_sequences(tokens, rows, cache_type)
         n_seq, k, n_embd = hidden.shape
@@ -316,7 +315,7 @@ class Model(BlockRunner, Locked):
 
     @one_at_a_time
     def hidden_sequences(self, tokens: np.ndarray, rows: slice, cache_type: str | None = None) -> np.ndarray:
-        """float32[n_seq, k, n_embd]: what `project` makes logits of, at the positions `rows` of fresh sequences."""
+        """float32[n_seq, k, n_embd]: hidden states for `project`, at the positions `rows` of fresh sequences."""
         ids = self._checked(tokens)
         if ids.ndim != 2 or not ids.size:
             raise DataError(f"expected tokens int[n_seq, len], got shape {ids.shape}")
@@ -325,15 +324,15 @@ class Model(BlockRunner, Locked):
         n_seq, length = ids.shape
         kind = self._kind(cache_type)
         compiled = self._fast is not None and self.observer is None
-        together = min(n_seq, max(1, (TOGETHER_TOKENS if compiled else SEQUENCE_TOKENS) // length))
-        caches = [self._empty_cache(length, kind, not compiled) for _ in range(together)]
-        found = []
+        sequences_at_once = min(n_seq, max(1, (TOGETHER_TOKENS if compiled else SEQUENCE_TOKENS) // length))
+        caches = [self._empty_cache(length, kind, not compiled) for _ in range(sequences_at_once)]
+        hidden = []
         with blas.single_threaded():
-            for start in range(0, n_seq, together):
-                part = ids[start : start + together]
+            for start in range(0, n_seq, sequences_at_once):
+                part = ids[start : start + sequences_at_once]
                 run = self._sequences_compiled if compiled else self._sequences
-                found.append(run(part, caches[: len(part)])[:, rows])
-        return np.concatenate(found)
+                hidden.append(run(part, caches[: len(part)])[:, rows])
+        return np.concatenate(hidden)
 
     def _sequences(self, ids: np.ndarray, caches: list[Cache]) -> np.ndarray:
         """float32[n_seq, len, n_embd] before the output norm of int64[n_seq, len], layer by layer, all at once."""
@@ -342,16 +341,16 @@ class Model(BlockRunner, Locked):
         return self._run(ids.reshape(-1), spans).reshape(n_seq, length, -1)
 
     def _sequences_compiled(self, ids: np.ndarray, caches: list[Cache]) -> np.ndarray:
-        """The same as `forward` runs a prompt."""
-        found = np.empty((*ids.shape, self.hparams.n_embd), np.float32)
+        """As `_sequences`, by the compiled model."""
+        hidden = np.empty((*ids.shape, self.hparams.n_embd), np.float32)
         for cache in caches:
             cache.clear()
-        for tokens, spans, which in batches(list(zip(ids, caches)), TOGETHER_TOKENS):
+        for tokens, spans, sequence_of in batches(list(zip(ids, caches)), TOGETHER_TOKENS):
             begin = [span.cache.length for span in spans]
             x = self._forward_spans(tokens, spans)
-            for i, first, span in zip(which, begin, spans):
-                found[i, first : first + span.stop - span.start] = x[span.start : span.stop]
-        return found
+            for i, first, span in zip(sequence_of, begin, spans):
+                hidden[i, first : first + span.stop - span.start] = x[span.start : span.stop]
+        return hidden
 
     def generate(
         self,
@@ -423,7 +422,7 @@ class Model(BlockRunner, Locked):
         return self._to_host(self._run_block(block, x, spans))
 
     def _run_block(self, block: blocks.Block, x: np.ndarray, spans: list[Span]) -> np.ndarray:
-        """The same, with the result left on its device."""
+        """As `run_block_checked`, with the result left on its device."""
         self._scales.require(block.layer)
         y = super().run_block(block, x, spans) if self.split is None else self.split.run_block(block, x, spans)
         if not (self if self.split is None else self.split).is_finite(y):
@@ -431,7 +430,7 @@ class Model(BlockRunner, Locked):
         return y
 
     def _to_host(self, x: np.ndarray) -> np.ndarray:
-        """What left a block, in the host's memory."""
+        """The output of a block as an array in the host's memory."""
         return x if self.split is None else self.split.host(x)
 
     @one_at_a_time
@@ -487,8 +486,7 @@ class Model(BlockRunner, Locked):
         return x
 
     def _require_own(self, cache: Cache) -> None:
-        """DataError unless native code can use this cache for this model: its addresses and sizes are not looked at
-        again."""
+        """DataError unless the cache is one of this model's: kernels use its addresses and sizes without checks."""
         if not isinstance(cache, Cache):
             raise DataError(f"{self.path}: a cache from new_cache() is needed, not a {type(cache).__name__}")
         if cache.shape is not self._cache_shape and cache.shape != self._cache_shape:

@@ -39,7 +39,7 @@ class Repacked:
 
     @property
     def slower(self) -> Counter[tuple[str, str]]:
-        """How many tensors of which type became one without a kernel for `fast` numerics, though theirs has one."""
+        """Numbers of tensors, by (type before, after), that lost a kernel for `fast` numerics by being repacked."""
         from quantkit.runtime.kernels import dispatch  # loads numba
 
         return Counter(
@@ -50,15 +50,15 @@ class Repacked:
 
 
 def repack(tensors: Mapping[str, Tensor], placement: Placement, threads: int) -> tuple[dict[str, Tensor], Repacked]:
-    """The tensors, those on the CPU that can be interleaved without loss being so, and what was done."""
+    """Interleave the tensors on the CPU that have a lossless interleaved form. Returns all tensors and the changes."""
     started = time.perf_counter()
-    found, changed = dict(tensors), {}
+    result, changed = dict(tensors), {}
     for name, tensor in tensors.items():
         if not placement.on_cpu(name):
             continue
         form, _ = interleaved(name, tensor.shape, tensor.type, named=True)
         if form is not None:
-            found[name] = _InMemory(tensor, form, threads)
+            result[name] = _InMemory(tensor, form, threads)
             changed[name] = tensor.type, form
-    nbytes = sum(found[name].nbytes for name in changed)
-    return found, Repacked(changed, nbytes, time.perf_counter() - started)
+    nbytes = sum(result[name].nbytes for name in changed)
+    return result, Repacked(changed, nbytes, time.perf_counter() - started)

@@ -5,9 +5,10 @@
     from_id(139)      what a GGUF tensor info holds; layout only where no codec is registered
     all()             every type with a codec that files hold, by id
     activations()     the run-time formats of right-hand sides of products, by id
-    names()           of all these, without reading their files: every other one reads those of the types it returns
+    names()           the names of all these
 
-A name or id of a type without codec still has a record: its sizes are needed to walk over a file.
+Every function but `names` imports the files of the types that it returns. A type without codec still has a record: a
+reader needs its sizes to find the next tensor of a file.
 """
 
 from __future__ import annotations
@@ -35,10 +36,12 @@ layouts.define()
 
 def get(name: str) -> QuantType:
     """The type called `name`, in any case. UnknownNameError lists the nearest names."""
-    found = layout(name)
-    if not found.has_codec:
-        raise UnsupportedError(f"type {found.name} (id {found.ggml_type}) is known but quantkit has no codec for it")
-    return found
+    quant_type = layout(name)
+    if not quant_type.has_codec:
+        raise UnsupportedError(
+            f"type {quant_type.name} (id {quant_type.ggml_type}) is known but quantkit has no codec for it"
+        )
+    return quant_type
 
 
 def layout(name: str) -> QuantType:
@@ -49,7 +52,7 @@ def layout(name: str) -> QuantType:
 
 
 def from_id(ggml_type: int) -> QuantType:
-    """The type of an id in a file. The record of an id without codec raises only when it is asked to decode."""
+    """The type of an id in a file. The record of an id without codec raises only when it decodes."""
     if ggml_type not in base.ids.values():
         raise FormatError(f"tensor type id {ggml_type} is not known")
     return base.by_id(ggml_type)

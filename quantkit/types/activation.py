@@ -35,14 +35,14 @@ from quantkit.codegen.half import bfloat_to_float, float_to_half, half_to_float
 from quantkit.codegen.jit import kernel
 from quantkit.types.base import BEST, QuantType
 
-_ZERO, _ONE, _TOP = np.float32(0), np.float32(1), np.float32(127)
+_ZERO, _ONE, _MAX_CODE = np.float32(0), np.float32(1), np.float32(127)
 _ROUND = np.float32(3 << 22)  # adding it rounds |t| < 2^22 to an integer, ties to even, in the sum's lowest bits
 _ROUND_BITS = _ROUND.view(np.int32)
 _MAGNITUDE = np.int32(0x7FFFFFFF)
-_LEAST = np.float32(2.0**-118)  # below it the inverse scale may overflow: encoded as zeros
+_MIN_MAGNITUDE = np.float32(2.0**-118)  # below it the inverse scale may overflow: encoded as zeros
 
 # The order in which ik_llama.cpp, as compiled and with fused multiplication, sums the products of q8_K16.
-_ORDER = np.array([1, 0, 2, 3])
+_SUM_ORDER = np.array([1, 0, 2, 3])
 
 # Headers of blocks of 32: a half; a half and a half d * sum; a bfloat and an integer sum.
 _SCALE_ONLY, _WITH_PRODUCT, _WITH_SUM = 0, 1, 2
@@ -51,11 +51,11 @@ _SCALE_ONLY, _WITH_PRODUCT, _WITH_SUM = 0, 1, 2
 @kernel
 def _largest(x: np.ndarray) -> np.float32:
     """The largest magnitude; 0 where it is below _LEAST."""
-    bits, most = x.view(np.int32), np.int32(0)
+    bits, max_bits = x.view(np.int32), np.int32(0)
     for j in range(bits.size):
-        most = np.int32(max(most, np.int32(bits[j] & _MAGNITUDE)))
-    largest = np.int32(most).view(np.float32)
-    return largest if largest >= _LEAST else _ZERO
+        max_bits = np.int32(max(max_bits, np.int32(bits[j] & _MAGNITUDE)))
+    largest = np.int32(max_bits).view(np.float32)
+    return largest if largest >= _MIN_MAGNITUDE else _ZERO
 
 
 @kernel
@@ -74,7 +74,7 @@ def _sum(code: np.ndarray) -> np.int32:
 
 
 @kernel
-def _times(scale: np.float32, code: np.ndarray, y: np.ndarray) -> None:
+def _multiply_codes(scale: np.float32, code: np.ndarray, y: np.ndarray) -> None:
     for j in range(code.size):
         y[j] = scale * np.float32(code[j])
 
@@ -91,8 +91,8 @@ def _encode_256(x: np.ndarray, float_sums: bool, out: np.ndarray) -> None:
             part, block = x[row, 256 * b : 256 * b + 256], out[row, 296 * b : 296 * b + 296]
             head, code, tail = block[:8].view(np.float32), block[8:264].view(np.int8), block[264:]
             largest = _largest(part)
-            scale = largest / _TOP
-            _quantize(part, _TOP / largest if largest > _ZERO else _ZERO, code)
+            scale = largest / _MAX_CODE
+            _quantize(part, _MAX_CODE / largest if largest > _ZERO else _ZERO, code)
             head[0] = scale
             if float_sums:
                 products = tail.view(np.float32)
@@ -114,7 +114,7 @@ def _decode_256(data: np.ndarray, out: np.ndarray) -> None:
     for row in range(rows):
         for b in range(n // 256):
             block = data[row, 296 * b : 296 * b + 264]
-            _times(block[:4].view(np.float32)[0], block[8:].view(np.int8), out[row, 256 * b : 256 * b + 256])
+            _multiply_codes(block[:4].view(np.float32)[0], block[8:].view(np.int8), out[row, 256 * b : 256 * b + 256])
 
 
 @kernel
@@ -125,8 +125,8 @@ def _encode_128(x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndar
             part, block = x[row, 128 * b : 128 * b + 128], out[row, 140 * b : 140 * b + 140]
             code, sums = block[12:].view(np.int8), block[4:12].view(np.int16)
             largest = _largest(part)
-            block[:4].view(np.float32)[0] = largest / _TOP
-            _quantize(part, _TOP / largest if largest > _ZERO else _ZERO, code)
+            block[:4].view(np.float32)[0] = largest / _MAX_CODE
+            _quantize(part, _MAX_CODE / largest if largest > _ZERO else _ZERO, code)
             for i in range(4):
                 sums[i] = np.int16(_sum(code[32 * i : 32 * i + 32]))
 
@@ -137,14 +137,14 @@ def _decode_128(data: np.ndarray, out: np.ndarray) -> None:
     for row in range(rows):
         for b in range(n // 128):
             block = data[row, 140 * b : 140 * b + 140]
-            _times(block[:4].view(np.float32)[0], block[12:].view(np.int8), out[row, 128 * b : 128 * b + 128])
+            _multiply_codes(block[:4].view(np.float32)[0], block[12:].view(np.int8), out[row, 128 * b : 128 * b + 128])
 
 
 # -------------------------------------------------------------------------------------------------------- blocks of 32
 
 
 @kernel
-def _places(b: int, blocks: int, width: int, side_by_side: int, size: int) -> tuple[int, int, int]:
+def _block_offsets(b: int, blocks: int, width: int, side_by_side: int, size: int) -> tuple[int, int, int]:
     """Offsets of block b in a row: of its scale and its sum, in words of 2 bytes, and of its codes, in bytes."""
     run = side_by_side if b < blocks - blocks % side_by_side else 1
     first, i = size * (b - b % run), b % run
@@ -168,10 +168,10 @@ def _encode_heads(
     for row in range(rows):
         words, sums, codes = out[row].view(np.uint16), out[row].view(np.int16), out[row].view(np.int8)
         for b in range(blocks):
-            scale_at, sum_at, codes_at = _places(b, blocks, width, side_by_side, size)
+            scale_at, sum_at, codes_at = _block_offsets(b, blocks, width, side_by_side, size)
             part, code = x[row, width * b : width * b + width], codes[codes_at : codes_at + width]
             largest = _largest(part)
-            scale = largest / _TOP
+            scale = largest / _MAX_CODE
             if head == _WITH_SUM:
                 words[scale_at] = _float_to_bfloat(scale)
                 scale = bfloat_to_float(words[scale_at])
@@ -179,7 +179,7 @@ def _encode_heads(
                 words[scale_at] = float_to_half(scale)
             inverse = _ZERO
             if largest > _ZERO:
-                inverse = _ONE / scale if by_scale else _TOP / largest
+                inverse = _ONE / scale if by_scale else _MAX_CODE / largest
             total = np.int32(0)
             for j in range(width):
                 rounded = np.float32(part[j] * inverse + _ROUND).view(np.int32)
@@ -198,9 +198,9 @@ def _decode_heads(data: np.ndarray, width: int, head: int, side_by_side: int, si
     for row in range(rows):
         words, codes = data[row].view(np.uint16), data[row].view(np.int8)
         for b in range(blocks):
-            scale_at, _, codes_at = _places(b, blocks, width, side_by_side, size)
+            scale_at, _, codes_at = _block_offsets(b, blocks, width, side_by_side, size)
             scale = bfloat_to_float(words[scale_at]) if head == _WITH_SUM else half_to_float(words[scale_at])
-            _times(scale, codes[codes_at : codes_at + width], out[row, width * b : width * b + width])
+            _multiply_codes(scale, codes[codes_at : codes_at + width], out[row, width * b : width * b + width])
 
 
 # ------------------------------------------------------------------------------------------------ four scales of a row
@@ -211,20 +211,20 @@ def _encode_classes(x: np.ndarray, run: int, one_product: bool, out: np.ndarray)
     rows, n = x.shape
     header = out.shape[1] - n
     period = 4 * run
-    most, totals, inverse = np.empty(period, np.int32), np.empty(period, np.int32), np.empty(period, np.float32)
+    max_bits, totals, inverse = np.empty(period, np.int32), np.empty(period, np.int32), np.empty(period, np.float32)
     for row in range(rows):
         head, codes = out[row, :header].view(np.float32), out[row, header:].view(np.int8)
-        most[:] = totals[:] = 0
+        max_bits[:] = totals[:] = 0
         head[:] = _ZERO
         for first in range(0, n, period):
             bits = x[row, first : first + period].view(np.int32)
             for j in range(period):
-                most[j] = np.int32(max(most[j], np.int32(bits[j] & _MAGNITUDE)))
+                max_bits[j] = np.int32(max(max_bits[j], np.int32(bits[j] & _MAGNITUDE)))
         for j in range(period):
             c = j // run
-            head[c] = max(head[c], np.int32(most[j]).view(np.float32) / _TOP)
+            head[c] = max(head[c], np.int32(max_bits[j]).view(np.float32) / _MAX_CODE)
         for c in range(4):
-            head[c] = head[c] if head[c] >= _LEAST else _ZERO
+            head[c] = head[c] if head[c] >= _MIN_MAGNITUDE else _ZERO
         for j in range(period):
             scale = head[j // run]
             inverse[j] = _ONE / scale if scale > _ZERO else _ZERO
@@ -234,12 +234,12 @@ def _encode_classes(x: np.ndarray, run: int, one_product: bool, out: np.ndarray)
                 rounded = np.float32(part[j] * inverse[j] + _ROUND).view(np.int32)
                 code[j] = np.int8(rounded)
                 totals[j] = np.int32(totals[j] + np.int32(rounded - _ROUND_BITS))
-        for c in _ORDER:
+        for c in _SUM_ORDER:
             total = np.int64(0)
             for j in range(period):
                 total += totals[j] if j // run == c else 0
-            at = 4 if one_product else 4 + c
-            head[at] = np.float32(np.float64(head[c]) * np.float64(total) + np.float64(head[at]))
+            index = 4 if one_product else 4 + c
+            head[index] = np.float32(np.float64(head[c]) * np.float64(total) + np.float64(head[index]))
 
 
 @kernel

@@ -34,9 +34,9 @@ codec_modules: dict[int, str] = {}  # of this package, by id: `layouts` fills it
 EFFORTS = ("fast", "normal", "best")  # of an encoder; a kernel gets the index
 FAST, NORMAL, BEST = range(3)
 
-_MUCH = 1 << 18  # elements: from here on the fastest encoder is slow enough for threads to pay
-_PIECE_BYTES = 1 << 18  # of float32: checked, then encoded while it is still in the CPU's cache
-_ROWS_OF_MOMENTS = 128  # encoded together at least: each piece reads all second moments
+_MIN_PARALLEL_ELEMENTS = 1 << 18  # from here on threads pay even for the fastest encoder
+_CHUNK_BYTES = 1 << 18  # of float32: checked, then encoded while it is still in the CPU's cache
+_MIN_ROWS_WITH_MOMENTS = 128  # in a chunk: each chunk reads all second moments
 
 
 def effort_level(name: str) -> int:
@@ -85,13 +85,12 @@ class QuantType:
     overflow: float = np.inf  # finite magnitudes from here on would be stored as Inf: quantize refuses them
     activation: bool = False  # a format of right-hand sides of products, which files never hold
     whole_tensor: bool = False  # a tensor is stored as one row of all its elements
-    reports_largest: bool = False  # encode_rows returns the bits of the largest magnitude: no pass to find it before
+    reports_largest: bool = False  # encode_rows returns the bits of the largest magnitude: saves a pass over the input
 
     encode_rows: EncodeRows | None = None
     decode_rows: DecodeRows | None = None
-    product_rows: DecodeRows | None = (
-        None  # decodes the values that matrix products use, where they are not those of decode_rows
-    )
+    # Decodes the values that matrix products use, where they are not those of decode_rows.
+    product_rows: DecodeRows | None = None
     remark: str = ""  # what docs/types.md says below the table
 
     _fields: ClassVar[tuple[str, ...]] = ("name", "ggml_type", "block_size", "block_bytes", "row_meta_bytes")
@@ -101,10 +100,10 @@ class QuantType:
         super().__init_subclass__(**kwargs)
         if not cls.name:  # an abstract family
             return
-        known = _by_id[cls.ggml_type]
-        wrong = [f for f in cls._fields if getattr(known, f) != getattr(cls, f)]
-        if wrong or known.has_codec:
-            raise TypeError(f"{cls.name}: {wrong or 'id'} already registered differently for id {cls.ggml_type}")
+        layout = _by_id[cls.ggml_type]
+        mismatched = [f for f in cls._fields if getattr(layout, f) != getattr(cls, f)]
+        if mismatched or layout.has_codec:
+            raise TypeError(f"{cls.name}: {mismatched or 'id'} already registered differently for id {cls.ggml_type}")
         _by_id[cls.ggml_type] = cls()
 
     @property
@@ -131,7 +130,7 @@ class QuantType:
         """Bytes of a tensor (shape in numpy's order, rows last but one)."""
         sizes = [arguments.integer(size, f"{self.name}: a dimension of shape {tuple(shape)}", 0) for size in shape]
         if not sizes:
-            raise DataError(f"{self.name}: a tensor has one dimension at the least, not shape ()")
+            raise DataError(f"{self.name}: a tensor has at least one dimension, not shape ()")
         if self.whole_tensor:
             return self.row_bytes(math.prod(sizes))
         return math.prod(sizes[:-1]) * self.row_bytes(sizes[-1])
@@ -168,8 +167,8 @@ class QuantType:
         diagonal is the importance. Types without `uses_second_moments` only check it; types of 8 bits, whose encoding
         takes 14 to 50 times as long with it, use it at effort "best" only.
         `effort` trades time for error: "fast", "normal" or "best"; types without a search ignore it.
-        NaN, Inf or a value too large for the type in `x`, or a negative or non-finite importance, is a DataError that
-        names its place. The bytes do not depend on `threads`.
+        The bytes do not depend on `threads`. DataError, with row, column and value, for NaN, Inf or a value that is too
+        large for the type in `x`, and for a negative or non-finite importance.
         """
         if self.encode_rows is None:
             raise UnsupportedError(f"{self.name}: quantkit cannot encode this type")
@@ -192,8 +191,8 @@ class QuantType:
         x, weights = jit.readonly(x), jit.readonly(weights if self.uses_imatrix else weights[:0])
         if moments is not None and not self.uses_second_moments_at(effort):
             moments = None
-        piece = _PIECE_BYTES if moments is None else max(_PIECE_BYTES, 4 * n * _ROWS_OF_MOMENTS)
-        step = max(1, piece // (4 * n * self.interleave)) * self.interleave if n else rows
+        chunk_bytes = _CHUNK_BYTES if moments is None else max(_CHUNK_BYTES, 4 * n * _MIN_ROWS_WITH_MOMENTS)
+        step = max(1, chunk_bytes // (4 * n * self.interleave)) * self.interleave if n else rows
 
         limit = int(np.float32(self.overflow).view(np.uint32)) if self.reports_largest else 0
 
@@ -209,12 +208,14 @@ class QuantType:
                     self.refine_rows(x[a:b], out[a:b], moments, level)
 
         if rows:
-            thread_pool.over_rows(task, rows, multiple=self.interleave, threads=threads, is_long=x.size >= _MUCH)
+            thread_pool.over_rows(
+                task, rows, multiple=self.interleave, threads=threads, is_long=x.size >= _MIN_PARALLEL_ELEMENTS
+            )
         return out
 
     @property
     def vector_codes(self) -> VectorCodes | None:
-        """The codes of a type whose codes stand for groups of elements, as far as they can be moved; else None."""
+        """Where a block keeps its codes, for a type whose codes stand for groups of elements; None for other types."""
         return None
 
     @property
@@ -275,15 +276,16 @@ class QuantType:
 
 @jit.kernel
 def _largest_bits(x: np.ndarray) -> np.uint32:
-    """Bits of the largest magnitude in float32[n]: those of Inf are above all numbers', those of NaN above Inf's."""
+    """The bits of the largest magnitude in float32[n]. Compared as integers, numbers < Inf < NaN."""
     bits = x.view(np.uint32)
-    most = np.uint32(0)
+    max_bits = np.uint32(0)
     for i in range(bits.size):
-        most = np.uint32(max(most, np.uint32(bits[i] & np.uint32(0x7FFFFFFF))))  # uint64 without, at half the speed
-    return most
+        # Without np.uint32 numba computes in uint64, at half the speed.
+        max_bits = np.uint32(max(max_bits, np.uint32(bits[i] & np.uint32(0x7FFFFFFF))))
+    return max_bits
 
 
-_FEW = 1 << 14  # elements: up to here numpy checks, so that copying a checkpoint does not load numba
+_MAX_NUMPY_ELEMENTS = 1 << 14  # up to here numpy checks, so that copying a checkpoint does not load numba
 
 
 def check_finite(x: np.ndarray, first_row: int = 0, overflow: float = np.inf, name: str = "") -> None:
@@ -292,16 +294,16 @@ def check_finite(x: np.ndarray, first_row: int = 0, overflow: float = np.inf, na
     `name` is the type that cannot hold finite magnitudes from `overflow` on.
     """
     limit = np.float32(overflow).view(np.uint32)
-    if x.size <= _FEW and bool((np.abs(x) < overflow).all()):
+    if x.size <= _MAX_NUMPY_ELEMENTS and bool((np.abs(x) < overflow).all()):
         return
     if _largest_bits(jit.readonly(x.reshape(-1))) < limit:
         return
     bad = np.argwhere(~(np.abs(x) < overflow))
     row, column = (int(v) for v in bad[0])
-    place = f"row {first_row + row}, column {column} is {x[row, column]}"
+    location = f"row {first_row + row}, column {column} is {x[row, column]}"
     if not np.isfinite(x).all():
-        raise DataError(f"{place}; {len(bad)} value(s) are not finite")
-    raise DataError(f"{place}; {len(bad)} value(s) do not fit {name}, which ends below {overflow:g}; use f32")
+        raise DataError(f"{location}; {len(bad)} value(s) are not finite")
+    raise DataError(f"{location}; {len(bad)} value(s) do not fit {name}, which ends below {overflow:g}; use f32")
 
 
 def check_importance(importance: Any, n: int) -> np.ndarray:
@@ -318,11 +320,11 @@ def check_importance(importance: Any, n: int) -> np.ndarray:
 
 
 def _scale_importance(weights: np.ndarray) -> np.ndarray:
-    """Importance times a power of two where products with it could over- or underflow; only ratios matter."""
-    most = float(weights.max(initial=0))
-    if not most or 2.0**-40 < most < 2.0**40:
+    """Importance, times a power of two where products with it could over- or underflow. Only its ratios matter."""
+    largest = float(weights.max(initial=0))
+    if not largest or 2.0**-40 < largest < 2.0**40:
         return weights
-    result: np.ndarray = np.ldexp(weights, -math.frexp(most)[1])
+    result: np.ndarray = np.ldexp(weights, -math.frexp(largest)[1])
     return result
 
 
@@ -344,7 +346,7 @@ def _import_codec(ggml_type: int) -> None:
 
 
 def names() -> list[str]:
-    """Of all types, with and without codec."""
+    """The names of all types, with and without codec."""
     return [t.name for t in _by_id.values()]
 
 
@@ -357,9 +359,9 @@ def define_layout(
     module: str, ggml_type: int, name: str, block_size: int, block_bytes: int, row_meta_bytes: int = 0
 ) -> None:
     """Register an id that files may hold. `module`, of this package, has its codec; "" where there is none."""
-    made = QuantType()
-    made.ggml_type, made.name = ggml_type, name
-    made.block_size, made.block_bytes, made.row_meta_bytes = block_size, block_bytes, row_meta_bytes
-    _by_id[ggml_type], ids[name.lower()] = made, ggml_type
+    layout = QuantType()
+    layout.ggml_type, layout.name = ggml_type, name
+    layout.block_size, layout.block_bytes, layout.row_meta_bytes = block_size, block_bytes, row_meta_bytes
+    _by_id[ggml_type], ids[name.lower()] = layout, ggml_type
     if module:
         codec_modules[ggml_type] = module

@@ -1,6 +1,7 @@
 """BF16_R16 (id 230): BF16 with sixteen rows interleaved, 64 bytes per 16 rows by 2 columns.
 
-    two columns of each row in turn
+    offset  size        field
+    0       32 x u16    upper halves of float32: columns 0 and 1 of row 0, then of row 1 ... row 15
 
 Encoding rounds to the nearest BF16; ik_llama.cpp truncates.
 """
@@ -16,7 +17,7 @@ from quantkit.types.floats import BF16
 
 class BF16_R16(Interleaved):
     name, ggml_type, file_type = "bf16_r16", 230, 232
-    of, interleave = BF16, 16
+    base_class, interleave = BF16, 16
     overflow = BF16.overflow
     fields = (Field(32, packed(32, 1), Slots(0, at=0)),)
 

@@ -19,29 +19,31 @@ from quantkit.types.base import QuantType
 
 # Bits of float32, as int32: numba widens what is not cast back to 32 bits, which halves the speed.
 _SIGN, _MAGNITUDE, _EXPONENT = np.int32(0x8000), np.int32(0x7FFFFFFF), np.int32(0x7F800000)
-_LEAST = np.int32(113 << 23)  # exponent of the least normal half, 2^-14; below it a half's last place stays the same
-_ANCHOR = np.int32(13 << 23)  # a float32 this many exponents above has the last place of the half
-_DROPPED, _UPPER = np.int32(13), np.int32(16)  # places that a mantissa loses, and that the sign moves
+# Exponent of the smallest normal half, 2^-14. Below it the last bit of a half keeps its value.
+_MIN_NORMAL_HALF = np.int32(113 << 23)
+_ANCHOR = np.int32(13 << 23)  # the last bit of a float32 with an exponent larger by 13 is worth that of the half
+_MANTISSA_SHIFT, _SIGN_SHIFT = np.int32(13), np.int32(16)  # bits by which exponent and mantissa, and the sign, move
 
 
 @kernel
 def _encode_f16(x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray) -> np.int32:
-    """Round by adding a power of two whose last place is that of the half; its mantissa is then in the last places.
+    """Convert to halves; returns the bits of the largest magnitude as an integer.
 
-    Returns the bits of the largest magnitude.
+    Adding a power of two whose last bit is worth that of the half rounds to nearest even, and leaves the half's
+    mantissa in the last bits of the sum.
     """
     bits, half = x.reshape(-1).view(np.int32), out.reshape(-1).view(np.uint16)
-    most = np.int32(0)
+    max_bits = np.int32(0)
     for i in range(bits.size):
         magnitude = np.int32(bits[i] & _MAGNITUDE)
-        most = np.int32(max(most, magnitude))
-        exponent = np.int32(max(np.int32(magnitude & _EXPONENT), _LEAST))
+        max_bits = np.int32(max(max_bits, magnitude))
+        exponent = np.int32(max(np.int32(magnitude & _EXPONENT), _MIN_NORMAL_HALF))
         anchor = np.int32(exponent + _ANCHOR)
         total = np.float32(np.int32(magnitude).view(np.float32) + np.int32(anchor).view(np.float32))
         mantissa = np.int32(np.float32(total).view(np.int32) - anchor)
-        unsigned = np.int32(mantissa + np.int32(np.int32(exponent - _LEAST) >> _DROPPED))
-        half[i] = np.uint16(np.int32(unsigned | np.int32(np.int32(bits[i] >> _UPPER) & _SIGN)))
-    return most
+        unsigned = np.int32(mantissa + np.int32(np.int32(exponent - _MIN_NORMAL_HALF) >> _MANTISSA_SHIFT))
+        half[i] = np.uint16(np.int32(unsigned | np.int32(np.int32(bits[i] >> _SIGN_SHIFT) & _SIGN)))
+    return max_bits
 
 
 @kernel
@@ -53,14 +55,14 @@ def _decode_f16(data: np.ndarray, out: np.ndarray) -> None:
 
 @kernel
 def _encode_bf16(x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray) -> np.uint32:
-    """Round to nearest, ties to even. Returns the bits of the largest magnitude."""
+    """Convert to bfloat16, ties to even; returns the bits of the largest magnitude as an integer."""
     bits, upper = x.reshape(-1).view(np.uint32), out.reshape(-1).view(np.uint16)
-    most = np.uint32(0)
+    max_bits = np.uint32(0)
     for i in range(bits.size):
-        most = np.uint32(max(most, np.uint32(bits[i] & np.uint32(0x7FFFFFFF))))
+        max_bits = np.uint32(max(max_bits, np.uint32(bits[i] & np.uint32(0x7FFFFFFF))))
         odd = np.uint32(np.uint32(bits[i] >> np.uint32(16)) & np.uint32(1))
         upper[i] = np.uint16(np.uint32(np.uint32(bits[i] + np.uint32(0x7FFF)) + odd) >> np.uint32(16))
-    return most
+    return max_bits
 
 
 @kernel
@@ -73,21 +75,22 @@ def _decode_bf16(data: np.ndarray, out: np.ndarray) -> None:
 FLOATS = ("f32", "f16", "bf16")
 _INTEGERS = {"f32": (np.int32, np.uint32), "f16": (np.int16, np.uint16), "bf16": (np.int16, np.uint16)}
 _INF = {"f32": 0x7F800000, "f16": 0x7C00, "bf16": 0x7F80}  # bits of Inf; those of NaN are above
-_PART = 1 << 20  # bytes, small enough that the second pass reads them from the cache
+_CHUNK_BYTES = 1 << 20  # bytes, small enough that the second pass reads them from the cache
 
 
 def is_finite(kind: QuantType, data: np.ndarray) -> bool:
-    """Whether uint8 bytes of f32, f16 or bf16 hold no NaN and no Inf, at the speed of memory; False for other types.
+    """Whether uint8 bytes of f32, f16 or bf16 hold no NaN and no Inf; False for other types.
 
-    The largest of signed integers is that of the largest positive number; of unsigned ones, of the largest negative.
+    As signed integers, the bits of the largest positive number are the largest; as unsigned integers, those of the
+    negative number of largest magnitude. numpy finds both maxima at memory speed.
     """
     if kind.name not in _INF or not data.flags.c_contiguous:
         return False
     data, inf = data.reshape(-1), _INF[kind.name]
     signed, unsigned = _INTEGERS[kind.name]
     minus_inf = inf | 1 << 8 * kind.block_bytes - 1
-    parts = (data[start : start + _PART] for start in range(0, data.size, _PART))
-    return all(part.view(signed).max() < inf and part.view(unsigned).max() < minus_inf for part in parts)
+    chunks = (data[start : start + _CHUNK_BYTES] for start in range(0, data.size, _CHUNK_BYTES))
+    return all(chunk.view(signed).max() < inf and chunk.view(unsigned).max() < minus_inf for chunk in chunks)
 
 
 class F32(QuantType):

@@ -1,4 +1,4 @@
-"""I2_S (id 36): a foreign ternary format. A tensor of N elements, N a multiple of 128, is N / 4 + 32 bytes:
+"""I2_S (id 36): the ternary format of bitnet.cpp. A tensor of N elements, N a multiple of 128, is N / 4 + 32 bytes:
 
     offset     size       field
     0          N/4 x u8   codes  bits 6 - 2 k and 7 - 2 k of byte 32 g + j: t of element 128 g + 32 k + j

@@ -10,8 +10,9 @@
 Digits t0 ... t4 of a byte are N = t0 + 3 t1 + 9 t2 + 27 t3 + 81 t4 (t4 = 0 in ex) as the fraction N / 243: the byte is
 ceil(256 N / 243), and digit k comes back as (3 u) div 256 of u = (byte * 3^(4 - k)) mod 256.
 
-Encode: d and nearest codes that minimise sum w (x - y)^2 (`families/ternary.py`). Ternary rows lose only what d loses
-as a half. ik_llama.cpp's row decoder ignores the header and the scale; its matrix products, and this module, do not.
+Encode: d and nearest codes that minimise sum w (x - y)^2 (`families/ternary.py`). The only error of rows that are
+ternary already is the rounding of d to a half. ik_llama.cpp's row decoder ignores the header and the scale; its matrix
+products, and this module, do not.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from quantkit.types.families import ternary
 
 _HALF_MAX = np.float32(65504)
 
-# Five digits, one a byte of a 64-bit word, lowest first, times this hold N in byte 4: no byte below it overflows.
-_FIVE = np.uint64(0xFFFFFFFFFF)
+# A 64-bit word of five digits, one a byte, the lowest first, times _POWERS has N in byte 4: no lower byte overflows.
+_FIVE_BYTES = np.uint64(0xFFFFFFFFFF)
 _POWERS = np.uint64(sum(3**k << 8 * (4 - k) for k in range(5)))
 
 # t - 1 of the five digits of every byte.
@@ -49,8 +50,8 @@ def _decode(data: np.ndarray, out: np.ndarray) -> None:
 
 @kernel(inline="always")
 def _pack(digits: np.uint64) -> np.uint8:
-    """The byte of five digits, each a byte of a word."""
-    number = ((digits & _FIVE) * _POWERS) >> np.uint64(32) & np.uint64(255)
+    """The byte that stores five digits, given in the low five bytes of a word."""
+    number = ((digits & _FIVE_BYTES) * _POWERS) >> np.uint64(32) & np.uint64(255)
     return np.uint8((number * np.uint64(256) + np.uint64(242)) // np.uint64(243))
 
 
@@ -60,14 +61,14 @@ def _pack_blocks(codes: np.ndarray, out: np.ndarray) -> None:
     word = codes.view(np.uint64)
     for b in range(codes.size // 64):
         block = out[2 + 13 * b : 15 + 13 * b]
-        rest = np.uint64(0)
+        last_digits = np.uint64(0)
         for i in range(4):
             low, high = word[8 * b + 2 * i], word[8 * b + 2 * i + 1]
             block[3 * i] = _pack(low)
             block[3 * i + 1] = _pack(low >> np.uint64(40) | high << np.uint64(24))
             block[3 * i + 2] = _pack(high >> np.uint64(16))
-            rest |= high >> np.uint64(56) << np.uint64(8 * i)
-        block[12] = _pack(rest)
+            last_digits |= high >> np.uint64(56) << np.uint64(8 * i)
+        block[12] = _pack(last_digits)
 
 
 @kernel

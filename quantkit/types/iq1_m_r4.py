@@ -47,8 +47,8 @@ def _decode(data: np.ndarray, out: np.ndarray) -> None:
                 for g in range(4):
                     m = (block[24 + k] >> np.uint8(4 * (g // 2))) & np.uint8(15)
                     high = (block[16 + 4 * (g // 2) + k] >> np.uint8(4 * (g % 2))) & np.uint8(15)
-                    at = 32 * b + 8 * g
-                    decode_group(d * np.float32(m), block[4 * g + k], high, out[first + k, at : at + 8])
+                    start = 32 * b + 8 * g
+                    decode_group(d * np.float32(m), block[4 * g + k], high, out[first + k, start : start + 8])
 
 
 @kernel

@@ -33,9 +33,9 @@ BLOCK = 50
 
 
 @kernel
-def decode_sub_block(scale_of: np.float32, qs: np.ndarray, step: int, high: np.uint32, y: np.ndarray) -> None:
-    """Decode 32 values: low bits of the groups in every `step`-th byte of qs, the rest in `high`; `scale_of` is d."""
-    scale = scale_of * np.float32(np.uint32(2) * ((high >> np.uint32(12)) & np.uint32(7)) + np.uint32(1))
+def decode_sub_block(d: np.float32, qs: np.ndarray, step: int, high: np.uint32, y: np.ndarray) -> None:
+    """Decode 32 values: every `step`-th byte of qs has the low bits of a group, `high` is its entry of qh."""
+    scale = d * np.float32(np.uint32(2) * ((high >> np.uint32(12)) & np.uint32(7)) + np.uint32(1))
     delta = -DELTA if high >> np.uint32(15) else DELTA
     for g in range(4):
         point = np.int64(qs[step * g]) | np.int64((high >> np.uint32(3 * g)) & np.uint32(7)) << 8
@@ -65,8 +65,8 @@ def _decode(data: np.ndarray, out: np.ndarray) -> None:
             d = half_to_float(np.uint16(block[0]) | np.uint16(block[1]) << np.uint16(8))
             for s in range(8):
                 high = np.uint32(block[34 + 2 * s]) | np.uint32(block[35 + 2 * s]) << np.uint32(8)
-                at = 256 * b + 32 * s
-                decode_sub_block(d, block[2 + 4 * s :], 1, high, out[row, at : at + 32])
+                start = 256 * b + 32 * s
+                decode_sub_block(d, block[2 + 4 * s :], 1, high, out[row, start : start + 32])
 
 
 @kernel

@@ -6,8 +6,8 @@
 
     y = d * (t - 1)       t = 0, 1, 2 (3 decodes to 2 d and is never written)
 
-Encode: d and nearest codes that minimise sum w (x - y)^2, exact for ternary rows (`families/ternary.py`). The
-reference's row decoder ignores the header and the scale; its matrix products, and this module, do not.
+Encode: d and nearest codes that minimise sum w (x - y)^2, exact for ternary rows (`families/ternary.py`).
+ik_llama.cpp's row decoder ignores the header and the scale; its matrix products, and this module, do not.
 """
 
 from __future__ import annotations

@@ -28,8 +28,8 @@ from quantkit.types.families.superblock import put_flags, put_half, put_pairs
 
 BLOCK = 76
 FORMAT = Format(
-    book=book_start(K2), first=1, step=1, most=7, extreme=8,
-    lo=np.float32(18), hi=np.float32(55), from_ratio=np.float32(0.65), to_ratio=np.float32(1.29),
+    book=book_start(K2), min_multiplier=1, step=1, max_multiplier=7, extreme=8,
+    min_units=np.float32(18), max_units=np.float32(55), min_ratio=np.float32(0.65), max_ratio=np.float32(1.29),
     places_per_octave=32, tries=2, zero_below=np.float32(2.0**-20), variance_weight=np.float32(0.5),
 )  # fmt: skip
 _VALUES = K2.values

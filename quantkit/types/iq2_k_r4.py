@@ -15,7 +15,7 @@ from quantkit.types.iq2_k import IQ2_K
 
 class IQ2_K_R4(Interleaved):
     name, ggml_type, file_type = "iq2_k_r4", 337, 338
-    of, interleave = IQ2_K, 4
+    base_class, interleave = IQ2_K, 4
     fields = (
         Field(16, packed(16, 1, at=0), Slots(0, at=0)),
         Field(1, packed(1, 16, at=2), EvenOdd(at=8)),

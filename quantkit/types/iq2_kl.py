@@ -13,10 +13,15 @@
 Both products are rounded to float32; the code values are integers.
 
 Encode: minimise sum w (x - y)^2 with w = q where an importance q is given, else w = |x| + root v / 16, v being the mean
-of x^2 over the row. Under a given scale s the error of a pair is a sum over its two elements, so it is tabulated for
-the eight levels of each and the best of the 32 pairs is looked up, exactly, for the 128 pairs of a block side by side.
-A range of scales of either sign gives each sub-block a few encodings, from which d is chosen (`super_scale`); then, in
-rounds: multipliers next to the best and the codes under them, chosen exactly; the least-squares d.
+of x^2 over the row.
+
+1. Under a scale s the error of a pair is a sum over its two elements. `_match` tabulates it for the eight levels of
+   each element and takes the best of the 32 pairs, for the 128 pairs of a block in SIMD lanes.
+2. `_profile` does so for a range of scales of either sign. From these encodings `best_super_scale` estimates d.
+3. In rounds: `_choose` takes the multipliers next to the best and the codes under them, by their exact error; then d
+   becomes the least-squares d.
+
+Below, P = sum w x c and R = sum w c^2 of the codes c of a sub-block.
 """
 
 from __future__ import annotations
@@ -44,13 +49,13 @@ PAIRS = np.stack([LEVELS[FIRST], LEVELS[SECOND]], axis=1)
 
 _MAGNITUDE_OFFSET = np.float32(1 / 16)  # root mean squares added to |x| in the weight without importance
 
-Lanes = tuple[np.ndarray, ...]  # see `_encode`
-Space = tuple[Lanes, np.ndarray, np.ndarray, np.ndarray]  # and P, R and gains by sub-block
+Lanes = tuple[np.ndarray, ...]  # pull, weight, scales, tables, best, code, p, r, scratch: see `_encode`
+Space = tuple[Lanes, np.ndarray, np.ndarray, np.ndarray]  # lanes; P, R and gains by sub-block
 LANES = 128  # the pairs of a block: pair p of sub-block s is lane 8 p + s
 _FIRST_LEVELS = np.ascontiguousarray(PAIRS[:, 0])
 _SECOND_LEVELS = np.ascontiguousarray(PAIRS[:, 1])
 
-# Efforts: codings of either sign in the profile, super-scales, multipliers tried in a round, rounds.
+# For effort fast, normal, best: scales of either sign in the profile, super-scales, multipliers tried, rounds.
 _PROFILE = np.array([4, 8, 16])
 _SUPER = np.array([12, 24, 96])
 _TRIES = np.array([1, 3, 5])
@@ -79,12 +84,12 @@ def _decode(data: np.ndarray, out: np.ndarray) -> None:
 
 
 @subkernel
-def _load_lanes(xs: np.ndarray, w: np.ndarray, at: int, pull: np.ndarray, weight: np.ndarray) -> None:
+def _load_lanes(xs: np.ndarray, w: np.ndarray, start: int, pull: np.ndarray, weight: np.ndarray) -> None:
     """Fill pull (w x) and weight (w), float32[element of the pair, lane], of the block that starts at `at`."""
     for s in range(8):
         for p in range(16):
             for e in range(2):
-                i = at + 32 * s + 2 * p + e
+                i = start + 32 * s + 2 * p + e
                 pull[e, 8 * p + s] = w[i] * xs[i]
                 weight[e, 8 * p + s] = w[i]
 
@@ -111,12 +116,12 @@ def _match(
         best[lane], code[lane] = np.float32(-1e30), np.uint32(0)
     for q in range(0, 32, 4):
         for lane in range(LANES):
-            most, choice = best[lane], code[lane]
+            best_gain, best_code = best[lane], code[lane]
             for k in range(4):
                 gain = tables[0, FIRST[q + k], lane] + tables[1, SECOND[q + k], lane]
-                choice = np.uint32(q + k) if gain > most else choice
-                most = gain if gain > most else most
-            best[lane], code[lane] = most, choice
+                best_code = np.uint32(q + k) if gain > best_gain else best_code
+                best_gain = gain if gain > best_gain else best_gain
+            best[lane], code[lane] = best_gain, best_code
     p[:], r[:] = np.float32(0), np.float32(0)
     for pair in range(16):
         for s in range(8):
@@ -129,18 +134,18 @@ def _match(
 @subkernel
 def _profile(xs: np.ndarray, w: np.ndarray, count: int, subs_p: np.ndarray, subs_r: np.ndarray, space: Lanes) -> None:
     """P and R, float32[2 count, sub-block], of the best codes under `count` scales of either sign."""
-    pull, weight, scales, tables, best, code, p, r, tops = space
+    pull, weight, scales, tables, best, code, p, r, maxima = space
     for b in range(len(xs) // 256):
         _load_lanes(xs, w, 256 * b, pull, weight)
         for s in range(8):
-            tops[s] = np.float32(0)
+            maxima[s] = np.float32(0)
             for i in range(256 * b + 32 * s, 256 * b + 32 * s + 32):
-                tops[s] = max(tops[s], abs(xs[i]))
+                maxima[s] = max(maxima[s], abs(xs[i]))
         for k in range(2 * count):
             units = _LO + (_HI - _LO) * np.float32(k // 2) / np.float32(count - 1)
             factor = (np.float32(1) if k % 2 else np.float32(-1)) / units
             for lane in range(LANES):
-                scales[lane] = factor * tops[lane % 8]
+                scales[lane] = factor * maxima[lane % 8]
             _match(pull, weight, scales, tables, best, code, p, r)
             for s in range(8):
                 subs_p[k, 8 * b + s], subs_r[k, 8 * b + s] = p[s], r[s]
@@ -152,33 +157,33 @@ def _choose(
     w: np.ndarray,
     tries: int,
     d: np.float32,
-    near: np.ndarray,
+    initial: np.ndarray,
     codes: np.ndarray,
     multipliers: np.ndarray,
     space: Lanes,
 ) -> tuple[np.float32, np.float32]:
-    """Multipliers next to `near` and codes under them, chosen by their exact error under d. Returns sum m P, m^2 R."""
+    """Choose multipliers near `initial` and codes by their exact error under d. Returns sum m P and sum m^2 R."""
     pull, weight, scales, tables, best, code, p, r, gains = space
     sum_p = sum_r = np.float32(0)
-    found_p, found_r = np.empty(8, np.float32), np.empty(8, np.float32)
+    best_p, best_r = np.empty(8, np.float32), np.empty(8, np.float32)
     for b in range(len(xs) // 256):
         _load_lanes(xs, w, 256 * b, pull, weight)
         for k in range(tries):
-            away = np.float32((k + 1) // 2 * (1 - k % 2 * 2))
+            offset = np.float32((k + 1) // 2 * (1 - k % 2 * 2))
             for lane in range(LANES):
-                scales[lane] = d * nearest_multiplier(near[8 * b + lane % 8] + away, SIGNED)
+                scales[lane] = d * nearest_multiplier(initial[8 * b + lane % 8] + offset, SIGNED)
             _match(pull, weight, scales, tables, best, code, p, r)
             for s in range(8):
                 gain = scales[s] * (p[s] + p[s] - scales[s] * r[s])
                 if k == 0 or gain > gains[s]:
-                    gains[s], found_p[s], found_r[s] = gain, p[s], r[s]
-                    multipliers[8 * b + s] = nearest_multiplier(near[8 * b + s] + away, SIGNED)
+                    gains[s], best_p[s], best_r[s] = gain, p[s], r[s]
+                    multipliers[8 * b + s] = nearest_multiplier(initial[8 * b + s] + offset, SIGNED)
                     for pair in range(16):
                         codes[128 * b + 16 * s + pair] = np.uint8(code[8 * pair + s])
         for s in range(8):
             m = multipliers[8 * b + s]
-            sum_p += m * found_p[s]
-            sum_r += m * m * found_r[s]
+            sum_p += m * best_p[s]
+            sum_r += m * m * best_r[s]
     return sum_p, sum_r
 
 
@@ -192,29 +197,29 @@ def _search(
     multipliers: np.ndarray,
     space: Space,
 ) -> np.float32:
-    """Super-scale of a row; its codes, uint8[2, n / 2], and multipliers, float32[3, n / 32], go to row 0."""
+    """The super-scale d of a row. Row 0 of codes uint8[2, n / 2] and multipliers float32[3, n / 32] are results."""
     lanes, p, r, gains = space
     count = _PROFILE[effort]
     _profile(xs, w, count, p, r, lanes)
-    near = multipliers[2]
-    d = best_super_scale(unit, SIGNED, _SUPER[effort], p[: 2 * count], r[: 2 * count], gains, near)
-    most, best = np.float32(-1), d
+    initial = multipliers[2]
+    d = best_super_scale(unit, SIGNED, _SUPER[effort], p[: 2 * count], r[: 2 * count], gains, initial)
+    best_gain, best_d = np.float32(-1), d
     for _ in range(_ROUNDS[effort]):
-        sum_p, sum_r = _choose(xs, w, _TRIES[effort], d, near, codes[1], multipliers[1], lanes)
+        sum_p, sum_r = _choose(xs, w, _TRIES[effort], d, initial, codes[1], multipliers[1], lanes)
         refitted = storable(sum_p / sum_r, unit) if sum_p > np.float32(0) else d
         gain = refitted * (sum_p + sum_p - refitted * sum_r)
-        if gain > most:
-            most, best = gain, refitted
+        if gain > best_gain:
+            best_gain, best_d = gain, refitted
             for i in range(codes.shape[1]):
                 codes[0, i] = codes[1, i]
-            for s in range(len(near)):
+            for s in range(len(initial)):
                 multipliers[0, s] = multipliers[1, s]
         if refitted == d:
             break
         d = refitted
-        for s in range(len(near)):
-            near[s] = multipliers[1, s]
-    return storable(best, unit)
+        for s in range(len(initial)):
+            initial[s] = multipliers[1, s]
+    return storable(best_d, unit)
 
 
 @subkernel
@@ -261,8 +266,10 @@ def _encode(x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray)
                 w[i] = abs(xs[i]) + offset
         put_half(out[row], 0, _search(xs, w, unit, effort, codes, multipliers, space) * unit)
         for b in range(n // 256):
-            at = 2 + BLOCK * b
-            _store(codes[0, 128 * b : 128 * b + 128], multipliers[0, 8 * b : 8 * b + 8], out[row, at : at + BLOCK])
+            start = 2 + BLOCK * b
+            _store(
+                codes[0, 128 * b : 128 * b + 128], multipliers[0, 8 * b : 8 * b + 8], out[row, start : start + BLOCK]
+            )
 
 
 _S, _P = np.divmod(np.arange(128)[:, None], 16)  # sub-block and number in it of each pair

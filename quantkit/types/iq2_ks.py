@@ -31,7 +31,7 @@ _VALUES = K2.values
 _RULES = rowscaled.Rules(
     lowest=np.float32(-16), highest=np.float32(15), step=np.float32(1), table=rowscaled.K2_START, books=2,
     even_parity=False, span=0, half=True,
-    extreme=np.float32(31), near=np.float32(14), far=np.float32(70),
+    extreme=np.float32(31), min_units=np.float32(14), max_units=np.float32(70),
     variance_weight=np.float32(0.75), robust_variance=False,
 )  # fmt: skip
 

@@ -48,8 +48,8 @@ def _pack(
             code = np.int64(CODES[multipliers[row, s] + 128])
             out[row, 4 + BLOCK * (s // 8) + s % 4] |= np.uint8(code << (4 * (s % 8 // 4)))
         for i in range(numbers.shape[1]):
-            at, number = 4 + BLOCK * (i // 32) + 4 + 2 * (i % 32), numbers[row, i]
-            out[row, at], out[row, at + 1] = np.uint8(number), np.uint8(number >> np.uint16(8))
+            start, number = 4 + BLOCK * (i // 32) + 4 + 2 * (i % 32), numbers[row, i]
+            out[row, start], out[row, start + 1] = np.uint8(number), np.uint8(number >> np.uint16(8))
 
 
 class IQ2_KT(TrellisType):

@@ -16,7 +16,7 @@ from quantkit.types.iq2_s import IQ2_S
 
 class IQ2_S_R4(Interleaved):
     name, ggml_type, file_type = "iq2_s_r4", 222, 229
-    of, interleave = IQ2_S, 4
+    base_class, interleave = IQ2_S, 4
     fields = (
         Field(16, packed(16, 1, at=0), Slots(0, at=0)),
         Field(32, packed(32, 8, at=2), Slots(0, at=8)),

@@ -14,7 +14,7 @@ from quantkit.types.iq2_xs import IQ2_XS
 
 class IQ2_XS_R4(Interleaved):
     name, ggml_type, file_type = "iq2_xs_r4", 217, 220
-    of, interleave = IQ2_XS, 4
+    base_class, interleave = IQ2_XS, 4
     signs = Signs(range(2, 66, 4), (9, 25))
     fields = (
         Field(16, packed(16, 1, at=0), Slots(0, at=0)),

@@ -42,8 +42,8 @@ def _decode(data: np.ndarray, out: np.ndarray) -> None:
                 scale = d * ((np.float32(word >> np.uint32(28)) + np.float32(0.5)) * np.float32(0.25))
                 for i in range(4):
                     signs = EVEN_SIGNS[(word >> np.uint32(7 * i)) & np.uint32(127)]
-                    at = 32 * s + 8 * i
-                    write_group(scale, _POINTS[part[i]], signs, y[at : at + 8])
+                    start = 32 * s + 8 * i
+                    write_group(scale, _POINTS[part[i]], signs, y[start : start + 8])
 
 
 @kernel

@@ -30,7 +30,7 @@ def signs_and_scales(words: list[int]) -> tuple[Field, ...]:
 
 class IQ2_XXS_R4(Interleaved):
     name, ggml_type, file_type = "iq2_xxs_r4", 216, 219
-    of, interleave = IQ2_XXS, 4
+    base_class, interleave = IQ2_XXS, 4
     signs = Signs(_WORDS, (0, 7, 14, 21))
     fields = (
         Field(16, packed(16, 1, at=0), Slots(0, at=0)),

@@ -27,7 +27,7 @@ from quantkit.types.iq3_k import IQ3_K
 
 class IQ3_K_R4(Interleaved):
     name, ggml_type, file_type = "iq3_k_r4", 338, 339
-    of, interleave = IQ3_K, 4
+    base_class, interleave = IQ3_K, 4
     fields = (
         Field(16, packed(16, 1, at=0), Slots(0, at=0)),
         Field(1, packed(1, 16, at=2), EvenOdd(at=8)),

@@ -32,7 +32,7 @@ _VALUES = K3.values
 _RULES = rowscaled.Rules(
     lowest=np.float32(-16), highest=np.float32(15), step=np.float32(1), table=rowscaled.K3_START, books=2,
     even_parity=False, span=0, half=True,
-    extreme=np.float32(63), near=np.float32(33), far=np.float32(100),
+    extreme=np.float32(63), min_units=np.float32(33), max_units=np.float32(100),
     variance_weight=np.float32(0.5), robust_variance=True,
 )  # fmt: skip
 
@@ -52,8 +52,8 @@ def _decode(data: np.ndarray, out: np.ndarray) -> None:
                 first = np.int64(block[1] >> np.uint8(g) & np.uint8(1)) * 8
                 for j in range(32):
                     q = block[6 + 32 * (g // 4) + j] >> np.uint8(2 * (g % 4)) & np.uint8(3)
-                    top = block[70 + j] >> np.uint8(g) & np.uint8(1)
-                    y[32 * g + j] = scale * _VALUES[first + np.int64(q) + 4 * np.int64(top)]
+                    high_bit = block[70 + j] >> np.uint8(g) & np.uint8(1)
+                    y[32 * g + j] = scale * _VALUES[first + np.int64(q) + 4 * np.int64(high_bit)]
 
 
 @kernel

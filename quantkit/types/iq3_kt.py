@@ -55,14 +55,14 @@ def _pack(
             for r in range(32):
                 block[68 + r] |= np.uint8((x[row, 32 * s + r] < np.float32(0)) << (s % 8))
         for i in range(numbers.shape[1]):
-            at, number = 4 + BLOCK * (i // 32) + 4 + 2 * (i % 32), numbers[row, i]
-            out[row, at], out[row, at + 1] = np.uint8(number), np.uint8(number >> np.uint16(8))
+            start, number = 4 + BLOCK * (i // 32) + 4 + 2 * (i % 32), numbers[row, i]
+            out[row, start], out[row, start + 1] = np.uint8(number), np.uint8(number >> np.uint16(8))
 
 
 class IQ3_KT(TrellisType):
     name, ggml_type, file_type = "iq3_kt", 154, 152
     block_bytes = BLOCK
-    folded = zero = True
+    folded = has_zero = True
     steps = np.arange(1, 16, dtype=np.float32)
     plans = (Plan(16, 4, 1, 10, 1), Plan(24, 8, 2, 13, 2), Plan(32, 14, 4, 16, 6))
     decode_rows = staticmethod(_decode)

@@ -42,8 +42,8 @@ def _decode(data: np.ndarray, out: np.ndarray) -> None:
                     high = np.int64(block[66 + s] >> np.uint8(i)) & 1
                     point = _POINTS[np.int64(block[2 + 8 * s + i]) | high << 8]
                     signs = SIGNS[block[74 + 4 * s + i // 2]]
-                    at = 32 * s + 4 * i
-                    write_group(scale, point, signs[4 * (i % 2) :], y[at : at + 4])
+                    start = 32 * s + 4 * i
+                    write_group(scale, point, signs[4 * (i % 2) :], y[start : start + 4])
 
 
 @kernel

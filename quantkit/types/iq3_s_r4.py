@@ -18,7 +18,7 @@ _ENTRIES = [8 * (2 + 8 * b + entry) for b in range(8) for entry in (0, 4, 1, 5, 
 
 class IQ3_S_R4(Interleaved):
     name, ggml_type, file_type = "iq3_s_r4", 221, 226
-    of, interleave = IQ3_S, 4
+    base_class, interleave = IQ3_S, 4
     fields = (
         Field(16, packed(16, 1, at=0), Slots(0, at=0)),
         Field(8, _ENTRIES, Slots(0, at=8)),

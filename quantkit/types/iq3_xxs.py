@@ -41,8 +41,8 @@ def _decode(data: np.ndarray, out: np.ndarray) -> None:
                 scale = d * ((np.float32(word >> np.uint32(28)) + np.float32(0.5)) * np.float32(0.5))
                 for i in range(8):
                     signs = EVEN_SIGNS[(word >> np.uint32(7 * (i // 2))) & np.uint32(127)]
-                    at = 32 * s + 4 * i
-                    write_group(scale, _POINTS[block[2 + 8 * s + i]], signs[4 * (i % 2) :], y[at : at + 4])
+                    start = 32 * s + 4 * i
+                    write_group(scale, _POINTS[block[2 + 8 * s + i]], signs[4 * (i % 2) :], y[start : start + 4])
 
 
 @kernel

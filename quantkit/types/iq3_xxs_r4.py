@@ -17,7 +17,7 @@ _WORDS = [66 + 4 * b for b in range(8)]
 
 class IQ3_XXS_R4(Interleaved):
     name, ggml_type, file_type = "iq3_xxs_r4", 218, 223
-    of, interleave = IQ3_XXS, 4
+    base_class, interleave = IQ3_XXS, 4
     signs = Signs(_WORDS, (0, 7, 14, 21))
     fields = (
         Field(16, packed(16, 1, at=0), Slots(0, at=0)),

@@ -16,7 +16,7 @@ from quantkit.types.iq4_k import IQ4_K
 
 class IQ4_K_R4(Interleaved):
     name, ggml_type, file_type = "iq4_k_r4", 339, 340
-    of, interleave = IQ4_K, 4
+    base_class, interleave = IQ4_K, 4
     fields = (
         Field(16, packed(16, 1, at=0), Slots(0, at=0)),
         Field(1, packed(1, 16, at=2), EvenOdd(at=8)),

@@ -27,7 +27,7 @@ _VALUES = K4.values
 _RULES = rowscaled.Rules(
     lowest=np.float32(-127), highest=np.float32(127), step=np.float32(2), table=rowscaled.K4_START, books=2,
     even_parity=False, span=0, half=False,
-    extreme=np.float32(127), near=np.float32(75), far=np.float32(180),
+    extreme=np.float32(127), min_units=np.float32(75), max_units=np.float32(180),
     variance_weight=np.float32(0.35), robust_variance=False,
 )  # fmt: skip
 

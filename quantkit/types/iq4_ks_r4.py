@@ -13,7 +13,7 @@ from quantkit.types.iq4_ks import IQ4_KS
 
 class IQ4_KS_R4(Interleaved):
     name, ggml_type, file_type = "iq4_ks_r4", 344, 345
-    of, interleave = IQ4_KS, 4
+    base_class, interleave = IQ4_KS, 4
     fields = (
         Field(8, packed(8, 8, at=0), Slots(0, at=0)),
         Field(4, planes(4, 16, 256, at=8), Lines(NIB, at=32)),

@@ -10,7 +10,7 @@
                                             2 k + 17 of the group, k being the word's number in it
     y = (d * m) * (K4[q] + 4 (sc & 1))      both products rounded to float32
 
-Bit 0 of u being 0, v has an even number of ones: four codes share 15 bits.
+As bit 0 of u is 0, v has an even number of ones: four codes share 15 bits.
 
 Encode: minimise sum w (x - y)^2 by the search of `rowscaled`, with the best codes under that constraint;
 `variance_weight` and `robust_variance` below shape w without importance.
@@ -36,7 +36,7 @@ _VALUES = K4.values
 _RULES = rowscaled.Rules(
     lowest=np.float32(-127), highest=np.float32(127), step=np.float32(2), table=rowscaled.K4_START, books=2,
     even_parity=True, span=0, half=False,
-    extreme=np.float32(127), near=np.float32(75), far=np.float32(180),
+    extreme=np.float32(127), min_units=np.float32(75), max_units=np.float32(180),
     variance_weight=np.float32(0.25), robust_variance=False,
 )  # fmt: skip
 

@@ -39,8 +39,8 @@ def _decode(data: np.ndarray, out: np.ndarray) -> None:
                 for i in range(8):
                     g = 8 * s + i
                     high = np.uint32(block[96 + g % 32]) >> np.uint32(4 * (g // 32)) & np.uint32(15)
-                    top = h >> np.uint32(8 + 3 * i) & np.uint32(7)
-                    seed = (np.uint32(block[32 + g]) | high << np.uint32(8) | top << np.uint32(12)) + offset
+                    high_bits = h >> np.uint32(8 + 3 * i) & np.uint32(7)
+                    seed = (np.uint32(block[32 + g]) | high << np.uint32(8) | high_bits << np.uint32(12)) + offset
                     for k in range(4):
                         y[4 * g + k] = scale * np.float32(code_value(seed, k))
 
@@ -69,7 +69,7 @@ class IQ4_KT(TrellisType):
     block_bytes = BLOCK
     group, index_bits = 4, 15
     offsets = (OFFSET, OFFSET + (1 << 15))
-    both = zero = True
+    symmetric = has_zero = True
     largest = (90, 84)
     steps = np.arange(1, 64, dtype=np.float32)
     plans = (Plan(24, 6, 1, 5, 1, 1), Plan(24, 6, 2, 7, 2), Plan(48, 10, 6, 14, 4))

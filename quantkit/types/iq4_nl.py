@@ -38,9 +38,8 @@ _ROUNDED = CODEBOOK[_NEAREST]
 # The candidates, and how many of them each effort (fast, normal, best) tries.
 _GRID, _COUNTS = scale_search.scale_grid((-127, 113), 0.6, 2.0, 96), (5, 36, 96)
 _STEPS = scale_search.refinement_steps(0.04, 2)
-_MEAN_SQUARE = np.float32(
-    0.75
-)  # of the mean: ik_llama.cpp weighs by x^2 alone; this much of the mean keeps the unweighted error low
+# How much of the mean of x^2 the weight has. ik_llama.cpp weighs by x^2 alone; this keeps the unweighted error low too.
+_MEAN_SQUARE = np.float32(0.75)
 
 
 @kernel
@@ -112,14 +111,14 @@ def _encode(x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray)
     weights = scale_search.relative_weights(importance)
     scales, halves = np.empty(LANES, np.float32), np.empty(LANES, np.uint16)
     for first in range(0, len(blocks), LANES):
-        some = blocks[first : first + LANES]
-        scale_search.load_blocks(some, weights, first, data, state)
+        batch = blocks[first : first + LANES]
+        scale_search.load_blocks(batch, weights, first, data, state)
         if len(weights) == 0:
             scale_search.weight_by_square(data, state, _MEAN_SQUARE)
         _find_scales(data, state, _GRID[: _COUNTS[effort]], _STEPS)
         scale_search.store_scales(state, scales)
         halves_of(scales, halves)
-        _pack(some, scales, halves, packed[first : first + LANES])
+        _pack(batch, scales, halves, packed[first : first + LANES])
 
 
 class IQ4_NL(QuantType):

@@ -13,7 +13,7 @@ from quantkit.types.iq4_nl import IQ4_NL
 
 class IQ4_NL_R4(Interleaved):
     name, ggml_type, file_type = "iq4_nl_r4", 220, 225
-    of, interleave = IQ4_NL, 4
+    base_class, interleave = IQ4_NL, 4
     fields = (
         Field(16, packed(16, 1, at=0), Slots(0, at=0)),
         Field(4, planes(4, 16, 32, at=2), Lines(NIB, at=8)),

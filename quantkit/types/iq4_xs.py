@@ -30,7 +30,7 @@ _VALUES = K4.values
 _RULES = rowscaled.Rules(
     lowest=np.float32(-32), highest=np.float32(31), step=np.float32(1), table=rowscaled.K4_START, books=1,
     even_parity=False, span=8, half=True,
-    extreme=np.float32(127), near=np.float32(75), far=np.float32(180),
+    extreme=np.float32(127), min_units=np.float32(75), max_units=np.float32(180),
     variance_weight=np.float32(0.9), robust_variance=False,
 )  # fmt: skip
 

@@ -15,7 +15,7 @@ from quantkit.types.iq4_xs import IQ4_XS
 
 class IQ4_XS_R8(Interleaved):
     name, ggml_type, file_type = "iq4_xs_r8", 223, 230
-    of, interleave = IQ4_XS, 8
+    base_class, interleave = IQ4_XS, 8
     fields = (
         Field(16, packed(16, 1, at=0), Slots(0, at=0)),
         Field(2, packed(2, 8, at=2), Slots(16, at=16)),

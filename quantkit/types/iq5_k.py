@@ -30,8 +30,8 @@ from quantkit.types.families.superblock import put_bits, put_flags, put_half, pu
 
 BLOCK = 176
 FORMAT = Format(
-    book=book_start(K5), first=1, step=1, most=31, extreme=32,
-    lo=np.float32(100), hi=np.float32(165), from_ratio=np.float32(0.8), to_ratio=np.float32(1.35),
+    book=book_start(K5), min_multiplier=1, step=1, max_multiplier=31, extreme=32,
+    min_units=np.float32(100), max_units=np.float32(165), min_ratio=np.float32(0.8), max_ratio=np.float32(1.35),
     places_per_octave=64, tries=2, zero_below=np.float32(2.0**-25), variance_weight=np.float32(1),
 )  # fmt: skip
 _VALUES = K5.values

@@ -17,7 +17,7 @@ from quantkit.types.iq5_k import IQ5_K
 
 class IQ5_K_R4(Interleaved):
     name, ggml_type, file_type = "iq5_k_r4", 340, 341
-    of, interleave = IQ5_K, 4
+    base_class, interleave = IQ5_K, 4
     fields = (
         Field(16, packed(16, 1, at=0), Slots(0, at=0)),
         Field(1, packed(1, 16, at=2), EvenOdd(at=8)),

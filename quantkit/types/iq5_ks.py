@@ -28,7 +28,7 @@ _VALUES = K5.values
 _RULES = rowscaled.Rules(
     lowest=np.float32(-127), highest=np.float32(127), step=np.float32(2), table=rowscaled.K5_START, books=2,
     even_parity=False, span=0, half=False,
-    extreme=np.float32(126), near=np.float32(85), far=np.float32(150),
+    extreme=np.float32(126), min_units=np.float32(85), max_units=np.float32(150),
     variance_weight=np.float32(0.6), robust_variance=False,
 )  # fmt: skip
 

@@ -14,7 +14,7 @@ from quantkit.types.iq5_ks import IQ5_KS
 
 class IQ5_KS_R4(Interleaved):
     name, ggml_type, file_type = "iq5_ks_r4", 352, 350
-    of, interleave = IQ5_KS, 4
+    base_class, interleave = IQ5_KS, 4
     fields = (
         Field(8, packed(8, 8, at=0), Slots(0, at=0)),
         Field(4, planes(4, 32, 256, at=8), Lines(NIB, at=32)),

@@ -1,8 +1,8 @@
 """Ids, names and sizes of every tensor type that GGUF files of llama.cpp and ik_llama.cpp hold, and of activations.
 
 A reader must know the size of a tensor to find the next one, whether or not it can decode it. The numbers are those of
-ik_llama.cpp (spec/tools.md 1.2). The file of a type replaces its line here by a record with codecs; the two must agree.
-That file is read when the type is first used. It is named like the type, except for those in _MODULES.
+ik_llama.cpp. The file of a type replaces its line here by a record with codecs, and the two must agree. That file is
+imported when the type is first used. It is named like the type, except for those in _MODULES.
 """
 
 from __future__ import annotations

@@ -9,9 +9,8 @@
 e = 0 and e = 1 give subnormal scales; 255 is a scale as all others. Codes 0 and 8 both are +0.
 
 Encode: the exponent and nearest codes that minimise sum w (x - y)^2, w the importance of the column (1 without). All
-exponents that bring the largest element near the greatest entry, or clip it, are tried, LANES blocks side by side as in
-`families/block32/scale_search.py`, whose loading and weights these kernels share. None is so large that an entry
-becomes Inf.
+exponents that bring the largest element near the largest entry, or clip it, are tried. Blocks are loaded, weighted and
+searched in batches of LANES by `families/block32/scale_search.py`. No exponent is so large that an entry becomes Inf.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ from quantkit.types.families.block32.scale_search import (
 
 E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
 _LARGEST = np.float32(6)  # of the entries of the standard, not doubled: 0 0.5 1 1.5 2 3 4 6
-_BOUNDS = (E2M1[1:8] + E2M1[:7]) / np.float32(4)  # between them
-_GREATEST_E = np.int32(252)  # 6 * 2^125 is the largest finite value
+_MIDPOINTS = (E2M1[1:8] + E2M1[:7]) / np.float32(4)  # of neighbouring entries
+_MAX_E = np.int32(252)  # 6 * 2^125 is the largest finite value
 
 # Candidates are e0 + the first few of these, as many as effort allows; under e0 the largest element lies in [4, 8).
 # Without importance the first three hold the best; elements of little importance may be clipped further.
 _OFFSETS, _COUNTS = np.array([0, 1, -1, -2, 2, -3], np.int32), (2, 4, 6)
 
-# Rows of `state` beside those of `search`, as int32.
+# Rows of `state`, as int32, in place of rows of `scale_search` that this search does not need.
 _E, _BEST_E = scale_search.SLOPE, scale_search.BEST_SCALE
 
 _ZERO = np.float32(0)
@@ -74,8 +73,8 @@ def _exponent(v: np.float32) -> np.int32:
 def _propose(state: np.ndarray, codes: np.ndarray, offset: np.int32) -> None:
     """The candidate e0 + offset of each lane: its e in `codes`, SCALE = 2^(e - 127) in units of UNIT, INVERSE."""
     for lane in range(LANES):
-        top, unit = _exponent(state[EXTREME * LANES + lane]), _exponent(state[UNIT * LANES + lane])
-        e = min(max(top + unit - np.int32(129) + offset, np.int32(0)), _GREATEST_E)
+        exponent, unit = _exponent(state[EXTREME * LANES + lane]), _exponent(state[UNIT * LANES + lane])
+        e = min(max(exponent + unit - np.int32(129) + offset, np.int32(0)), _MAX_E)
         codes[_E * LANES + lane] = e
         state[SCALE * LANES + lane] = np.uint32(np.int32(e - unit + np.int32(127)) << np.int32(23)).view(np.float32)
         state[INVERSE * LANES + lane] = np.float32(1) / state[SCALE * LANES + lane]
@@ -115,8 +114,8 @@ def _code_of(t: np.float32) -> np.int32:
     """The code of the entry nearest to t; never that of -0."""
     code = np.int32(0)
     for k in range(7):
-        code += np.int32(abs(t) > _BOUNDS[k])
-    return np.int32(code + np.int32(8)) if t < -_BOUNDS[0] else code
+        code += np.int32(abs(t) > _MIDPOINTS[k])
+    return np.int32(code + np.int32(8)) if t < -_MIDPOINTS[0] else code
 
 
 @kernel
@@ -124,8 +123,8 @@ def _pack(x: np.ndarray, state: np.ndarray, best: np.ndarray, out: np.ndarray) -
     """Write blocks, uint8[count, 17], of x float32[count, 32] with the exponents `best` int32[LANES]."""
     for b in range(len(out)):
         e, unit = best[b], np.float32(1) / state[UNIT * LANES + b]  # x * 2^(127 - e) in two steps that float32 holds
-        rest = np.int32(_exponent(state[UNIT * LANES + b]) - e + np.int32(127))
-        inverse = np.uint32(rest << np.int32(23)).view(np.float32)
+        exponent = np.int32(_exponent(state[UNIT * LANES + b]) - e + np.int32(127))
+        inverse = np.uint32(exponent << np.int32(23)).view(np.float32)
         out[b, 0] = np.uint8(e if state[EXTREME * LANES + b] != _ZERO else 0)
         for j in range(16):
             out[b, 1 + j] = pack_nibbles(_code_of(x[b, j] * unit * inverse), _code_of(x[b, j + 16] * unit * inverse))
@@ -137,14 +136,14 @@ def _encode(x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray)
     data, state = np.empty(scale_search.DATA_SIZE, np.float32), np.empty(scale_search.STATE_SIZE, np.float32)
     codes, weights = state.view(np.int32), scale_search.relative_weights(importance)
     for first in range(0, len(blocks), LANES):
-        some = blocks[first : first + LANES]
-        scale_search.load_blocks(some, weights, first, data, state)
+        batch = blocks[first : first + LANES]
+        scale_search.load_blocks(batch, weights, first, data, state)
         scale_search.reset_best(state)
         for k in range(_COUNTS[effort]):
             _propose(state, codes, _OFFSETS[k])
             _sums(data, state)
             _keep_better(state, codes)
-        _pack(some, state, codes[_BEST_E * LANES :], packed[first : first + LANES])
+        _pack(batch, state, codes[_BEST_E * LANES :], packed[first : first + LANES])
 
 
 class MXFP4(QuantType):

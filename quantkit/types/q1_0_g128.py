@@ -20,14 +20,13 @@ from quantkit.types.base import QuantType
 
 _LANES = 16  # sums of elements j, j + 16, ...: wide enough for any CPU
 _ZERO, _ONE = np.float32(0), np.float32(1)
-_LEAST_WEIGHT = np.float32(2.0**-20)  # of the block's largest: a column that the calibration never saw still counts
-_PART = np.float32(1 / 128)  # of the block: 128 of the largest floats have a sum
+_MIN_WEIGHT = np.float32(2.0**-20)  # of the block's largest: a column that the calibration never saw still counts
+_BLOCK_SHARE = np.float32(1 / 128)  # keeps the sum over a block finite even for the largest floats
 _HALF_MAX = 65504.0
 
-# Eight bytes 0 or 1 times this hold them as the bits of the highest byte, the first byte's lowest.
+# A word of eight bytes 0 or 1 times _GATHER has them as the bits of its highest byte; the first byte becomes bit 0.
 _GATHER = np.uint64(0x0102040810204080)
 _HIGHEST_BYTE = np.uint64(56)
-_SIGN_BIT = np.uint32(0x80000000)
 
 
 @kernel
@@ -69,7 +68,7 @@ def _encode(x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray)
 
 @kernel
 def _prepare(importance: np.ndarray, weights: np.ndarray, shares: np.ndarray) -> None:
-    """Weights of a row in units of the largest of their block over 128, and for each block 1 / their sum."""
+    """Fill weights float32[n] with w / (128 max w) of each block, and shares float64[blocks] with 1 / their sum."""
     for b in range(shares.size):
         w = weights[128 * b : 128 * b + 128]
         largest = _ZERO
@@ -77,15 +76,15 @@ def _prepare(importance: np.ndarray, weights: np.ndarray, shares: np.ndarray) ->
             largest = max(largest, importance[128 * b + j])
         total = 0.0
         for j in range(128):
-            relative = importance[128 * b + j] / largest if largest > _ZERO else _ONE
-            w[j] = max(relative, _LEAST_WEIGHT) * _PART
+            weight = importance[128 * b + j] / largest if largest > _ZERO else _ONE
+            w[j] = max(weight, _MIN_WEIGHT) * _BLOCK_SHARE
             total += np.float64(w[j])
         shares[b] = 1.0 / total
 
 
 @kernel
 def _weighted_mean(x: np.ndarray, w: np.ndarray, sums: np.ndarray) -> float:
-    """sum w |x|, in lanes; in float64, so that which half is nearest is certain."""
+    """sum w |x|, in lanes, and in float64, so that the nearest half is found for certain."""
     for lane in range(_LANES):
         sums[lane] = 0.0
     for j in range(128 // _LANES):

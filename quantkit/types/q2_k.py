@@ -29,7 +29,7 @@ BLOCK = 84
 # With importance: almost the importance alone. Without: ik_llama.cpp's weight, |x|, and a little of the mean square;
 # by magnitude alone zeros would not count, and no code is 0 by itself. It costs the other weights nothing.
 WEIGHTING = make_weighting(given=16, mean=0.1, magnitude=1)
-FORMAT = scale_min_format(subs=16, top=3, most=15, steps=(2.4, 3.9), scales=(20, 8), minima=(17, 5))
+FORMAT = scale_min_format(subs=16, max_code=3, max_scale=15, steps=(2.4, 3.9), scales=(20, 8), minima=(17, 5))
 # Effort of `search`: fast, normal, best; then the same with importance.
 PLANS = np.array(
     [

@@ -15,7 +15,7 @@ from quantkit.types.q2_k import Q2_K
 
 class Q2_K_R4(Interleaved):
     name, ggml_type, file_type = "q2_k_r4", 210, 210
-    of, interleave = Q2_K, 4
+    base_class, interleave = Q2_K, 4
     fields = (
         Field(16, packed(16, 1, at=80), Slots(0, at=0)),
         Field(16, packed(16, 1, at=82), Slots(0, at=8)),

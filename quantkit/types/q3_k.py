@@ -32,7 +32,7 @@ BLOCK = 110
 # With importance: almost the importance alone; ik_llama.cpp's `given`, 2, has a larger error weighted by importance.
 # Without: x^2 as in ik_llama.cpp, and enough of the mean to keep the unweighted error of heavy tails below its.
 WEIGHTING = make_weighting(given=16, mean=1.5, square=1)
-FORMAT = scale_format(low=-4, high=3, least=-32, most=31, span=8)
+FORMAT = scale_format(min_code=-4, max_code=3, min_scale=-32, max_scale=31, span=8)
 # Effort of `search`: fast, normal, best; then the same with importance.
 PLANS = np.array(
     [
@@ -60,9 +60,9 @@ def _decode(data: np.ndarray, out: np.ndarray) -> None:
                 high = (block[104 + s % 4] >> np.uint8(2 * (s // 4))) & np.uint8(3)
                 scale = d * np.float32(np.int32(low | high << np.uint8(4)) - np.int32(32))
                 bits, codes = block[16 * (s % 2) :], block[32 + 32 * (s // 8) + 16 * (s % 2) :]
-                shift, place = np.uint8(2 * (s // 2 % 4)), np.uint8(s // 2)
+                shift, bit = np.uint8(2 * (s // 2 % 4)), np.uint8(s // 2)
                 for j in range(16):
-                    q = (codes[j] >> shift) & np.uint8(3) | ((bits[j] >> place) & np.uint8(1)) << np.uint8(2)
+                    q = (codes[j] >> shift) & np.uint8(3) | ((bits[j] >> bit) & np.uint8(1)) << np.uint8(2)
                     y[16 * s + j] = scale * np.float32(np.int32(q) - np.int32(4))
 
 

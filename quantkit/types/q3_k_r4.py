@@ -16,7 +16,7 @@ from quantkit.types.q3_k import Q3_K
 
 class Q3_K_R4(Interleaved):
     name, ggml_type, file_type = "q3_k_r4", 211, 211
-    of, interleave = Q3_K, 4
+    base_class, interleave = Q3_K, 4
     fields = (
         Field(16, packed(16, 1, at=108), Slots(0, at=0)),
         Field(2, planes(2, 4, 16, at=104), Slots(16, at=8)),

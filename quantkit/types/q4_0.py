@@ -64,15 +64,15 @@ def _encode(x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray)
     space, scales = np.empty((6, LANES), np.float32), np.empty(LANES, np.float32)
     halves, weights = np.empty(LANES, np.uint16), scale_search.relative_weights(importance)
     for first in range(0, len(blocks), LANES):
-        some = blocks[first : first + LANES]
+        batch = blocks[first : first + LANES]
         if len(weights) == 0 and effort != BEST:
-            closed_form.find_scales(some, _STARTS, _LO, _HI, space, scales)
+            closed_form.find_scales(batch, _STARTS, _LO, _HI, space, scales)
         else:
-            scale_search.load_blocks(some, weights, first, data, state)
+            scale_search.load_blocks(batch, weights, first, data, state)
             scale_search.find_scales(data, state, _GRID[: _COUNTS[effort]], _STEPS, _LO, _HI)
             scale_search.store_scales(state, scales)
         halves_of(scales, halves)
-        _pack(some, scales, halves, packed[first : first + LANES])
+        _pack(batch, scales, halves, packed[first : first + LANES])
 
 
 class Q4_0(QuantType):

@@ -37,7 +37,7 @@ def _flip_top_bits(data: np.ndarray) -> np.ndarray:
 
 
 class _Runs(Interleaved):
-    of = Q4_0
+    base_class = Q4_0
     run: int
 
     @functools.cached_property

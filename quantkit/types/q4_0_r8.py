@@ -13,7 +13,7 @@ from quantkit.types.q4_0 import Q4_0
 
 class Q4_0_R8(Interleaved):
     name, ggml_type, file_type = "q4_0_r8", 202, 202
-    of, interleave = Q4_0, 8
+    base_class, interleave = Q4_0, 8
     fields = (
         Field(16, packed(16, 1, at=0), Slots(0, at=0)),
         Field(8, packed(8, 16, at=2), Lines(QUAD, at=16)),

@@ -21,7 +21,7 @@ from quantkit.types.families.block32 import closed_form, scale_min_search, scale
 from quantkit.types.families.block32.scale_min_search import code_of
 from quantkit.types.families.block32.scale_search import LANES, half_at, halves_of, inverse_of, pack_nibbles, put_half
 
-_TOP = np.float32(15)
+_MAX_CODE = np.float32(15)
 # The candidates, and how many of them each effort (fast, normal, best) tries.
 _MARGINS, _COUNTS = scale_min_search.range_margins(-0.08, 0.12, 192), (8, 56, 192)
 _STEPS = scale_min_search.refinement_steps(15, 1, 3)
@@ -48,7 +48,7 @@ def _pack(x: np.ndarray, scales: np.ndarray, minima: np.ndarray, halves: np.ndar
         inverse, minimum = inverse_of(scales[b]), minima[b]
         for j in range(16):
             out[b, 4 + j] = pack_nibbles(
-                code_of(x[b, j], inverse, minimum, _TOP), code_of(x[b, j + 16], inverse, minimum, _TOP)
+                code_of(x[b, j], inverse, minimum, _MAX_CODE), code_of(x[b, j + 16], inverse, minimum, _MAX_CODE)
             )
 
 
@@ -59,16 +59,16 @@ def _encode(x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray)
     space, scales, minima = np.empty((6, LANES), np.float32), np.empty(LANES, np.float32), np.empty(LANES, np.float32)
     halves, weights = np.empty((2, LANES), np.uint16), scale_search.relative_weights(importance)
     for first in range(0, len(blocks), LANES):
-        some = blocks[first : first + LANES]
+        batch = blocks[first : first + LANES]
         if len(weights) == 0 and effort != BEST:
-            closed_form.find_scales_and_mins(some, _TOP, space, scales, minima)
+            closed_form.find_scales_and_mins(batch, _MAX_CODE, space, scales, minima)
         else:
-            scale_search.load_blocks(some, weights, first, data, state)
-            scale_min_search.find_scales_and_mins(data, state, _MARGINS[: _COUNTS[effort]], _STEPS, _TOP)
+            scale_search.load_blocks(batch, weights, first, data, state)
+            scale_min_search.find_scales_and_mins(data, state, _MARGINS[: _COUNTS[effort]], _STEPS, _MAX_CODE)
             scale_min_search.store_scales_and_mins(state, scales, minima)
         halves_of(scales, halves[0])
         halves_of(minima, halves[1])
-        _pack(some, scales, minima, halves, packed[first : first + LANES])
+        _pack(batch, scales, minima, halves, packed[first : first + LANES])
 
 
 class Q4_1(QuantType):

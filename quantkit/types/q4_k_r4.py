@@ -31,7 +31,7 @@ SCALES = (
 
 class Q4_K_R4(Interleaved):
     name, ggml_type, file_type = "q4_k_r4", 212, 214
-    of, interleave = Q4_K, 4
+    base_class, interleave = Q4_K, 4
     fields = (
         *SCALES,
         Field(4, planes(4, 32, 256, at=16), Lines(NIB, at=64)),

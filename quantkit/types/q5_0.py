@@ -42,9 +42,9 @@ def _decode(data: np.ndarray, out: np.ndarray) -> None:
             for j in range(16):
                 byte = np.uint32(block[22 * b + 6 + j])
                 low = (byte & np.uint32(15)) | (((high >> np.uint32(j)) & np.uint32(1)) << np.uint32(4))
-                up = (byte >> np.uint32(4)) | (((high >> np.uint32(j + 16)) & np.uint32(1)) << np.uint32(4))
+                upper = (byte >> np.uint32(4)) | (((high >> np.uint32(j + 16)) & np.uint32(1)) << np.uint32(4))
                 out[row, 32 * b + j] = scale * np.float32(np.int32(low) - 16)
-                out[row, 32 * b + 16 + j] = scale * np.float32(np.int32(up) - 16)
+                out[row, 32 * b + 16 + j] = scale * np.float32(np.int32(upper) - 16)
 
 
 @kernel
@@ -53,14 +53,14 @@ def _pack(x: np.ndarray, scales: np.ndarray, halves: np.ndarray, out: np.ndarray
     for b in range(len(out)):
         put_half(halves[b], out[b], 0)
         inverse = inverse_of(scales[b])
-        fifths = np.uint32(0)
+        fifth_bits = np.uint32(0)
         for j in range(16):
             low, high = code_of(x[b, j], inverse, _LO, _HI), code_of(x[b, j + 16], inverse, _LO, _HI)
             out[b, 6 + j] = pack_nibbles(low & 15, high)
-            fifths = np.uint32(fifths | np.uint32(np.uint32(low >> 4) << np.uint32(j)))
-            fifths = np.uint32(fifths | np.uint32(np.uint32(high >> 4) << np.uint32(j + 16)))
+            fifth_bits = np.uint32(fifth_bits | np.uint32(np.uint32(low >> 4) << np.uint32(j)))
+            fifth_bits = np.uint32(fifth_bits | np.uint32(np.uint32(high >> 4) << np.uint32(j + 16)))
         for j in range(4):
-            out[b, 2 + j] = np.uint8(fifths >> np.uint32(8 * j))
+            out[b, 2 + j] = np.uint8(fifth_bits >> np.uint32(8 * j))
 
 
 @kernel
@@ -70,15 +70,15 @@ def _encode(x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray)
     space, scales = np.empty((6, LANES), np.float32), np.empty(LANES, np.float32)
     halves, weights = np.empty(LANES, np.uint16), scale_search.relative_weights(importance)
     for first in range(0, len(blocks), LANES):
-        some = blocks[first : first + LANES]
+        batch = blocks[first : first + LANES]
         if len(weights) == 0 and effort != BEST:
-            closed_form.find_scales(some, _STARTS, _LO, _HI, space, scales)
+            closed_form.find_scales(batch, _STARTS, _LO, _HI, space, scales)
         else:
-            scale_search.load_blocks(some, weights, first, data, state)
+            scale_search.load_blocks(batch, weights, first, data, state)
             scale_search.find_scales(data, state, _GRID[: _COUNTS[effort]], _STEPS, _LO, _HI)
             scale_search.store_scales(state, scales)
         halves_of(scales, halves)
-        _pack(some, scales, halves, packed[first : first + LANES])
+        _pack(batch, scales, halves, packed[first : first + LANES])
 
 
 class Q5_0(QuantType):

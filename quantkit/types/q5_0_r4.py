@@ -14,7 +14,7 @@ from quantkit.types.q5_0 import Q5_0
 
 class Q5_0_R4(Interleaved):
     name, ggml_type, file_type = "q5_0_r4", 206, 208
-    of, interleave = Q5_0, 4
+    base_class, interleave = Q5_0, 4
     fields = (
         Field(16, packed(16, 1, at=0), Slots(0, at=0)),
         Field(1, packed(1, 32, at=2), Lines(PLANE_B, at=8)),

@@ -23,7 +23,7 @@ from quantkit.types.families.block32 import closed_form, scale_min_search, scale
 from quantkit.types.families.block32.scale_min_search import code_of
 from quantkit.types.families.block32.scale_search import LANES, halves_of, inverse_of, pack_nibbles, put_half
 
-_TOP = np.float32(31)
+_MAX_CODE = np.float32(31)
 # The candidates, and how many of them each effort (fast, normal, best) tries.
 _MARGINS, _COUNTS = scale_min_search.range_margins(-0.07, 0.06, 192), (8, 56, 192)
 _STEPS = scale_min_search.refinement_steps(31, 1, 3)
@@ -42,9 +42,9 @@ def _decode(data: np.ndarray, out: np.ndarray) -> None:
             for j in range(16):
                 byte = np.uint32(block[24 * b + 8 + j])
                 low = (byte & np.uint32(15)) | (((high >> np.uint32(j)) & np.uint32(1)) << np.uint32(4))
-                up = (byte >> np.uint32(4)) | (((high >> np.uint32(j + 16)) & np.uint32(1)) << np.uint32(4))
+                upper = (byte >> np.uint32(4)) | (((high >> np.uint32(j + 16)) & np.uint32(1)) << np.uint32(4))
                 out[row, 32 * b + j] = scale * np.float32(np.int32(low)) + minimum
-                out[row, 32 * b + 16 + j] = scale * np.float32(np.int32(up)) + minimum
+                out[row, 32 * b + 16 + j] = scale * np.float32(np.int32(upper)) + minimum
 
 
 @kernel
@@ -54,14 +54,17 @@ def _pack(x: np.ndarray, scales: np.ndarray, minima: np.ndarray, halves: np.ndar
         put_half(halves[0, b], out[b], 0)
         put_half(halves[1, b], out[b], 2)
         inverse, minimum = inverse_of(scales[b]), minima[b]
-        fifths = np.uint32(0)
+        fifth_bits = np.uint32(0)
         for j in range(16):
-            low, high = code_of(x[b, j], inverse, minimum, _TOP), code_of(x[b, j + 16], inverse, minimum, _TOP)
+            low, high = (
+                code_of(x[b, j], inverse, minimum, _MAX_CODE),
+                code_of(x[b, j + 16], inverse, minimum, _MAX_CODE),
+            )
             out[b, 8 + j] = pack_nibbles(low & 15, high)
-            fifths = np.uint32(fifths | np.uint32(np.uint32(low >> 4) << np.uint32(j)))
-            fifths = np.uint32(fifths | np.uint32(np.uint32(high >> 4) << np.uint32(j + 16)))
+            fifth_bits = np.uint32(fifth_bits | np.uint32(np.uint32(low >> 4) << np.uint32(j)))
+            fifth_bits = np.uint32(fifth_bits | np.uint32(np.uint32(high >> 4) << np.uint32(j + 16)))
         for j in range(4):
-            out[b, 4 + j] = np.uint8(fifths >> np.uint32(8 * j))
+            out[b, 4 + j] = np.uint8(fifth_bits >> np.uint32(8 * j))
 
 
 @kernel
@@ -71,16 +74,16 @@ def _encode(x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray)
     space, scales, minima = np.empty((6, LANES), np.float32), np.empty(LANES, np.float32), np.empty(LANES, np.float32)
     halves, weights = np.empty((2, LANES), np.uint16), scale_search.relative_weights(importance)
     for first in range(0, len(blocks), LANES):
-        some = blocks[first : first + LANES]
+        batch = blocks[first : first + LANES]
         if len(weights) == 0 and effort != BEST:
-            closed_form.find_scales_and_mins(some, _TOP, space, scales, minima)
+            closed_form.find_scales_and_mins(batch, _MAX_CODE, space, scales, minima)
         else:
-            scale_search.load_blocks(some, weights, first, data, state)
-            scale_min_search.find_scales_and_mins(data, state, _MARGINS[: _COUNTS[effort]], _STEPS, _TOP)
+            scale_search.load_blocks(batch, weights, first, data, state)
+            scale_min_search.find_scales_and_mins(data, state, _MARGINS[: _COUNTS[effort]], _STEPS, _MAX_CODE)
             scale_min_search.store_scales_and_mins(state, scales, minima)
         halves_of(scales, halves[0])
         halves_of(minima, halves[1])
-        _pack(some, scales, minima, halves, packed[first : first + LANES])
+        _pack(batch, scales, minima, halves, packed[first : first + LANES])
 
 
 class Q5_1(QuantType):

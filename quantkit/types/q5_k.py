@@ -30,7 +30,7 @@ BLOCK = 176
 
 # With importance: almost the importance alone. Without: the weights of ik_llama.cpp.
 WEIGHTING = make_weighting(given=16, root=1, magnitude=1)
-FORMAT = scale_min_format(subs=8, top=31, most=63, steps=(26, 33), scales=(63, 12), minima=(63, 10))
+FORMAT = scale_min_format(subs=8, max_code=31, max_scale=63, steps=(26, 33), scales=(63, 12), minima=(63, 10))
 # Effort of `search`: fast, normal, best; then the same with importance.
 PLANS = np.array(
     [

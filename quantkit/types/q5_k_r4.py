@@ -15,7 +15,7 @@ from quantkit.types.q5_k import Q5_K
 
 class Q5_K_R4(Interleaved):
     name, ggml_type, file_type = "q5_k_r4", 213, 216
-    of, interleave = Q5_K, 4
+    base_class, interleave = Q5_K, 4
     fields = (
         *SCALES,
         Field(1, planes(1, 32, 256, at=16), Lines(PLANE_C, at=64)),

@@ -2,13 +2,13 @@
 
     offset  size     field
     0       f16      d
-    2       8 x u8   qh   bits 4 * ((j % 16) div 8) + 2 * (j div 16), two of them, of byte j % 8: bits 4, 5 of element j
+    2       8 x u8   qh   bits k and k + 1 of byte j % 8, k = 4 (j % 16 // 8) + 2 (j // 16): bits 4 and 5 of element j
     10      16 x u8  qs   low nibble of byte j: element j; high nibble: element j + 16
 
     y = d * (q - 32)      q in 0..63
 
 Encode: the half d, of either sign, and nearest codes that minimise sum w (x - y)^2; see
-`families/block32/scale_search.py`. Without importance w = x^2 + a part of its mean over the block.
+`families/block32/scale_search.py`. Without importance w = x^2 + 0.5 * its mean over the block.
 """
 
 from __future__ import annotations
@@ -33,9 +33,8 @@ _LO, _HI = np.float32(-32), np.float32(31)
 # The candidates, and how many of them each effort (fast, normal, best) tries.
 _GRID, _COUNTS = scale_search.scale_grid((-32, 31), 0.75, 1.2, 192), (8, 48, 192)
 _STEPS = scale_search.refinement_steps(0.012, 2)
-_MEAN_SQUARE = np.float32(
-    0.5
-)  # of the mean: ik_llama.cpp weighs by x^2 alone; this much of the mean keeps the unweighted error low
+# How much of the mean of x^2 the weight has. ik_llama.cpp weighs by x^2 alone; this keeps the unweighted error low too.
+_MEAN_SQUARE = np.float32(0.5)
 
 
 @kernel
@@ -44,12 +43,12 @@ def _decode(data: np.ndarray, out: np.ndarray) -> None:
     for b in range(len(y)):
         scale = half_at(blocks[b], 0)
         for part in range(2):  # elements 8 * part + (0..7), and 16 further
-            low, some = blocks[b, 10 + 8 * part :], y[b, 8 * part :]
+            low, values = blocks[b, 10 + 8 * part :], y[b, 8 * part :]
             for j in range(8):
                 high = np.int32(blocks[b, 2 + j]) >> (4 * part)
                 byte = np.int32(low[j])
-                some[j] = scale * np.float32(np.int32(((byte & 15) | ((high & 3) << 4)) - 32))
-                some[j + 16] = scale * np.float32(np.int32(((byte >> 4) | ((high & 12) << 2)) - 32))
+                values[j] = scale * np.float32(np.int32(((byte & 15) | ((high & 3) << 4)) - 32))
+                values[j + 16] = scale * np.float32(np.int32(((byte >> 4) | ((high & 12) << 2)) - 32))
 
 
 @kernel
@@ -73,14 +72,14 @@ def _encode(x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray)
     weights = scale_search.relative_weights(importance)
     scales, halves = np.empty(LANES, np.float32), np.empty(LANES, np.uint16)
     for first in range(0, len(blocks), LANES):
-        some = blocks[first : first + LANES]
-        scale_search.load_blocks(some, weights, first, data, state)
+        batch = blocks[first : first + LANES]
+        scale_search.load_blocks(batch, weights, first, data, state)
         if len(weights) == 0:
             scale_search.weight_by_square(data, state, _MEAN_SQUARE)
         scale_search.find_scales(data, state, _GRID[: _COUNTS[effort]], _STEPS, _LO, _HI)
         scale_search.store_scales(state, scales)
         halves_of(scales, halves)
-        _pack(some, scales, halves, packed[first : first + LANES])
+        _pack(batch, scales, halves, packed[first : first + LANES])
 
 
 class Q6_0(QuantType):

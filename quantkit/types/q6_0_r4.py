@@ -17,7 +17,7 @@ _HIGH = [8 * (2 + j % 8) + 4 * (j % 16 // 8) + 2 * (j // 16) for j in range(32)]
 
 class Q6_0_R4(Interleaved):
     name, ggml_type, file_type = "q6_0_r4", 233, 335
-    of, interleave = Q6_0, 4
+    base_class, interleave = Q6_0, 4
     fields = (
         Field(16, packed(16, 1, at=0), Slots(0, at=0)),
         Field(2, _HIGH, Lines(CRUMB, at=8)),

@@ -30,7 +30,7 @@ BLOCK = 210
 
 # As in q3_K; less of the mean is enough.
 WEIGHTING = make_weighting(given=16, mean=0.6, square=1)
-FORMAT = scale_format(low=-32, high=31, least=-128, most=127, span=28)
+FORMAT = scale_format(min_code=-32, max_code=31, min_scale=-128, max_scale=127, span=28)
 # Effort of `search`: fast, normal, best; then the same with importance.
 PLANS = np.array(
     [

@@ -15,7 +15,7 @@ from quantkit.types.q6_k import Q6_K
 
 class Q6_K_R4(Interleaved):
     name, ggml_type, file_type = "q6_k_r4", 214, 218
-    of, interleave = Q6_K, 4
+    base_class, interleave = Q6_K, 4
     fields = (
         Field(16, packed(16, 1, at=208), Slots(0, at=0)),
         Field(8, packed(8, 16, at=192), Slots(0, at=8)),

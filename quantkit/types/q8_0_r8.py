@@ -13,7 +13,7 @@ from quantkit.types.q8_0 import Q8_0
 
 class Q8_0_R8(Interleaved):
     name, ggml_type, file_type = "q8_0_r8", 208, 207
-    of, interleave = Q8_0, 8
+    base_class, interleave = Q8_0, 8
     fields = (
         Field(16, packed(16, 1, at=0), Slots(0, at=0)),
         Field(8, packed(8, 32, at=2), Lines(QUAD, at=16)),

@@ -7,8 +7,8 @@
     y = d * q
 
 Encode: d = largest magnitude of the 256 / 127, codes nearest to x * (127 / largest magnitude), then d rounded to a
-half: Q8_K (`activation.py`), which no file holds, with its scale rounded and its sums dropped. Magnitudes of 127
-times the largest half and more would become Inf and are refused. Deinterleaving keeps the codes and the rounded scales.
+half. That is Q8_K (`activation.py`), which files do not hold, with rounded scales and without sums. Magnitudes of 127
+times the largest half or more would become Inf and are refused. Deinterleaving gives Q8_K with the rounded scales.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class _ByWords:
 
     def _groups(self, groups: np.ndarray, blocks: int) -> tuple[np.ndarray, np.ndarray]:
         """Scales uint16[groups, blocks, R] and words uint32[groups, blocks, 64, R] of uint8[rows, row bytes]."""
-        whole = groups.reshape(-1, blocks, self.rows * 258)
-        scales = whole[:, :, : 2 * self.rows].view("<u2")
-        return scales, whole[:, :, 2 * self.rows :].view("<u4").reshape(len(whole), blocks, 64, self.rows)
+        grouped = groups.reshape(-1, blocks, self.rows * 258)
+        scales = grouped[:, :, : 2 * self.rows].view("<u2")
+        return scales, grouped[:, :, 2 * self.rows :].view("<u4").reshape(len(grouped), blocks, 64, self.rows)
 
     def forward(self, data: np.ndarray, out: np.ndarray) -> None:
         blocks = data.reshape(len(data) // self.rows, self.rows, -1, 296)
@@ -67,13 +67,13 @@ class _Q8_K(Interleaved):
 
 class Q8_K_R8(_Q8_K):
     name, ggml_type, file_type = "q8_k_r8", 399, 399
-    of, interleave, block_bytes = Q8_K, 8, 258
+    base_class, interleave, block_bytes = Q8_K, 8, 258
     overflow = 127 * 65520.0
     permutation = _ByWords(8, 0)
 
 
 class Q8_K_R16(_Q8_K):
     name, ggml_type, file_type = "q8_k_r16", 397, None
-    of, interleave, block_bytes = Q8_K, 16, 258
+    base_class, interleave, block_bytes = Q8_K, 16, 258
     overflow = 127 * 65520.0
     permutation = _ByWords(16, 0x80808080)

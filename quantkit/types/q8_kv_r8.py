@@ -4,9 +4,9 @@
     0       8 x f32    d
     32      8 n x i8   q   four codes of each row in turn
 
-The sums of the rows' codes are dropped, so a row takes 4 bytes less; deinterleaving computes them again. The
-reference's in-place repacking leaves gaps of 32 bytes between groups that its readers do not expect (spec/repack.md
-11.1): here groups are as its direct quantization writes them.
+The sums of the rows' codes are dropped, so a row takes 4 bytes less; deinterleaving computes them again.
+ik_llama.cpp's in-place repacking leaves gaps of 32 bytes between groups, which its readers do not expect. Here groups
+are as its direct quantization writes them.
 """
 
 from __future__ import annotations
@@ -36,5 +36,5 @@ class _ByWords:
 
 class Q8_KV_R8(Interleaved):
     name, ggml_type, file_type = "q8_KV_r8", 398, 398
-    of, interleave, row_meta_bytes = Q8_KV, 8, 4
+    base_class, interleave, row_meta_bytes = Q8_KV, 8, 4
     permutation = _ByWords()

@@ -35,7 +35,7 @@ def spec_tensor(rows: int, row_bytes: int) -> np.ndarray:
 
 
 def move_bits(data: np.ndarray, rows: int, block_bytes: int, head: int, fields: Any) -> np.ndarray:
-    """The formula: headers in row order, then per block and field every element of every row to its place."""
+    """The formula: headers in row order, then per block and field every element of every row to its position."""
     groups = len(data) // rows
     blocks = (data.shape[1] - head) // block_bytes
     bits = np.unpackbits(data, axis=1, bitorder="little").reshape(groups, rows, -1)
@@ -52,13 +52,13 @@ def move_bits(data: np.ndarray, rows: int, block_bytes: int, head: int, fields: 
 
 
 def checksums(names: list[str]) -> dict[str, str]:
-    """CRC-32 of the spec's tensor interleaved, and of what comes back of it."""
-    found = {}
+    """CRC-32 of the spec's tensor interleaved, and of that deinterleaved again."""
+    result = {}
     for name in names:
         t = types.get(name)
         there = t.interleave_rows(spec_tensor(2 * t.interleave, t.base_type.row_bytes(512)))
-        found[name] = f"{zlib.crc32(there):08x}-{zlib.crc32(t.deinterleave_rows(there)):08x}"
-    return found
+        result[name] = f"{zlib.crc32(there):08x}-{zlib.crc32(t.deinterleave_rows(there)):08x}"
+    return result
 
 
 def checksums_of(environment: dict[str, str], names: list[str]) -> dict[str, str]:

@@ -28,11 +28,13 @@ def sliced(source: Path, out: Path, layers: int, vocabulary: int = 64) -> Path:
     for key, value in (("llama.block_count", layers), ("llama.vocab_size", vocabulary), ("general.file_type", 3)):
         metadata.set(key, value, "u32")
     metadata.set("tokenizer.ggml.model", "no_vocab", "str")
-    kept = [t for t in f.tensors.values() if not t.name.startswith("blk.") or int(t.name.split(".")[1]) < layers]
-    rows = {t.name: vocabulary if t.name == "token_embd.weight" else t.n_rows for t in kept}
-    specs = [TensorSpec(t.name, (rows[t.name], *t.shape[1:]) if len(t.shape) > 1 else t.shape, t.type) for t in kept]
+    remaining = [t for t in f.tensors.values() if not t.name.startswith("blk.") or int(t.name.split(".")[1]) < layers]
+    rows = {t.name: vocabulary if t.name == "token_embd.weight" else t.n_rows for t in remaining}
+    specs = [
+        TensorSpec(t.name, (rows[t.name], *t.shape[1:]) if len(t.shape) > 1 else t.shape, t.type) for t in remaining
+    ]
     with Writer(out, metadata, specs) as writer:
-        for t in kept:
+        for t in remaining:
             writer.write(t.name, t.rows(0, rows[t.name]))
     return out
 
@@ -49,7 +51,7 @@ def importance(f: GGUF, seed: int = 3) -> imatrix.Imatrix:
 
 
 def quantized(source: Path, out: Path, target: str, **options: object) -> Path:
-    """A model in the file type `target` and nothing else, quickly."""
+    """A model in the file type `target`, with effort fast."""
     f = quantkit.open(source)
     matrix = importance(f)
     flags = recipe.Options(pure=True, allow_requantize=True, **options)  # type: ignore[arg-type]
@@ -59,7 +61,7 @@ def quantized(source: Path, out: Path, target: str, **options: object) -> Path:
 
 
 def reference_repack(source: Path, out: Path, *flags: str) -> Path:
-    """What llama-quantize --repack makes of a file."""
+    """The file that llama-quantize --repack writes of a file."""
     from tests.conformance.ggml import QUANTIZE_TOOL
 
     command = [str(QUANTIZE_TOOL), "--repack", *flags, str(source), str(out), "Q8_0", "1"]

@@ -1,4 +1,4 @@
-"""Interleaved types that are unpacked to another one: values kept to the bit, or a refusal that names the row."""
+"""Interleaved types that are unpacked to another type: the same values bit for bit, or an error that names the row."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def naive_iq1_s(data: np.ndarray, n: int) -> np.ndarray:
 
 
 def assert_same_values(data: np.ndarray, name: str, n: int) -> np.ndarray:
-    """Unpack and compare decoded bits; returns what was unpacked."""
+    """Unpack and compare decoded bits; returns the unpacked tensor."""
     made, base = repack.unpack(data, name, n)
     with np.errstate(all="ignore"):
         there = types.get(name).dequantize(data.reshape(-1, data.shape[-1]), n)
@@ -83,7 +83,7 @@ def test_iq1_m_of_odd_numbers_times_a_power_of_two(power: int, rng: np.random.Ge
 
 
 def test_iq1_m_of_zeros(rng: np.random.Generator) -> None:
-    """Blocks of nothing but zeros, of both signs; a scale of 0, under which multipliers are nothing either."""
+    """Blocks of zeros of either sign; a scale of 0, with which multipliers have no effect."""
     data = groups_of("iq1_m_r4", rng, 8, 512)
     multipliers(data)[...] |= 0x11
     multipliers(data)[0, :8] = 0
@@ -123,7 +123,7 @@ def test_columns_that_do_not_fit(rng: np.random.Generator) -> None:
             repack.unpack(groups_of(name, rng, 4, 288), name, 288)
 
 
-def test_what_was_encoded_here_comes_back_where_it_can(rng: np.random.Generator) -> None:
+def test_rows_that_quantkit_encoded_are_the_same_after_unpacking(rng: np.random.Generator) -> None:
     x = rng.standard_normal((8, 512)).astype(np.float32)
     data = types.get("iq1_s_r4").quantize(x, np.ones(512, np.float32))
     assert_same_values(data, "iq1_s_r4", 512)

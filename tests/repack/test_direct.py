@@ -1,4 +1,4 @@
-"""Quantizing straight to interleaved types: files like the reference's, and importance that says nothing."""
+"""Quantizing to interleaved types in one pass: files like the reference's, and importance of zeros."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def made(source: Path, out: Path, target: str, rules: str = "", **options: objec
 
 @pytest.mark.parametrize("name", GUARDED)
 @pytest.mark.parametrize("vanishing", ["weights", "values", "weights and values"])
-def test_what_vanishes_over_a_sub_block_does_no_harm(name: str, vanishing: str, rng: np.random.Generator) -> None:
+def test_importance_or_weights_of_zero_in_a_sub_block(name: str, vanishing: str, rng: np.random.Generator) -> None:
     """Finite values of sane size, zeros as zeros, other sub-blocks as well encoded as without."""
     t, width, n = types.get(name), GUARDED[name], 512
     x = rng.standard_normal((2 * t.interleave, n)).astype(np.float32)
@@ -93,7 +93,7 @@ def test_what_vanishes_over_a_sub_block_does_no_harm(name: str, vanishing: str, 
 
 
 def references(source: Path, out: Path, *arguments: str) -> quantkit.formats.gguf.GGUF:
-    """What llama-quantize makes of a file."""
+    """The file that llama-quantize writes of a file."""
     from tests.conformance.ggml import QUANTIZE_TOOL
 
     *flags, target = arguments
@@ -103,7 +103,7 @@ def references(source: Path, out: Path, *arguments: str) -> quantkit.formats.ggu
 
 
 @pytest.mark.parametrize("target", ["Q8_KV_R8", "Q8_K_R8"])
-def test_bytes_where_the_encoder_has_no_choice(target: str, wide: Path, tmp_path: Path) -> None:
+def test_bytes_of_types_that_round_to_the_nearest(target: str, wide: Path, tmp_path: Path) -> None:
     """Types that round to the nearest: the reference's bytes. (Not Q8_0: ours chooses the sign of its scales.)"""
     theirs = references(wide, tmp_path / "theirs.gguf", "--pure", target)
     f, plan = planned(wide, target, pure=True)
@@ -161,10 +161,10 @@ def test_patterns_and_the_plan(wide: Path, tmp_path: Path, capsys: pytest.Captur
     out = tmp_path / "out.gguf"
     args = ["quantize", str(wide), str(out), "Q4_K_S", "--repack-pattern", "ffn_up,attn_[qk]", "--effort", "fast"]
     assert main([*args, "--dry-run"]) == 0
-    shown = capsys.readouterr().out
-    assert "q4_k_r4  Q4_K_S; repacked" in shown
-    assert "Q4_K_S; not repacked: no --repack-pattern matches" in shown
-    assert "not repacked: embeddings are read row by row" in shown
+    text = capsys.readouterr().out
+    assert "q4_k_r4  Q4_K_S; repacked" in text
+    assert "Q4_K_S; not repacked: no --repack-pattern matches" in text
+    assert "not repacked: embeddings are read row by row" in text
     assert main([*args, "--json"]) == 0
     written = quantkit.open(out)
     assert {t.name for t in written.tensors.values() if t.type.interleave > 1} == {
@@ -191,7 +191,7 @@ def test_copies_are_repacked_and_unpacked_as_they_are(wide: Path, tmp_path: Path
     assert all(t.copied for t in plan.tensors)
 
 
-def test_repacking_is_no_leave_to_quantize_again(wide: Path, tmp_path: Path) -> None:
+def test_repacking_does_not_allow_quantizing_again(wide: Path, tmp_path: Path) -> None:
     base = made(wide, tmp_path / "base.gguf", "Q4_0", pure=True)
     with pytest.raises(quantkit.errors.DataError, match="to repack the file as it is: quantkit repack IN OUT"):
         planned(base, "Q8_0", repack=True)
@@ -200,15 +200,15 @@ def test_repacking_is_no_leave_to_quantize_again(wide: Path, tmp_path: Path) -> 
 def test_interleaved_types_in_rules(wide: Path, narrow: Path, tmp_path: Path) -> None:
     """By rule like any type, with what does not fit falling back to rows."""
     rules = "ffn_down=iq5_k_r4,ffn=iq4_k_r4,attn_output=q8_0_r8,token_embd=q8_0_r8,.*=q6_0_r4"
-    got = {t.name: t.type.name for t in quantkit.open(made(wide, tmp_path / "w", "Q8_0", rules)).tensors.values()}
-    assert got["blk.0.ffn_down.weight"] == "iq5_k_r4"
-    assert got["blk.1.ffn_gate.weight"] == "iq4_k_r4"
-    assert got["blk.1.attn_output.weight"] == "q8_0_r8"
-    assert got["blk.1.attn_k.weight"] == got["output.weight"] == "q6_0_r4"
-    assert got["token_embd.weight"] == "q8_0"
+    result = {t.name: t.type.name for t in quantkit.open(made(wide, tmp_path / "w", "Q8_0", rules)).tensors.values()}
+    assert result["blk.0.ffn_down.weight"] == "iq5_k_r4"
+    assert result["blk.1.ffn_gate.weight"] == "iq4_k_r4"
+    assert result["blk.1.attn_output.weight"] == "q8_0_r8"
+    assert result["blk.1.attn_k.weight"] == result["output.weight"] == "q6_0_r4"
+    assert result["token_embd.weight"] == "q8_0"
     _, plan = planned(narrow, "Q8_0", rules)
-    got = {t.name: t.type.name for t in plan.tensors}
-    assert (got["blk.0.ffn_down.weight"], got["blk.1.ffn_gate.weight"]) == ("iq5_k_r4", "q5_0")
+    result = {t.name: t.type.name for t in plan.tensors}
+    assert (result["blk.0.ffn_down.weight"], result["blk.1.ffn_gate.weight"]) == ("iq5_k_r4", "q5_0")
     assert plan["blk.1.ffn_gate.weight"].reason.endswith("576 columns are no multiple of iq4_k_r4's 256")
 
 

@@ -28,7 +28,7 @@ BIG = "blk.0.ffn_down_exps.weight"
 
 
 def content(spec: TensorSpec, rng: np.random.Generator) -> np.ndarray:
-    """Any bytes, but finite scales: the reference refuses files that hold others. Ones in F32."""
+    """Random bytes with finite scales, as the reference refuses others; ones for F32."""
     if spec.type.name == "f32":
         return np.ones(spec.shape, "<f4").view(np.uint8)
     blocks = rng.integers(0, 256, (spec.nbytes // spec.type.block_bytes, spec.type.block_bytes), dtype=np.uint8)
@@ -69,7 +69,7 @@ def source(tmp_path: Path, rng: np.random.Generator) -> GGUF:
     return quantkit.open(model(tmp_path / "model.gguf", rng))
 
 
-def test_round_trip_is_the_file_there_was(source: GGUF, tmp_path: Path) -> None:
+def test_unpacking_gives_the_original_file(source: GGUF, tmp_path: Path) -> None:
     there, back = tmp_path / "r4.gguf", tmp_path / "back.gguf"
     write_repacked(plan_repack(source), there, threads=2)
     repacked = quantkit.open(there)
@@ -84,7 +84,7 @@ def test_round_trip_is_the_file_there_was(source: GGUF, tmp_path: Path) -> None:
     assert back.read_bytes() == source.path.read_bytes()
 
 
-def test_what_stays_says_why(source: GGUF) -> None:
+def test_tensors_that_are_not_repacked_have_a_reason(source: GGUF) -> None:
     reasons = {change.tensor.name: change.reason for change in plan_repack(source).changes}
     assert reasons["token_embd.weight"] == "embeddings are read row by row"
     assert reasons["output_norm.weight"] == "f32 has no interleaved form here"
@@ -104,7 +104,7 @@ def test_patterns(source: GGUF) -> None:
         plan_repack(source, ["attn", "ffn_dwon"])
 
 
-def test_the_file_type_says_what_most_of_the_main_type_is(
+def test_the_file_type_is_that_of_most_tensors_of_the_main_type(
     source: GGUF, tmp_path: Path, rng: np.random.Generator
 ) -> None:
     assert plan_repack(source, ["attn"]).metadata["general.file_type"] == 140  # the IQ4_K part is as it was
@@ -117,7 +117,7 @@ def test_the_file_type_says_what_most_of_the_main_type_is(
 @pytest.mark.parametrize(
     ("number", "back"), [(214, 14), (210, 21), (229, 29), (399, 7), (223, 23), (33, 2), (398, 149)]
 )
-def test_the_file_type_of_what_was_never_repacked(tmp_path: Path, number: int, back: int) -> None:
+def test_the_file_type_after_quantizing_to_interleaved_types(tmp_path: Path, number: int, back: int) -> None:
     """Of a file quantized straight to interleaved types: that of the mix in rows."""
     kind = next(t.default for t in file_types() if t.number == number)
     assert kind is not None
@@ -256,7 +256,7 @@ def test_q8_kv_has_the_stride_that_readers_expect(tmp_path: Path, rng: np.random
 
 
 def test_floats(tmp_path: Path, rng: np.random.Generator) -> None:
-    """F16 stays, as it would lose bits, and quantizing does what is asked; BF16 is repacked where it is named."""
+    """F16 stays, as it would lose bits, but can be quantized to an interleaved type; BF16 is repacked where named."""
     x = rng.standard_normal((32, 64)).astype(np.float32)
     half = one_tensor(tmp_path / "f16.gguf", "f16", x.shape, types.get("f16").quantize(x), file_type=1)
     (change,) = plan_repack(half, ["ffn"]).changes
@@ -280,7 +280,7 @@ def test_floats(tmp_path: Path, rng: np.random.Generator) -> None:
     assert "cannot be interleaved by pairs of columns" in plan_repack(odd, ["ffn"]).changes[0].reason
 
 
-def test_what_is_no_operand_of_a_product_stays(tmp_path: Path) -> None:
+def test_tensors_that_are_not_multiplied_are_not_repacked(tmp_path: Path) -> None:
     t = types.get("q8_0")
     names = ("position_embd.weight", "token_embd.weight", "blk.0.ssm_conv1d.weight", "blk.0.attn_rel_b.weight")
     specs = [TensorSpec(name, (16, 32), t) for name in names]
@@ -311,8 +311,8 @@ def test_encodings_of_their_own_are_unpacked_where_that_is_exact(
     source, out = quantkit.open(tmp_path / "in.gguf"), tmp_path / "out.gguf"
     assert main(["unpack", str(source.path), str(out), "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
-    found = {t["name"][0]: (t["to"], t["reason"]) for t in record["tensors"]}
-    assert found == {
+    result = {t["name"][0]: (t["to"], t["reason"]) for t in record["tensors"]}
+    assert result == {
         "a": ("iq1_s", None), "b": ("iq1_m", None),
         "c": ("iq1_m_r4", "iq1_m cannot hold the multipliers of row 82, columns 0 to 255"),
         "d": ("iq1_s_r4", "288 columns are not a multiple of iq1_s's 256"),
@@ -329,7 +329,7 @@ def test_encodings_of_their_own_are_unpacked_where_that_is_exact(
 
 
 def big(path: Path, mebibytes: int, kind: str = "q4_K") -> Path:
-    """So many MiB of a type, all zeros, in tensors of 10 MiB or one of less."""
+    """`mib` MiB of zeros of a type, in tensors of 10 MiB or a smaller one."""
     t, each = types.get(kind), min(mebibytes, 10)
     rows = (each << 20) // t.row_bytes(1024) // 16 * 16
     specs = [TensorSpec(f"blk.{i}.ffn_up.weight", (rows, 1024), t) for i in range(mebibytes // each)]
@@ -351,7 +351,7 @@ def joined(path: Path, *sources: Path) -> Path:
 
 @pytest.mark.parametrize("command", ["repack", "unpack"])
 def test_killed_in_the_middle_it_leaves_nothing(tmp_path: Path, command: str) -> None:
-    """SIGKILL when the partial file has begun to fill, and later; a rerun succeeds and clears up."""
+    """SIGKILL while the partial file is written, early and late; a rerun succeeds and removes it."""
     source, out = big(tmp_path / "in.gguf", 150), tmp_path / "out.gguf"
     if command == "unpack":
         write_repacked(plan_repack(quantkit.open(source)), tmp_path / "r4.gguf")
@@ -381,7 +381,7 @@ def test_killed_in_the_middle_it_leaves_nothing(tmp_path: Path, command: str) ->
 def test_memory_does_not_grow_with_the_file(command: str, kind: str, tmp_path: Path) -> None:
     """The peak of the whole process, pages of the mapped input included, is that of a small file."""
     if not Path("/proc/self/status").exists():
-        pytest.skip("no /proc tells a process's peak of memory here")
+        pytest.skip("no /proc with the peak memory of a process here")
     peaks = []
     program = (
         "import sys; from quantkit.cli import main; assert main(sys.argv[1:]) == 0; "
@@ -407,29 +407,29 @@ KEPT = {"Q2_K_S": 210, "IQ2_S": 220, "IQ3_XS": 226, "IQ3_M": 226, "IQ3_KL": 339,
 
 
 def test_file_types_beside_the_reference(tmp_path: Path) -> None:
-    """Every file type of which tensors can be repacked: where all are, the name is the reference's, or truer."""
+    """Every file type with tensors that can be repacked: if all are, the name is the reference's or a closer one."""
     from tests.repack.models import reference_repack
 
     metadata = Shape(layers=1).metadata()
-    seen = set()
-    for found in file_types():
-        if found.default is None or found.default.interleave > 1 or found.is_float:
+    names = set()
+    for file_type in file_types():
+        if file_type.default is None or file_type.default.interleave > 1 or file_type.is_float:
             continue
-        if interleaved_form(found.default) is None:
+        if interleaved_form(file_type.default) is None:
             continue
-        spec = TensorSpec("blk.0.ffn_up.weight", (64, 256), found.default)
-        metadata.set("general.file_type", found.number, "u32")
+        spec = TensorSpec("blk.0.ffn_up.weight", (64, 256), file_type.default)
+        metadata.set("general.file_type", file_type.number, "u32")
         with Writer(tmp_path / "in.gguf", metadata, [spec]) as writer:
             writer.write(spec.name, np.zeros(spec.nbytes, np.uint8))
         ours = plan_repack(quantkit.open(tmp_path / "in.gguf")).metadata["general.file_type"]
-        seen.add(found.name)
-        if found.name in KEPT:
-            assert ours == KEPT[found.name]
+        names.add(file_type.name)
+        if file_type.name in KEPT:
+            assert ours == KEPT[file_type.name]
         else:
             theirs = reference_repack(tmp_path / "in.gguf", tmp_path / "theirs.gguf")
-            assert ours == quantkit.open(theirs).metadata["general.file_type"], found.name
-    assert len(seen) > 30
-    assert set(KEPT) <= seen
+            assert ours == quantkit.open(theirs).metadata["general.file_type"], file_type.name
+    assert len(names) > 30
+    assert set(KEPT) <= names
 
 
 def test_against_the_references_repacking(source: GGUF, tmp_path: Path) -> None:
@@ -469,17 +469,17 @@ def test_nothing_to_do_as_in_the_reference(
 
 def run_for(source: GGUF, out: Path, placement: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
     status = cli.main(["repack", str(source.path), str(out), "--for", placement])
-    said = capsys.readouterr()
-    return status, said.out + said.err
+    message = capsys.readouterr()
+    return status, message.out + message.err
 
 
 def test_only_what_stays_on_the_cpu_is_repacked(
     source: GGUF, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out.gguf"
-    status, said = run_for(source, out, "-ngl 99 --n-cpu-moe 1 -ot attn_q=CPU", capsys)
+    status, message = run_for(source, out, "-ngl 99 --n-cpu-moe 1 -ot attn_q=CPU", capsys)
     assert status == 0
-    assert "on CUDA0 in this placement" in said
+    assert "on CUDA0 in this placement" in message
     kinds = {name: t.type for name, t in quantkit.open(out).tensors.items()}
     interleaved = {name for name, kind in kinds.items() if kind.interleave > 1}
     experts = {f"blk.1.ffn_{part}_exps.weight" for part in ("gate", "up", "down")}
@@ -492,9 +492,9 @@ def test_only_what_stays_on_the_cpu_is_repacked(
 def test_a_rule_that_places_nothing_is_warned_about(
     source: GGUF, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    status, said = run_for(source, tmp_path / "out.gguf", "-ot nothing=CPU -ngl 0", capsys)
+    status, message = run_for(source, tmp_path / "out.gguf", "-ot nothing=CPU -ngl 0", capsys)
     assert status == 0
-    assert "warning: -ot nothing=CPU decides no tensor" in said
+    assert "warning: -ot nothing=CPU decides no tensor" in message
 
 
 def test_a_repacked_type_on_a_gpu_without_a_kernel_is_refused(
@@ -502,11 +502,11 @@ def test_a_repacked_type_on_a_gpu_without_a_kernel_is_refused(
 ) -> None:
     write_repacked(plan_repack(source, ["attn_q"]), tmp_path / "some.gguf")
     some = quantkit.open(tmp_path / "some.gguf")
-    status, said = run_for(some, tmp_path / "out.gguf", "-ngl 99", capsys)
+    status, message = run_for(some, tmp_path / "out.gguf", "-ngl 99", capsys)
     assert status == 1
-    assert "attn_q.weight" in said
-    assert "=CPU" in said
-    assert "quantkit unpack" in said
+    assert "attn_q.weight" in message
+    assert "=CPU" in message
+    assert "quantkit unpack" in message
     assert not (tmp_path / "out.gguf").exists()
     own = ["repack", str(some.path), str(tmp_path / "own.gguf"), "--for", "-ngl 99 -ot attn_k=CPU"]
     assert cli.main([*own, "--runtime", "quantkit"]) == 0
@@ -514,7 +514,7 @@ def test_a_repacked_type_on_a_gpu_without_a_kernel_is_refused(
 
 
 @pytest.mark.parametrize("flags", ["--no-such-flag", "-ngl many", "-ot broken", "-ot 'x=CPU"])
-def test_flags_that_are_none(flags: str, source: GGUF, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_flags_that_do_not_exist(flags: str, source: GGUF, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, _ = run_for(source, tmp_path / "out.gguf", flags, capsys)
     assert status == 1
     assert not (tmp_path / "out.gguf").exists()

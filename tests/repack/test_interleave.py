@@ -1,4 +1,4 @@
-"""Interleaving is where the spec says, loses nothing, and is what the reference does."""
+"""Interleaving: layouts of the spec, lossless, the reference's bytes."""
 
 from __future__ import annotations
 
@@ -91,9 +91,9 @@ def test_no_byte_outside_is_touched(rng):
 @pytest.mark.parametrize("isa", CPUS)
 def test_the_same_bytes_on_other_cpus(isa):
     names = ["q4_k_r4", "q8_0_r8", "iq2_xxs_r4", "iq5_ks_r4", "mxfp4_r8", "bf16_r16"]
-    found = checksums_of(environment_of(isa), names)
-    assert found == checksums(names)
-    assert [crc.split("-")[0] for crc in found.values()] == [CRCS[name] for name in names]
+    result = checksums_of(environment_of(isa), names)
+    assert result == checksums(names)
+    assert [crc.split("-")[0] for crc in result.values()] == [CRCS[name] for name in names]
 
 
 SENT = [t for t in INTERLEAVED if type(t.permutation) is Permutation and not t.permutation.header]
@@ -101,13 +101,13 @@ SENT = [t for t in INTERLEAVED if type(t.permutation) is Permutation and not t.p
 
 @pytest.mark.parametrize("t", SENT, ids=lambda t: t.name)
 def test_write_rows_to_a_file(t, rng, tmp_path):
-    """There and back, several slices and one group: the bytes that arrays get, at their place."""
+    """Interleaved and back, several slices and one group: the bytes that arrays get, at their offset."""
     for groups, n in ((1, 512), (800 // t.interleave, 4096)):
         data = base_rows(t, rng, groups, n)
-        wanted = t.interleave_rows(data)
-        for source, forward, result in ((data, True, wanted), (wanted, False, data)):
+        expected = t.interleave_rows(data)
+        for source, forward, result in ((data, True, expected), (expected, False, data)):
             with open(tmp_path / "file", "w+b") as file:
-                file.truncate(wanted.nbytes + 200)
+                file.truncate(expected.nbytes + 200)
                 assert t.write_rows(source, forward, file.fileno(), 100)
                 file.seek(0)
                 assert file.read() == bytes(100) + result.tobytes() + bytes(100)
@@ -144,9 +144,9 @@ def test_signs_are_recoded_as_the_spec_says():
     codes[0, :, 1:33] = np.arange(128).reshape(4, 32) << 9
     data[...] = codes.reshape(4, -1).view(np.uint8)
     groups = t.interleave_rows(data).reshape(4, -1)[:, 8:264].view("<u2").reshape(4, 8, 4, 4)
-    found = (groups[:, :, 0] >> 9).astype(np.uint8).ravel()
-    assert list(found[:8]) == [0, 127, 126, 1, 124, 3, 2, 125]
-    assert f"{zlib.crc32(found):08x}" == "d6567bd6"
+    result = (groups[:, :, 0] >> 9).astype(np.uint8).ravel()
+    assert list(result[:8]) == [0, 127, 126, 1, 124, 3, 2, 125]
+    assert f"{zlib.crc32(result):08x}" == "d6567bd6"
 
 
 def test_q8_k_keeps_codes_and_rounded_scales(rng):
@@ -310,7 +310,7 @@ def carried_out(table: np.ndarray, classes: np.ndarray, source: np.ndarray, coun
     return made[:count]
 
 
-def test_words_of_many_moves_are_made_by_way_of_others() -> None:
+def test_words_of_many_moves_are_built_from_intermediate_words() -> None:
     rng = np.random.default_rng(5)
     transposed = np.arange(32).reshape(4, 8).T.ravel()
     scrambled = rng.permutation(32)

@@ -1,5 +1,7 @@
-"""Whole files beside the reference: what `llama-quantize --repack` makes of a model, tensor by tensor, and the way
-back. Slices of SmolLM2 here; the whole model, and the one in 768 columns, with -m full."""
+"""Whole files beside the reference: the output of `llama-quantize --repack` for a model, tensor by tensor; unpacking.
+
+Slices of SmolLM2 here; the whole model, and the one in 768 columns, with -m full.
+"""
 
 from __future__ import annotations
 

@@ -20,9 +20,9 @@ def rewrite(source: Path, target: Path, kind: str, **others: str) -> Path:
     quant = types.get(kind)
 
     def chosen(tensor: gguf.Tensor) -> types.QuantType:
-        wanted = next((types.get(other) for part, other in others.items() if part in tensor.name), quant)
-        fits = len(tensor.shape) >= 2 and tensor.shape[-1] % wanted.block_size == 0 and "gate_inp" not in tensor.name
-        return wanted if fits and tensor.shape[-2] % wanted.interleave == 0 else types.get("f32")
+        expected = next((types.get(other) for part, other in others.items() if part in tensor.name), quant)
+        fits = len(tensor.shape) >= 2 and tensor.shape[-1] % expected.block_size == 0 and "gate_inp" not in tensor.name
+        return expected if fits and tensor.shape[-2] % expected.interleave == 0 else types.get("f32")
 
     specs = [gguf.TensorSpec(t.name, t.shape, chosen(t)) for t in file.tensors.values()]
     metadata = file.metadata.copy()

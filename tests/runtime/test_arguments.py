@@ -73,9 +73,9 @@ def test_tokens_are_integers_of_the_vocabulary(model: Model, case: str) -> None:
 
 
 def test_tokens_of_any_integer_type_are_the_same(model: Model) -> None:
-    wanted = model.logits([1, 2, 3])
+    expected = model.logits([1, 2, 3])
     for tokens in ((1, 2, 3), np.array([1, 2, 3], ">i4"), np.array([1, 9, 2, 9, 3, 9], np.uint16)[::2]):
-        np.testing.assert_array_equal(model.logits(tokens), wanted)
+        np.testing.assert_array_equal(model.logits(tokens), expected)
 
 
 @pytest.mark.parametrize("tokens", [[1], [1, 2, 3]])
@@ -197,9 +197,9 @@ def test_project_takes_real_numbers_only(model: Model, hidden: Any) -> None:
 
 def test_project_takes_any_layout(model: Model, rng: np.random.Generator) -> None:
     x = rng.standard_normal((3, EMBD)).astype(np.float32)
-    wanted = model.project(x)
+    expected = model.project(x)
     for other in (x.astype(">f4"), x.astype(np.float64), np.asfortranarray(x), np.repeat(x, 2, 1)[:, ::2], x.tolist()):
-        np.testing.assert_array_equal(model.project(other), wanted)
+        np.testing.assert_array_equal(model.project(other), expected)
     assert model.project(x[:0]).shape == (0, VOCAB)
 
 

@@ -72,13 +72,13 @@ def reader(ggml_type: int, dim: int, size: int) -> Callable:
 @pytest.mark.parametrize("name", ALL)
 def test_rows_are_kept_and_read_as_the_plain_ones_are(name: str, dim: int, rng: np.random.Generator) -> None:
     x, t = hard_rows(rng, 40, dim), types.get(name)
-    wanted = kv_rounding.encode(name, x)
-    got = np.zeros_like(wanted)
-    keeper(t.ggml_type, dim, t.row_bytes(dim))(x.ctypes.data, got.ctypes.data, len(x))
-    np.testing.assert_array_equal(got, wanted)
+    expected = kv_rounding.encode(name, x)
+    result = np.zeros_like(expected)
+    keeper(t.ggml_type, dim, t.row_bytes(dim))(x.ctypes.data, result.ctypes.data, len(x))
+    np.testing.assert_array_equal(result, expected)
     values = np.zeros_like(x)
-    reader(t.ggml_type, dim, t.row_bytes(dim))(got.ctypes.data, values.ctypes.data, len(x))
-    np.testing.assert_array_equal(values, t.dequantize(wanted, dim))
+    reader(t.ggml_type, dim, t.row_bytes(dim))(result.ctypes.data, values.ctypes.data, len(x))
+    np.testing.assert_array_equal(values, t.dequantize(expected, dim))
 
 
 @pytest.mark.parametrize("name", kv_rounding.QUANTIZED)
@@ -86,9 +86,9 @@ def test_rows_are_kept_and_read_as_the_plain_ones_are(name: str, dim: int, rng: 
 def test_what_is_not_finite_shows(name: str, bad: float, rng: np.random.Generator) -> None:
     x, t = rng.standard_normal((3, 64)).astype(np.float32), types.get(name)
     x[1, 40] = bad
-    kept = np.zeros((3, t.row_bytes(64)), np.uint8)
-    keeper(t.ggml_type, 64, t.row_bytes(64))(x.ctypes.data, kept.ctypes.data, 3)
-    for data in (kept, kv_rounding.encode(name, x)):
+    stored = np.zeros((3, t.row_bytes(64)), np.uint8)
+    keeper(t.ggml_type, 64, t.row_bytes(64))(x.ctypes.data, stored.ctypes.data, 3)
+    for data in (stored, kv_rounding.encode(name, x)):
         with np.errstate(invalid="ignore"):
             values = t.dequantize(data, 64)
         assert np.isfinite(values[[0, 2]]).all()
@@ -106,8 +106,8 @@ def test_rounding_is_the_references(name: str, rng: np.random.Generator) -> None
     quantize.restype, quantize.argtypes = None, [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
     for i in range(len(x)):
         quantize(x[i].ctypes.data, data[i].ctypes.data, 128)
-    mine, theirs = (((t.dequantize(d, 128) - x) ** 2).sum() for d in (kv_rounding.encode(name, x), data))
-    assert mine == pytest.approx(theirs, rel=0.02)
+    error, reference_error = (((t.dequantize(d, 128) - x) ** 2).sum() for d in (kv_rounding.encode(name, x), data))
+    assert error == pytest.approx(reference_error, rel=0.02)
 
 
 @functools.cache
@@ -259,18 +259,18 @@ def compare(hp: HParams, part: Attention, kind: CacheType, past: int, at_once: b
         q = rng.standard_normal((n, part.heads * part.head_dim_k), np.float32) * 2
         k = rng.standard_normal((n, part.kv_heads * part.head_dim_k), np.float32)
         v = rng.standard_normal((n, part.kv_heads * part.head_dim_v), np.float32)
-        others = [span._replace(cache=copied(span.cache, hp)) for span in spans]
-        wanted = plain(part, q, k, v, others)
+        reference_spans = [span._replace(cache=copied(span.cache, hp)) for span in spans]
+        expected = plain(part, q, k, v, reference_spans)
         if n == 1:
-            got = Compiled(part, kind, 3, span if at_once else 64, 0).token(q, k, v, spans[0].cache)
+            result = Compiled(part, kind, 3, span if at_once else 64, 0).token(q, k, v, spans[0].cache)
         else:
-            got = Compiled(part, kind, 2, span if at_once else 128, 9).prompt(q, k, v, spans)
-        for mine, other in zip(spans, others):
-            kept, wished = (decoded(span.cache, part) for span in (mine, other))
+            result = Compiled(part, kind, 2, span if at_once else 128, 9).prompt(q, k, v, spans)
+        for cached, reference_span in zip(spans, reference_spans):
+            stored, reference = (decoded(span.cache, part) for span in (cached, reference_span))
             # Rope and rotation round apart a little: rarely a code falls the other way.
-            assert np.sqrt(np.mean((kept - wished) ** 2)) < 0.01 * np.std(wished)
-        np.testing.assert_allclose(got, wanted, atol=0.02)
-        assert np.sqrt(np.mean((got - wanted) ** 2)) < 1e-3
+            assert np.sqrt(np.mean((stored - reference) ** 2)) < 0.01 * np.std(reference)
+        np.testing.assert_allclose(result, expected, atol=0.02)
+        assert np.sqrt(np.mean((result - expected) ** 2)) < 1e-3
 
 
 @pytest.mark.parametrize("name", [*TYPES, *(pytest.param(name, marks=pytest.mark.full) for name in OTHERS)])
@@ -303,10 +303,10 @@ def test_plain_attention_is_flash_attention(name: str, rng: np.random.Generator)
     cache = filled(hp, CacheType.parse(name), 700, 40, rng)
     q = rng.standard_normal((40, 8 * 64), np.float32)
     spans = [Span(0, 40, cache)]
-    wanted = float_attention.attend(float_attention.Heads.of(part), 0, q, spans, 2)
+    expected = float_attention.attend(float_attention.Heads.of(part), 0, q, spans, 2)
     for how in (AttentionOptions(flash=False), AttentionOptions(False, 0), AttentionOptions(False, 1)):
         np.testing.assert_allclose(
-            float_attention.attend(float_attention.Heads.of(part), 0, q, spans, 2, how), wanted, atol=1e-5
+            float_attention.attend(float_attention.Heads.of(part), 0, q, spans, 2, how), expected, atol=1e-5
         )
 
 

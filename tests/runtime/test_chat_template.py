@@ -1,4 +1,4 @@
-"""Chat templates are programs in files of others: limits of time, memory and length; what json.dumps may be told."""
+"""Chat templates are programs from files: limits of time, memory and length; options of their `tojson` filter."""
 
 from __future__ import annotations
 
@@ -110,13 +110,13 @@ def test_errors_do_not_steer_a_terminal() -> None:
 
 
 def test_threads_share_the_process() -> None:
-    found: list[str] = []
-    threads = [threading.Thread(target=lambda i=i: found.append(render("{{ i }}", {"i": i}))) for i in range(20)]
+    result: list[str] = []
+    threads = [threading.Thread(target=lambda i=i: result.append(render("{{ i }}", {"i": i}))) for i in range(20)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(found, key=int) == [str(i) for i in range(20)]
+    assert sorted(result, key=int) == [str(i) for i in range(20)]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")

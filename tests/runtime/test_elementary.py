@@ -82,16 +82,16 @@ def arguments() -> np.ndarray:
 
 def exponentials() -> tuple[np.ndarray, np.ndarray]:
     x = arguments()
-    one, many = np.empty_like(x), np.empty_like(x)
-    exp_one_by_one(x, one)
-    exp_of_vectors(x.ctypes.data, len(x), many.ctypes.data)
-    return one, many
+    scalars, vectors = np.empty_like(x), np.empty_like(x)
+    exp_one_by_one(x, scalars)
+    exp_of_vectors(x.ctypes.data, len(x), vectors.ctypes.data)
+    return scalars, vectors
 
 
 def routed() -> np.ndarray:
     """Weights of 128 experts, of which 8 are used: a sum that vectors of other lengths would add up otherwise."""
     rng = np.random.default_rng(1)
-    found = []
+    result = []
     for _ in range(50):
         logits, chosen, weights = (
             rng.standard_normal(128).astype(np.float32),
@@ -100,54 +100,54 @@ def routed() -> np.ndarray:
         )
         none = np.empty(0, np.float32)
         reference.route(logits, none, False, 1, 1, 8, 8, np.float32(0), False, np.float32(1), chosen, weights)
-        found.append(weights)
-    return np.array(found)
+        result.append(weights)
+    return np.array(result)
 
 
 def test_one_exponential_for_scalars_and_vectors() -> None:
-    x, (one, many) = arguments(), exponentials()
-    np.testing.assert_array_equal(one.view(np.uint32), many.view(np.uint32))
+    x, (scalars, vectors) = arguments(), exponentials()
+    np.testing.assert_array_equal(scalars.view(np.uint32), vectors.view(np.uint32))
     exact = np.exp(np.minimum(x.astype(np.float64), 88))
     exact[x < np.float32(-87.3)] = 0
     real = ~np.isnan(x)
-    assert (np.abs(one - exact) <= 2 * np.spacing(exact.astype(np.float32)))[real & (exact > 0)].all()
-    assert (one[exact == 0] == 0).all()
-    assert np.isnan(one[~real]).all()
-    assert one[x == 0].tolist() == [1.0] * int((x == 0).sum())
+    assert (np.abs(scalars - exact) <= 2 * np.spacing(exact.astype(np.float32)))[real & (exact > 0)].all()
+    assert (scalars[exact == 0] == 0).all()
+    assert np.isnan(scalars[~real]).all()
+    assert scalars[x == 0].tolist() == [1.0] * int((x == 0).sum())
 
 
 def test_halves_are_the_same_for_scalars_and_vectors(rng: np.random.Generator) -> None:
     bits = np.arange(1 << 16).astype(np.uint16)
-    one, many = np.empty((2, len(bits)), np.float32)
-    floats_of(bits, one)
-    floats_of_vectors(bits.ctypes.data, len(bits), many.ctypes.data)
-    wanted = bits.view(np.float16).astype(np.float32)
-    check(one, many, wanted)
-    finite = np.sort(wanted[np.isfinite(wanted)])
+    scalars, vectors = np.empty((2, len(bits)), np.float32)
+    floats_of(bits, scalars)
+    floats_of_vectors(bits.ctypes.data, len(bits), vectors.ctypes.data)
+    expected = bits.view(np.float16).astype(np.float32)
+    check(scalars, vectors, expected)
+    finite = np.sort(expected[np.isfinite(expected)])
     ties = ((finite[1:].astype(np.float64) + finite[:-1]) / 2).astype(np.float32)
     near = [np.nextafter(ties, np.float32(sign * np.inf)) for sign in (-1, 1)]
     edges = np.array([np.nan, -np.nan, np.inf, -np.inf, 65519.996, 65520, 1e30, -1e30, 1e-40, 0, -0.0], np.float32)
     wild = rng.integers(0, 1 << 32, 100_000, dtype=np.uint64).astype(np.uint32).view(np.float32)
-    x = np.concatenate([edges, wanted, ties, *near, wild])
+    x = np.concatenate([edges, expected, ties, *near, wild])
     x = x[: len(x) // 16 * 16]
-    one_half, many_halves = np.empty((2, len(x)), np.uint16)
-    halves_of(x, one_half)
-    halves_of_vectors(x.ctypes.data, len(x), many_halves.ctypes.data)
+    scalar_halves, vector_halves = np.empty((2, len(x)), np.uint16)
+    halves_of(x, scalar_halves)
+    halves_of_vectors(x.ctypes.data, len(x), vector_halves.ctypes.data)
     with np.errstate(over="ignore", invalid="ignore"):
-        check(one_half.view(np.float16), many_halves.view(np.float16), x.astype(np.float16))
+        check(scalar_halves.view(np.float16), vector_halves.view(np.float16), x.astype(np.float16))
 
 
-def check(one: np.ndarray, many: np.ndarray, wanted: np.ndarray) -> None:
+def check(scalars: np.ndarray, vectors: np.ndarray, expected: np.ndarray) -> None:
     """The same bits, but for NaN."""
-    real, whole = ~np.isnan(wanted), f"u{wanted.itemsize}"
-    for got in (one, many):
-        np.testing.assert_array_equal(got[real].view(whole), wanted[real].view(whole))
-        assert np.isnan(got[~real]).all()
+    real, bits = ~np.isnan(expected), f"u{expected.itemsize}"
+    for result in (scalars, vectors):
+        np.testing.assert_array_equal(result[real].view(bits), expected[real].view(bits))
+        assert np.isnan(result[~real]).all()
 
 
 def digest() -> str:
-    one, many = exponentials()
-    return hashlib.sha256(one.tobytes() + many.tobytes() + routed().tobytes()).hexdigest()
+    scalars, vectors = exponentials()
+    return hashlib.sha256(scalars.tobytes() + vectors.tobytes() + routed().tobytes()).hexdigest()
 
 
 @pytest.mark.parametrize("isa", CPUS)

@@ -41,6 +41,6 @@ def log_probabilities(logits: np.ndarray) -> np.ndarray:
 def test_exact_logits_are_those_of_the_decoded_weights(kind: str, tiny: Path, tmp_path: Path) -> None:
     path = rewrite(tiny, tmp_path / "q.gguf", kind, token_embd="q8_0")
     assert kind in {tensor.type.name for tensor in gguf.open(path).tensors.values()}
-    ours, wanted = (log_probabilities(load(p).logits(TOKENS)) for p in (path, decoded(path, tmp_path / "f32.gguf")))
+    ours, expected = (log_probabilities(load(p).logits(TOKENS)) for p in (path, decoded(path, tmp_path / "f32.gguf")))
     assert np.isfinite(ours).all()
-    assert np.abs(ours - wanted).max() < 2e-3
+    assert np.abs(ours - expected).max() < 2e-3

@@ -64,7 +64,7 @@ def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def dense(moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """All experts used: nothing hangs on which of two nearly equal ones is taken."""
+    """All experts used, so the result does not depend on which of two nearly equal ones is chosen."""
     return changed(moe, tmp_path_factory.mktemp("dense") / "dense.gguf", ALL, {})
 
 
@@ -84,13 +84,13 @@ def test_routing_is_the_plain_formula(
         p /= p.sum()
         order = np.argsort(-p, kind="stable")[:used]
         kept = [e for rank, e in enumerate(order) if rank < least or p[e] > share * p[order[0]]]
-        wanted = p[kept] / (p[kept].sum() if normalise else 1) * 2.5
+        expected = p[kept] / (p[kept].sum() if normalise else 1) * 2.5
         chosen, weights = np.full(used, -7, np.int64), np.zeros(used, np.float32)
         count = reference.route(
             logits, NONE, False, 1, 1, used, least, np.float32(share), normalise, np.float32(2.5), chosen, weights
         )
         assert list(chosen[:count]) == kept
-        np.testing.assert_allclose(weights[:count], wanted, rtol=1e-5)
+        np.testing.assert_allclose(weights[:count], expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -118,12 +118,12 @@ def test_equal_probabilities_take_the_first() -> None:
 
 def check(path: Path, limit: float, **options: object) -> None:
     """The fast model against the exact one: prompts of several odd lengths, and token by token."""
-    wanted = load(path, cache_type="f32", expert_reduction=options.get("expert_reduction")).logits(TOKENS)  # type: ignore[arg-type]
+    expected = load(path, cache_type="f32", expert_reduction=options.get("expert_reduction")).logits(TOKENS)  # type: ignore[arg-type]
     fast = load(path, numerics="fast", cache_type="f32", **options)  # type: ignore[arg-type]
     assert fast.fallback_reason is None
     for count in (2, 7, 59):
-        assert spread(fast.logits(TOKENS[:count]), wanted[:count]) < limit
-    assert spread(by_steps(fast, TOKENS), wanted) < limit
+        assert spread(fast.logits(TOKENS[:count]), expected[:count]) < limit
+    assert spread(by_steps(fast, TOKENS), expected) < limit
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -169,7 +169,7 @@ def test_quantized_experts_are_near_the_exact_model(kind: str, dense: Path, tmp_
 def test_gate_up_and_down_of_several_types(
     kinds: tuple[str, str, str], fused: bool, dense: Path, tmp_path: Path
 ) -> None:
-    """Float rows and tiles of integers side by side; gate and up of two types run unfused, whatever is asked for."""
+    """Float rows and tiles of integers side by side; gate and up of two types run unfused, also with `fused`."""
     others = dict(zip(("gate_exps", "up_exps", "down_exps"), kinds))
     check(rewrite(dense, tmp_path / "m.gguf", "f32", **others), 0.02, fused_experts=fused)
 

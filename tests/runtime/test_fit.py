@@ -38,35 +38,37 @@ def devices(vram: list[float], ram: float | None = None) -> tuple[Device, ...]:
     return Device(CPU.name, int(ram * GIB) if ram else None), *gpus
 
 
-def fitted(which: str, there: tuple[Device, ...], cache: Cache | None, **more: Any) -> tuple[Fitted, Budget]:
+def fitted(which: str, machine: tuple[Device, ...], cache: Cache | None, **more: Any) -> tuple[Fitted, Budget]:
     """The fit; its flags, printed and read again, give its placement, and the budget says that all fits."""
     experts = more.pop("experts", "")
     tensors, metadata = planned(which, experts)
-    found = fit(tensors, metadata, there, cache.of_layers(metadata) if cache else (), **more)
-    again = place_model(tensors, parse_flags(found.text), metadata, there)
-    assert again.devices == found.placement.devices
-    assert again.of_layer == found.placement.of_layer
-    assert again.sharded == found.placement.sharded
-    assert again.shares == found.placement.shares
+    result = fit(tensors, metadata, machine, cache.of_layers(metadata) if cache else (), **more)
+    again = place_model(tensors, parse_flags(result.text), metadata, machine)
+    assert again.devices == result.placement.devices
+    assert again.of_layer == result.placement.of_layer
+    assert again.sharded == result.placement.sharded
+    assert again.shares == result.placement.shares
     assert not again.idle
     margin = more.get("margin", GIB)
     from dataclasses import replace
 
-    ram = there[0].memory
-    said = budget(tensors, metadata, replace(parse_flags(found.text), devices=there), cache, ram=ram, margin=margin)
-    assert said.placement.devices == found.placement.devices
-    assert all(load.left is None or load.left >= 0 for load in said.loads), said.loads
-    return found, said
+    ram = machine[0].memory
+    report = budget(
+        tensors, metadata, replace(parse_flags(result.text), devices=machine), cache, ram=ram, margin=margin
+    )
+    assert report.placement.devices == result.placement.devices
+    assert all(load.left is None or load.left >= 0 for load in report.loads), report.loads
+    return result, report
 
 
 def test_interleaved_tensors_go_where_the_runtime_has_kernels() -> None:
     tensors, metadata = planned("qwen3", "q4_k_r4")
-    there = devices([24], 256)
-    theirs = fit(tensors, metadata, there)
-    own = fit(tensors, metadata, there, flags=Flags(runtime="quantkit"))
+    machine = devices([24], 256)
+    for_ik_llama = fit(tensors, metadata, machine)
+    for_quantkit = fit(tensors, metadata, machine, flags=Flags(runtime="quantkit"))
     experts = [name for name in tensors if "_exps." in name]
-    assert all(theirs.placement.on_cpu(name) for name in experts)
-    assert not all(own.placement.on_cpu(name) for name in experts)
+    assert all(for_ik_llama.placement.on_cpu(name) for name in experts)
+    assert not all(for_quantkit.placement.on_cpu(name) for name in experts)
 
 
 VRAM = [[24], [24, 24], [96], [24] * 8]
@@ -78,20 +80,20 @@ VRAM = [[24], [24, 24], [96], [24] * 8]
 def test_machines_that_people_have(which: str, vram: list[float], ram: float) -> None:
     kinds = {"deepseek": "iq2_k" if ram == 256 else "iq4_k", "qwen3": "iq4_k" if ram == 256 else "q8_0"}
     begin = time.perf_counter()
-    found, said = fitted(which, devices(vram, ram), Cache(32768, "q8_0", "q8_0"), experts=kinds[which])
+    result, report = fitted(which, devices(vram, ram), Cache(32768, "q8_0", "q8_0"), experts=kinds[which])
     assert time.perf_counter() - begin < 20
-    gpus = [load for load in said.loads if load.device != "CPU"]
+    gpus = [load for load in report.loads if load.device != "CPU"]
     assert len(gpus) == len(vram)
     largest = max(
         t.type.tensor_bytes(t.shape) for name, t in planned(which, kinds[which])[0].items() if "_exps." in name
     )
-    on_cpu = [name for name in found.placement.devices if found.placement.on_cpu(name)]
+    on_cpu = [name for name in result.placement.devices if result.placement.on_cpu(name)]
     if any("_exps." in name for name in on_cpu):  # then no GPU has room for one more, work being estimated from above
         for load in gpus:
             assert load.left is not None
             assert load.left < largest + (900 << 20), load
     assert all("_exps." in name for name in on_cpu if name.startswith("blk."))  # attention and the like are on GPUs
-    assert {load.device for load in said.loads if load.cache} == {load.device for load in gpus if load.tensors}
+    assert {load.device for load in report.loads if load.cache} == {load.device for load in gpus if load.tensors}
 
 
 @pytest.mark.parametrize("which", ["deepseek", "qwen3"])
@@ -99,58 +101,60 @@ def test_machines_that_people_have(which: str, vram: list[float], ram: float) ->
 def test_layers_that_are_shared(which: str, vram: list[float]) -> None:
     if which == "qwen3" and len(vram) == 8:
         vram = vram[:4]  # as many as there are groups of heads
-    found, said = fitted(which, devices(vram, 512), Cache(8192, "q8_0", "q8_0"), flags=Flags(split_mode="graph"))
-    assert found.flags.split_mode == "graph"
-    assert "-sm graph" in found.text
-    gpus = [load for load in said.loads if load.device != "CPU"]
+    result, report = fitted(which, devices(vram, 512), Cache(8192, "q8_0", "q8_0"), flags=Flags(split_mode="graph"))
+    assert result.flags.split_mode == "graph"
+    assert "-sm graph" in result.text
+    gpus = [load for load in report.loads if load.device != "CPU"]
     sizes = [load.weights for load in gpus]
     assert max(sizes) - min(sizes) < 0.1 * max(sizes)
 
 
 def test_recurrent_layers_that_are_shared() -> None:
-    found, said = fitted("qwen35", devices([24, 24]), Cache(8192), flags=Flags(split_mode="graph"))
-    assert found.text == "-ngl 65 -sm graph -ts 1,1"
+    result, report = fitted("qwen35", devices([24, 24]), Cache(8192), flags=Flags(split_mode="graph"))
+    assert result.text == "-ngl 65 -sm graph -ts 1,1"
     states, rows = 48 * 817152 * 4, 16 * 8192 * 4 * 2 * 256 * 2  # of field-notes.md 4; keys and values of 16 layers
-    assert [load.cache for load in said.loads if load.device != "CPU"] == [(states + rows) // 2] * 2
-    weights = [load.weights for load in said.loads if load.device != "CPU"]
+    assert [load.cache for load in report.loads if load.device != "CPU"] == [(states + rows) // 2] * 2
+    weights = [load.weights for load in report.loads if load.device != "CPU"]
     assert weights[0] == weights[1]
 
 
 def test_what_fits_whole_is_shared_evenly() -> None:
-    found, said = fitted("llama", devices([24, 24]), Cache(8192))
-    on_cpu = {name for name in found.placement.devices if found.placement.on_cpu(name)}
+    result, report = fitted("llama", devices([24, 24]), Cache(8192))
+    on_cpu = {name for name in result.placement.devices if result.placement.on_cpu(name)}
     assert on_cpu == {"token_embd.weight", "rope_freqs.weight"}
-    sizes = [load.total for load in said.loads if load.device != "CPU"]
+    sizes = [load.total for load in report.loads if load.device != "CPU"]
     assert max(sizes) < 1.25 * min(sizes)
-    found, _ = fitted("llama", devices([10]), Cache(2048))
-    assert found.text == "-ngl 33"
+    result, _ = fitted("llama", devices([10]), Cache(2048))
+    assert result.text == "-ngl 33"
 
 
 def test_dense_models_leave_feed_forwards_then_layers() -> None:
-    found, _ = fitted("llama", devices([6]), Cache(8192))
-    mine = [name for name in found.placement.devices if found.placement.on_cpu(name) and name.startswith("blk.")]
-    assert mine
-    assert all("ffn_" in name for name in mine)
-    found, _ = fitted("llama", devices([2.2]), Cache(8192), margin=1 << 28)
-    assert 0 < (found.flags.gpu_layers or 0) < 33
-    assert found.placement.on_cpu("output.weight")
+    result, _ = fitted("llama", devices([6]), Cache(8192))
+    on_cpu = [name for name in result.placement.devices if result.placement.on_cpu(name) and name.startswith("blk.")]
+    assert on_cpu
+    assert all("ffn_" in name for name in on_cpu)
+    result, _ = fitted("llama", devices([2.2]), Cache(8192), margin=1 << 28)
+    assert 0 < (result.flags.gpu_layers or 0) < 33
+    assert result.placement.on_cpu("output.weight")
 
 
 def test_uneven_gpus_take_what_they_can() -> None:
-    found, said = fitted("qwen3-30b", devices([6, 24], 64), Cache(4096))
-    loads = {load.device: load for load in said.loads}
+    result, report = fitted("qwen3-30b", devices([6, 24], 64), Cache(4096))
+    loads = {load.device: load for load in report.loads}
     assert loads["CUDA0"].total < 5.1 * GIB
     assert loads["CUDA1"].total > 20 * GIB
-    assert found.flags.tensor_split
+    assert result.flags.tensor_split
 
 
 def test_types_without_a_kernel_on_gpus_stay() -> None:
-    found, _ = fitted("qwen3-30b", devices([24]), Cache(4096), experts="q8_0_r8")
-    assert {name for name in found.placement.devices if "_exps." in name and not found.placement.on_cpu(name)} == set()
-    assert len(found.flags.override_tensor) == 1
+    result, _ = fitted("qwen3-30b", devices([24]), Cache(4096), experts="q8_0_r8")
+    assert {
+        name for name in result.placement.devices if "_exps." in name and not result.placement.on_cpu(name)
+    } == set()
+    assert len(result.flags.override_tensor) == 1
     virtual = (CPU, Device("cpu:0", 24 * GIB))  # which computes with any type
-    found, _ = fitted("qwen3-30b", virtual, Cache(4096), experts="q8_0_r8")
-    assert any("_exps." in name and not found.placement.on_cpu(name) for name in found.placement.devices)
+    result, _ = fitted("qwen3-30b", virtual, Cache(4096), experts="q8_0_r8")
+    assert any("_exps." in name and not result.placement.on_cpu(name) for name in result.placement.devices)
 
 
 def test_what_cannot_fit_is_said_with_numbers() -> None:
@@ -211,17 +215,17 @@ def test_speeds_follow_from_bytes() -> None:
     metadata = {"general.architecture": "m", "m.expert_count": 8, "m.expert_used_count": 2, "m.block_count": 2}
     there = devices([1], 1)
     size = q8.tensor_bytes((1024, 1024))
-    found = place_model(tensors, parse_flags("-ngl 99 -ot exps=CPU"), metadata, there)
+    result = place_model(tensors, parse_flags("-ngl 99 -ot exps=CPU"), metadata, there)
     rates = parse_rates("cpu=10,cuda:0=100", "--bandwidth", 1e9)
-    speed = predict(tensors, metadata, found, {"CUDA0": 1000}, rates, {})
+    speed = predict(tensors, metadata, result, {"CUDA0": 1000}, rates, {})
     assert speed.tokens == pytest.approx(1 / ((2 * size + 1000) / 100e9 + 4 * size / 10e9))
     assert speed.bound.startswith("CPU")
     assert any("arithmetic" in text for text in speed.assumptions)
     every = 1 - 0.75**512
     assert speed.prompt == pytest.approx(512 / (2 * size / 100e9 + 16 * every * size / 10e9))
-    slow = predict(tensors, metadata, found, {}, rates, {"CPU": 1e9, "CUDA0": 1e15})
+    slow = predict(tensors, metadata, result, {}, rates, {"CPU": 1e9, "CUDA0": 1e15})
     assert slow.prompt == pytest.approx(512 / (2 * size / 100e9 + 2 * 512 * 4 * 2**20 / 1e9), rel=1e-3)
-    assumed = predict(tensors, metadata, found, {}, {}, {})
+    assumed = predict(tensors, metadata, result, {}, {}, {})
     assert assumed.tokens == pytest.approx(1 / (2 * size / ASSUMED["cuda"] + 4 * size / ASSUMED["cpu"]))
     assert any("assumed; --bandwidth CPU=" in text for text in assumed.assumptions)
     for wrong in ("cpu", "cpu=x", "cpu=0"):

@@ -18,7 +18,7 @@ LOGITS = np.log(np.array([0.05, 0.4, 0.3, 0.2, 0.05], np.float32))
 
 
 @pytest.mark.parametrize(
-    ("top_k", "top_p", "min_p", "wanted"),
+    ("top_k", "top_p", "min_p", "expected"),
     [
         (0, 1.0, 0.0, [1, 2, 3, 0, 4]),  # equal ones in order of number
         (2, 1.0, 0.0, [1, 2]),
@@ -31,8 +31,8 @@ LOGITS = np.log(np.array([0.05, 0.4, 0.3, 0.2, 0.05], np.float32))
         (3, 0.7, 0.4, [1, 2]),  # top-p counts probabilities among the three: 4/9, 7/9, 1
     ],
 )
-def test_candidates(top_k: int, top_p: float, min_p: float, wanted: list[int]) -> None:
-    assert candidates(LOGITS, top_k, top_p, min_p).tolist() == wanted
+def test_candidates(top_k: int, top_p: float, min_p: float, expected: list[int]) -> None:
+    assert candidates(LOGITS, top_k, top_p, min_p).tolist() == expected
 
 
 def test_top_k_keeps_exactly_k_of_equals() -> None:
@@ -156,11 +156,11 @@ def test_the_command_prints_text_and_conditions(smollm2_q4_1: Path, capsys: pyte
 
 def test_the_command_refuses_what_it_cannot_do(smollm2_q4_1: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(smollm2_q4_1)
-    for args, said in (
+    for args, message in (
         (["-n", "2"], "one prompt"),
         (["-p", "x", "-ngl", "4"], "valid devices: CPU"),
         (["-p", "x", "--system", "y"], "--chat"),
         (["-p", "x", "--numerics", "slow"], "unknown numerics"),
     ):
         assert cli.main(["generate", path, *args]) == 1
-        assert said in capsys.readouterr().err
+        assert message in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Interrupts and threads: wherever an interrupt comes, and whoever else runs a model, results are the same."""
+"""Interrupts and threads: results are the same wherever an interrupt comes, and while other threads run a model."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def prompt_and_step(model: Model) -> np.ndarray:
 @pytest.mark.parametrize("options", [{"numerics": "fast"}, {"numerics": "fast", "flash_attention": False}, {}])
 def test_a_model_interrupted_while_it_is_prepared(tiny: Path, options: dict) -> None:
     """The first call of a fresh model is cut off; the second one gives what it always does."""
-    wanted = prompt_and_step(load(tiny, threads=2, **options))
+    expected = prompt_and_step(load(tiny, threads=2, **options))
     model = load(tiny, threads=2, **options)
     with Interrupting() as counted:
         prompt_and_step(model)
@@ -104,7 +104,7 @@ def test_a_model_interrupted_while_it_is_prepared(tiny: Path, options: dict) -> 
     for n in spread_over(counted.places, 60, seed=1):
         model = load(tiny, threads=2, **options)
         hit += interrupted(lambda model=model: prompt_and_step(model), n)
-        np.testing.assert_array_equal(prompt_and_step(model), wanted)
+        np.testing.assert_array_equal(prompt_and_step(model), expected)
     assert hit > 40
 
 
@@ -115,22 +115,22 @@ def test_a_sequence_interrupted_and_taken_up(tiny: Path, options: dict) -> None:
     parts = [TOKENS[:20], TOKENS[20:21], TOKENS[21:22], TOKENS[22:40]]
 
     def run(interrupts: Iterator[int] | None = None) -> np.ndarray:
-        cache, found = model.new_cache(64), []
+        cache, result = model.new_cache(64), []
         for part in parts:
             before = cache.length
             if interrupts is not None:
                 interrupted(lambda part=part: model.forward(part, cache), next(interrupts))
                 assert cache.length in (before, before + len(part))
                 cache.truncate(before)  # where it came at the end, or not at all
-            found.append(model.forward(part, cache))
-        return np.concatenate(found)
+            result.append(model.forward(part, cache))
+        return np.concatenate(result)
 
-    wanted = run()
+    expected = run()
     with Interrupting() as counted:
         run()
     each = counted.places // len(parts)
     for seed in range(6):
-        np.testing.assert_array_equal(run(iter(spread_over(each, len(parts), seed))), wanted)
+        np.testing.assert_array_equal(run(iter(spread_over(each, len(parts), seed))), expected)
 
 
 def test_a_recurrent_model_says_when_its_states_are_lost(recurrent: Path) -> None:
@@ -139,28 +139,28 @@ def test_a_recurrent_model_says_when_its_states_are_lost(recurrent: Path) -> Non
     cache = model.new_cache(64)
     model.forward(TOKENS[:20], cache)
     cache.mark()
-    kept = cache.save()
-    wanted = model.forward(TOKENS[20:24], cache)
+    saved = cache.save()
+    expected = model.forward(TOKENS[20:24], cache)
     cache.truncate(20)
     with Interrupting() as counted:
         model.forward(TOKENS[20:24], cache)
-    said = []
+    messages = []
     for count, n in enumerate(spread_over(counted.places, 40, seed=2)):
-        cache.restore(kept)
+        cache.restore(saved)
         cache.mark()
         interrupted(lambda: model.forward(TOKENS[20:24], cache), n)
         if cache.length == 24:
             cache.truncate(20)
         assert cache.length == 20
         try:
-            found = model.forward(TOKENS[20:24], cache)
+            result = model.forward(TOKENS[20:24], cache)
         except DataError as error:
-            said.append(str(error))
-            cache.truncate(20) if count % 2 else cache.restore(kept)
-            found = model.forward(TOKENS[20:24], cache)
-        np.testing.assert_array_equal(found, wanted)
-    assert len(said) > 10
-    assert all("a pass ended early; clear() it, truncate() to the mark, or restore()" in text for text in said)
+            messages.append(str(error))
+            cache.truncate(20) if count % 2 else cache.restore(saved)
+            result = model.forward(TOKENS[20:24], cache)
+        np.testing.assert_array_equal(result, expected)
+    assert len(messages) > 10
+    assert all("a pass ended early; clear() it, truncate() to the mark, or restore()" in text for text in messages)
     cache.clear()
     np.testing.assert_array_equal(model.forward(TOKENS[:24], cache)[20:], model.logits(TOKENS[:24])[20:])
 
@@ -172,18 +172,18 @@ def test_what_is_restored_halfway_is_not_taken_for_whole(recurrent: Path, device
     other, cache = model.new_cache(64), model.new_cache(64)
     model.forward(TOKENS[20:30], other)
     model.forward(TOKENS[:10], cache)
-    theirs, mine = other.save(), cache.save()
+    other_state, state = other.save(), cache.save()
     after = {"theirs": model.forward(TOKENS[30:33], other), "mine": model.forward(TOKENS[30:33], cache)}
     after["empty"] = model.logits(TOKENS[30:33])
 
     def rewind() -> None:
-        cache.restore(mine)
+        cache.restore(state)
         cache.mark()
         model.forward(TOKENS[10:12], cache)
 
     rewind()
     after["as it was"] = model.forward(TOKENS[30:33], cache)
-    for task in (lambda: cache.restore(theirs), lambda: cache.truncate(10), cache.clear):
+    for task in (lambda: cache.restore(other_state), lambda: cache.truncate(10), cache.clear):
         rewind()
         with Interrupting() as counted:
             task()
@@ -191,17 +191,17 @@ def test_what_is_restored_halfway_is_not_taken_for_whole(recurrent: Path, device
             rewind()
             assert interrupted(task, n)
             try:
-                found = model.forward(TOKENS[30:33], cache)
+                result = model.forward(TOKENS[30:33], cache)
             except DataError:
                 continue
-            assert any(np.array_equal(found, known) for known in after.values()), (task, n)
+            assert any(np.array_equal(result, known) for known in after.values()), (task, n)
 
 
 def test_another_cache_and_longer_tables_halfway(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Operations still point to the tables of the last cache, which the next one's have replaced."""
     model = load(tiny, numerics="fast", threads=2)
     short = model.new_cache(24)
-    wanted = [model.forward([token], short) for token in TOKENS[:20]]
+    expected = [model.forward([token], short) for token in TOKENS[:20]]
     short.clear()
     tables = plan_base.Plan._tables
 
@@ -214,7 +214,7 @@ def test_another_cache_and_longer_tables_halfway(tiny: Path, monkeypatch: pytest
         model.forward(TOKENS[:1], model.new_cache(4000))
     monkeypatch.setattr(plan_base.Plan, "_tables", tables)
     junk = [np.full((24, 64), np.nan, np.float32) for _ in range(50)]  # where the tables were
-    for token, logits in zip(TOKENS[:20], wanted):
+    for token, logits in zip(TOKENS[:20], expected):
         np.testing.assert_array_equal(model.forward([token], short), logits)
     assert len(junk) == 50
 
@@ -282,10 +282,10 @@ def test_devices_interrupted_between_them(where: str, monkeypatch: pytest.Monkey
         calls.append(args)
         if len(calls) == 1 and where == "before submit":
             raise KeyboardInterrupt
-        found = original(*args)
+        result = original(*args)
         if len(calls) == 1:
             raise KeyboardInterrupt
-        return found
+        return result
 
     monkeypatch.setattr(place, name, cut_off)
 
@@ -316,7 +316,7 @@ def test_devices_interrupted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def switching() -> Iterator[None]:
-    """Threads of Python take turns very often."""
+    """Python switches between threads very often."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     yield
@@ -324,7 +324,7 @@ def switching() -> Iterator[None]:
 
 
 def at_once(*tasks: Callable[[], np.ndarray]) -> list[np.ndarray]:
-    """What tasks give that begin together, a thread each."""
+    """Results of tasks that start together, in a thread each."""
     begin = threading.Barrier(len(tasks))
 
     def run(task: Callable[[], np.ndarray]) -> np.ndarray:
@@ -338,11 +338,11 @@ def at_once(*tasks: Callable[[], np.ndarray]) -> list[np.ndarray]:
 def text_of(model: Model, tokens: np.ndarray, cache: Cache | None = None) -> np.ndarray:
     """Logits of a prompt, of steps, of a batch and of fresh sequences."""
     cache = cache or model.new_cache(64)
-    found = [model.forward(tokens[:9], cache)]
-    found += [model.forward([token], cache) for token in tokens[9:15]]
-    found.append(model.forward_batch([(tokens[15:20], cache), (tokens[:4], model.new_cache(16))]))
-    found.append(model.forward_sequences(tokens.reshape(4, 10), slice(2, 5)).reshape(12, -1))
-    return np.concatenate(found)
+    result = [model.forward(tokens[:9], cache)]
+    result += [model.forward([token], cache) for token in tokens[9:15]]
+    result.append(model.forward_batch([(tokens[15:20], cache), (tokens[:4], model.new_cache(16))]))
+    result.append(model.forward_sequences(tokens.reshape(4, 10), slice(2, 5)).reshape(12, -1))
+    return np.concatenate(result)
 
 
 @pytest.mark.parametrize(
@@ -350,26 +350,24 @@ def text_of(model: Model, tokens: np.ndarray, cache: Cache | None = None) -> np.
 )
 def test_two_threads_on_one_model(quantized: Path, options: dict, switching: None) -> None:
     texts = [TOKENS, TOKENS[::-1].copy(), np.roll(TOKENS, 7)]
-    wanted = [text_of(load(quantized, threads=2, **options), text) for text in texts]
+    expected = [text_of(load(quantized, threads=2, **options), text) for text in texts]
     for _ in range(3):
         model = load(quantized, threads=2, **options)  # its plans are made by both at once
-        found = at_once(*(lambda text=text, model=model: text_of(model, text) for text in texts))
-        for got, whole in zip(found, wanted):
-            np.testing.assert_array_equal(got, whole)
+        results = at_once(*(lambda text=text, model=model: text_of(model, text) for text in texts))
+        for result, reference in zip(results, expected):
+            np.testing.assert_array_equal(result, reference)
 
 
 def test_two_threads_on_two_models(quantized: Path, recurrent: Path, switching: None) -> None:
     def models() -> list[Model]:
         options = ({"numerics": "fast"}, {"numerics": "fast"}, {"numerics": "fast", "profile": True})
-        return [load(quantized, threads=2, **given) for given in options] + [
-            load(recurrent, numerics="fast", threads=2)
-        ]
+        return [load(quantized, threads=2, **more) for more in options] + [load(recurrent, numerics="fast", threads=2)]
 
-    wanted = [text_of(model, TOKENS) for model in models()]
+    expected = [text_of(model, TOKENS) for model in models()]
     for _ in range(3):
-        found = at_once(*(lambda model=model: text_of(model, TOKENS) for model in models()))
-        for got, whole in zip(found, wanted):
-            np.testing.assert_array_equal(got, whole)
+        results = at_once(*(lambda model=model: text_of(model, TOKENS) for model in models()))
+        for result, reference in zip(results, expected):
+            np.testing.assert_array_equal(result, reference)
 
 
 def test_two_threads_generate_by_turns(tiny: Path) -> None:
@@ -378,16 +376,16 @@ def test_two_threads_generate_by_turns(tiny: Path) -> None:
     order: list[int] = []
 
     def reply(number: int) -> np.ndarray:
-        cache, token, found = model.new_cache(64), int(TOKENS[number]), []
+        cache, token, result = model.new_cache(64), int(TOKENS[number]), []
         for _ in range(60):
             token = int(model.forward([token], cache, "last").argmax())
-            found.append(token)
+            result.append(token)
             order.append(number)
-        return np.array(found)
+        return np.array(result)
 
-    wanted = [reply(0), reply(1)]
+    expected = [reply(0), reply(1)]
     order.clear()
-    np.testing.assert_array_equal(at_once(lambda: reply(0), lambda: reply(1)), wanted)
+    np.testing.assert_array_equal(at_once(lambda: reply(0), lambda: reply(1)), expected)
     assert order not in (sorted(order), sorted(order, reverse=True))
 
 
@@ -399,14 +397,14 @@ def test_several_threads_multiply_by_one_matrix(quantized: Path, switching: None
     inputs = [rng.standard_normal((count, EMBD), np.float32) for count in (1, 40, 7)]
 
     def products(x: np.ndarray) -> np.ndarray:
-        found = [np.zeros((len(x), FF), np.float32) for _ in range(100)]
-        for out in found:
+        results = [np.zeros((len(x), FF), np.float32) for _ in range(100)]
+        for out in results:
             run(x, out)
-        return np.stack(found)
+        return np.stack(results)
 
-    wanted = [products(x)[0] for x in inputs]
-    for got, whole in zip(at_once(*(lambda x=x: products(x) for x in inputs)), wanted):
-        np.testing.assert_array_equal(got, np.broadcast_to(whole, got.shape))
+    expected = [products(x)[0] for x in inputs]
+    for result, reference in zip(at_once(*(lambda x=x: products(x) for x in inputs)), expected):
+        np.testing.assert_array_equal(result, np.broadcast_to(reference, result.shape))
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")

@@ -89,10 +89,10 @@ def call(function: int, *arguments: int) -> None:
     ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * len(arguments))(function)(*arguments)
 
 
-def assert_products(got: np.ndarray, weights: np.ndarray, x: np.ndarray, tolerance: float) -> None:
+def assert_products(result: np.ndarray, weights: np.ndarray, x: np.ndarray, tolerance: float) -> None:
     """got[t, row] = x[t] . weights[row] within `tolerance` of the sum of the products' magnitudes."""
     size = np.abs(x) @ np.abs(weights).T
-    assert np.all(np.abs(got - x @ weights.T) <= tolerance * size)
+    assert np.all(np.abs(result - x @ weights.T) <= tolerance * size)
 
 
 # ------------------------------------------------------------------------------------------------------- activations
@@ -112,8 +112,8 @@ def test_activations(rng: np.random.Generator) -> None:
     np.testing.assert_allclose(scales, np.abs(x.reshape(24, 4)).max(1) / 127, rtol=1e-6)
     np.testing.assert_allclose(codes * np.repeat(scales, 4), fine(x + (x == 0)) * (x != 0), rtol=1e-6)
     np.testing.assert_array_equal(sums, codes.astype(int).reshape(-1, 4).sum(1))
-    for group, found in ((16, floors[:6]), (32, floors[6:9])):
-        np.testing.assert_allclose(found, (sums * scales).reshape(-1, group // 4).sum(1), rtol=1e-5, atol=1e-6)
+    for group, result in ((16, floors[:6]), (32, floors[6:9])):
+        np.testing.assert_allclose(result, (sums * scales).reshape(-1, group // 4).sum(1), rtol=1e-5, atol=1e-6)
     planes = planes.reshape(3, 2, 32).astype(int)
     a = planes[:, 0] * 256 + planes[:, 1]
     np.testing.assert_allclose(wide_scales, np.abs(x.reshape(3, 32)).max(1) / 32512, rtol=1e-6)
@@ -136,7 +136,7 @@ def test_a_spoiled_activation_shows(bad: float) -> None:
 
 @pytest.mark.parametrize("kind", INTEGER + FLOAT, ids=by_name)
 def test_product_with_a_vector(kind: QuantType, rng: np.random.Generator) -> None:
-    """Every row, and only the rows asked for: by fours, by ones, by groups."""
+    """A kernel writes the rows of its range and no others: four at once, single rows, groups of rows."""
     rows = 24
     data, x = random_rows(kind, rows), rng.standard_normal(N).astype(np.float32)
     weights = types.get(kind.name).dequantize(data, N, products=True).astype(np.float64)
@@ -159,8 +159,8 @@ def test_descriptions_decode_to_the_bit(kind: QuantType) -> None:
     """A product with the identity matrix gives the weights back, and they are the type's own."""
     n = 256
     data = random_rows(kind, 40, n)
-    got = multiply(float_gemm, kind, data, np.eye(n, dtype=np.float32))
-    np.testing.assert_array_equal(got.T, types.get(kind.name).dequantize(data, n, products=True))
+    result = multiply(float_gemm, kind, data, np.eye(n, dtype=np.float32))
+    np.testing.assert_array_equal(result.T, types.get(kind.name).dequantize(data, n, products=True))
 
 
 # ------------------------------------------------------------------------------------------------------------- batches
@@ -206,9 +206,9 @@ def test_integer_product_with_a_batch(kind: QuantType, rng: np.random.Generator)
     rows = 40 if kind.interleave > 1 else 41
     data, x = random_rows(kind, rows), rng.standard_normal((13, N)).astype(np.float32)
     weights = types.get(kind.name).dequantize(data, N, products=True).astype(np.float64)
-    got = multiply(gemm, kind, data, x)
-    assert_products(got, weights, wide(x), EXACT)
-    np.testing.assert_array_equal(multiply(gemm, kind, data, x[:1]), got[:1])
+    result = multiply(gemm, kind, data, x)
+    assert_products(result, weights, wide(x), EXACT)
+    np.testing.assert_array_equal(multiply(gemm, kind, data, x[:1]), result[:1])
 
 
 @pytest.mark.parametrize("module", [gemm, float_gemm])
@@ -226,8 +226,8 @@ def test_float_product_with_a_batch(name: str, rng: np.random.Generator) -> None
     kind = types.get(name)
     data, x = random_rows(kind, 40), rng.standard_normal((13, N)).astype(np.float32)
     weights = kind.dequantize(data, N, products=True).astype(np.float64)
-    got = multiply(float_gemm, kind, data, x)
-    assert_products(got, weights, x.astype(np.float64), EXACT)
+    result = multiply(float_gemm, kind, data, x)
+    assert_products(result, weights, x.astype(np.float64), EXACT)
 
 
 def test_the_integers_are_the_same_everywhere() -> None:
@@ -242,17 +242,17 @@ def test_the_integers_are_the_same_everywhere() -> None:
     x = rng.integers(-127, 128, (7, n)).astype(np.float32)
     x.reshape(7, -1, 4)[:, :, 0] = 127  # the largest of what shares a scale
     x[0], x[1] = 127, -127
-    wanted = x.astype(np.int64) @ codes.astype(np.int64).T
-    assert np.abs(wanted).max() < 1 << 24
-    got = multiply(gemm, types.get("q8_0"), data.reshape(rows, -1), x)
-    np.testing.assert_array_equal(got, wanted)
+    expected = x.astype(np.int64) @ codes.astype(np.int64).T
+    assert np.abs(expected).max() < 1 << 24
+    result = multiply(gemm, types.get("q8_0"), data.reshape(rows, -1), x)
+    np.testing.assert_array_equal(result, expected)
     for token in range(7):
         out = np.zeros(rows, np.float32)
         buffer = buffer_of(x[token])
         run = matvec.product(8)
         assert run is not None
         call(run.address, data.ctypes.data, n, 0, rows, buffer.ctypes.data, out.ctypes.data)
-        np.testing.assert_array_equal(out, wanted[token])
+        np.testing.assert_array_equal(out, expected[token])
 
 
 def test_the_integers_of_both_planes_are_the_same_everywhere() -> None:
@@ -266,12 +266,12 @@ def test_the_integers_of_both_planes_are_the_same_everywhere() -> None:
     x = rng.integers(-32512, 32513, (7, 32)).astype(np.float32)
     x[:, 0] = 32512
     x[0], x[1, 1:], x[2, 1:], x[3] = 32512, 127, 128, -32512  # low bytes of 0, 127, -128
-    wanted = (x.astype(np.int64) @ codes.astype(np.int64).T).astype(np.float32)
-    np.testing.assert_array_equal(multiply(gemm, q8_0, data, x), wanted)
+    expected = (x.astype(np.int64) @ codes.astype(np.int64).T).astype(np.float32)
+    np.testing.assert_array_equal(multiply(gemm, q8_0, data, x), expected)
     interleaved, name = repack(data, "Q8_0", 32)
     run = dispatch.product(types.get(name))
     assert run is not None
     for token in range(7):
         out, buffer = np.zeros(rows, np.float32), buffer_of(x[token])
         call(run.address, interleaved.ctypes.data, 32, 0, rows, buffer.ctypes.data, out.ctypes.data)
-        np.testing.assert_array_equal(out, wanted[token])
+        np.testing.assert_array_equal(out, expected[token])

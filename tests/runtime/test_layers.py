@@ -59,14 +59,14 @@ def test_rope_turns_pairs(style: str, rng: np.random.Generator) -> None:
     y = x.copy()
     float_ops.apply_rope(y, style, dim, tables, positions, 1)
     split = x.reshape(5, heads, dim).astype(np.float64)
-    got = y.reshape(5, heads, dim)
+    result = y.reshape(5, heads, dim)
     first = slice(0, turned, 2) if style == "norm" else slice(0, turned // 2)
     second = slice(1, turned, 2) if style == "norm" else slice(turned // 2, turned)
     angle = positions[:, None] * 0.5 * 500.0 ** (-np.arange(0, turned, 2) / turned) / factors
     z = (split[..., first] + 1j * split[..., second]) * np.exp(1j * angle)[:, None]
-    np.testing.assert_allclose(got[..., first], z.real, atol=1e-6)
-    np.testing.assert_allclose(got[..., second], z.imag, atol=1e-6)
-    np.testing.assert_array_equal(got[..., turned:], x.reshape(5, heads, dim)[..., turned:])
+    np.testing.assert_allclose(result[..., first], z.real, atol=1e-6)
+    np.testing.assert_allclose(result[..., second], z.imag, atol=1e-6)
+    np.testing.assert_array_equal(result[..., turned:], x.reshape(5, heads, dim)[..., turned:])
 
 
 def test_yarn_is_that_of_transformers() -> None:
@@ -131,8 +131,8 @@ def test_attention(
     cache = Cache(hp, past + tokens + 5, cache_type)
     float_attention.append_rows(k, v, cache, 1)
     cache.length = past
-    got = float_attention.attend(float_attention.Heads.of(part), 1, q, [Span(0, tokens, cache)], 2)
-    np.testing.assert_allclose(got, naive_attention(q, k, v, part), atol=1e-5)
+    result = float_attention.attend(float_attention.Heads.of(part), 1, q, [Span(0, tokens, cache)], 2)
+    np.testing.assert_allclose(result, naive_attention(q, k, v, part), atol=1e-5)
 
 
 def test_attention_keeps_sequences_apart(rng: np.random.Generator) -> None:
@@ -144,9 +144,9 @@ def test_attention_keeps_sequences_apart(rng: np.random.Generator) -> None:
     spans = [Span(0, 40, caches[0]), Span(40, 70, caches[1])]
     for span in spans:
         float_attention.append_rows(k[span.start : span.stop], v[span.start : span.stop], span.cache, 0)
-    got = float_attention.attend(float_attention.Heads.of(part), 0, q, spans, 2)
+    result = float_attention.attend(float_attention.Heads.of(part), 0, q, spans, 2)
     for a, b in ((0, 40), (40, 70)):
-        np.testing.assert_allclose(got[a:b], naive_attention(q[a:b], k[a:b], v[a:b], part), atol=2e-6)
+        np.testing.assert_allclose(result[a:b], naive_attention(q[a:b], k[a:b], v[a:b], part), atol=2e-6)
 
 
 def test_the_f16_cache_rounds_as_ieee_does(rng: np.random.Generator) -> None:
@@ -156,6 +156,6 @@ def test_the_f16_cache_rounds_as_ieee_does(rng: np.random.Generator) -> None:
     cache.length = 1
     float_attention.append_rows(x, x, cache, 0)
     with np.errstate(over="ignore"):
-        wanted = x.astype(np.float16).view(np.uint16).reshape(9, 4, 16)
-    for kept in (cache.k[0], cache.v[0]):
-        np.testing.assert_array_equal(kept[:, 1:].view(np.uint16), wanted.transpose(1, 0, 2))
+        expected = x.astype(np.float16).view(np.uint16).reshape(9, 4, 16)
+    for stored in (cache.k[0], cache.v[0]):
+        np.testing.assert_array_equal(stored[:, 1:].view(np.uint16), expected.transpose(1, 0, 2))

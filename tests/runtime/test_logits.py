@@ -64,11 +64,11 @@ def test_quantized_caches_cost_what_the_references_do(
     ours = model.forward(tokens, model.new_cache(len(tokens), kind))
     with Llama(smollm2_f16, cache_types=cache_types, hadamard=hadamard) as llama:
         theirs = llama.logits(tokens)
-    mine, other, apart = compare(ours, exact)[1], compare(theirs, exact)[1], compare(ours, theirs)[1]
-    print(f"{kind}: KLD {mine:.5f}, the reference's {other:.5f}, between the two {apart:.5f}")
-    assert 0 < mine < cost
-    assert mine < 1.5 * other + 0.001
-    assert apart < cost
+    our_kld, reference_kld, kld_between = compare(ours, exact)[1], compare(theirs, exact)[1], compare(ours, theirs)[1]
+    print(f"{kind}: KLD {our_kld:.5f}, the reference's {reference_kld:.5f}, between the two {kld_between:.5f}")
+    assert 0 < our_kld < cost
+    assert our_kld < 1.5 * reference_kld + 0.001
+    assert kld_between < cost
 
 
 def test_what_types_of_caches_cost(smollm2_q4_1: Path, tokens: list[int]) -> None:

@@ -59,9 +59,9 @@ def naive_logits(path: Path, tokens: np.ndarray) -> np.ndarray:
     return norm(x, "output_norm.weight") @ w["output.weight"].T
 
 
-def assert_close(got: np.ndarray, wanted: np.ndarray, tolerance: float = 1e-5) -> None:
+def assert_close(result: np.ndarray, expected: np.ndarray, tolerance: float = 1e-5) -> None:
     """Within `tolerance` of the logits' spread."""
-    np.testing.assert_allclose(got, wanted, atol=tolerance * float(np.std(wanted)), rtol=0)
+    np.testing.assert_allclose(result, expected, atol=tolerance * float(np.std(expected)), rtol=0)
 
 
 # ------------------------------------------------------------------------------------------------------------ one truth
@@ -222,9 +222,9 @@ def rebuilt(source: Path, target: Path, drop: str = "", **metadata: object) -> P
     values = file.metadata.copy()
     for key, value in metadata.items():
         values[f"llama.{key}"] = value
-    kept = [t for t in file.tensors.values() if t.name != drop]
-    with gguf.Writer(target, values, [gguf.TensorSpec(t.name, t.shape, t.type) for t in kept]) as writer:
-        for tensor in kept:
+    remaining = [t for t in file.tensors.values() if t.name != drop]
+    with gguf.Writer(target, values, [gguf.TensorSpec(t.name, t.shape, t.type) for t in remaining]) as writer:
+        for tensor in remaining:
             writer.write(tensor.name, tensor.data)
     return target
 

@@ -1,4 +1,4 @@
-"""What fast numerics change of exact ones, as KL divergence: with Q8_0 below .0005, and less than the reference."""
+"""KL divergence of fast from exact numerics: with Q8_0 below .0005, and less than the reference."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from tests.runtime.conftest import rewrite
 from tests.runtime.test_step import TOKENS, by_steps, changed
 
 
-def divergence(wanted: np.ndarray, got: np.ndarray) -> float:
+def divergence(expected: np.ndarray, result: np.ndarray) -> float:
     """Mean over tokens of the KL divergence, from logits."""
-    p, q = (x - x.max(1, keepdims=True) for x in (wanted.astype(np.float64), got.astype(np.float64)))
+    p, q = (x - x.max(1, keepdims=True) for x in (expected.astype(np.float64), result.astype(np.float64)))
     p, q = (x - np.log(np.exp(x).sum(1, keepdims=True)) for x in (p, q))
     return float((np.exp(p) * (p - q)).sum(1).mean())
 
@@ -31,13 +31,13 @@ def test_fast_numerics_cost_less_than_q8_0(smollm2_q4_1: Path, golden: Path, tmp
     exact, fast = both(rewrite(smollm2_q4_1, tmp_path / "q8_0.gguf", "q8_0"))
     tokens = np.array(exact.tokenizer.encode((golden / "eval.txt").read_text()))
     chunks = [tokens[start : start + 64] for start in (0, 3000)]
-    wanted = [exact.logits(chunk) for chunk in chunks]
-    prompts = [divergence(logits, fast.logits(chunk)) for logits, chunk in zip(wanted, chunks)]
+    expected = [exact.logits(chunk) for chunk in chunks]
+    prompts = [divergence(logits, fast.logits(chunk)) for logits, chunk in zip(expected, chunks)]
     assert np.mean(prompts) < 1e-5
     sequences = fast.forward_sequences(np.stack(chunks), slice(None))
-    assert np.mean([divergence(logits, got) for logits, got in zip(wanted, sequences)]) < 1e-5
+    assert np.mean([divergence(logits, result) for logits, result in zip(expected, sequences)]) < 1e-5
     # Single tokens multiply by 8-bit activations: 3.4e-4 to 6.8e-4 over eight chunks of this text, 5.0e-4 in the mean.
-    steps = [divergence(logits, by_steps(fast, chunk)) for logits, chunk in zip(wanted, chunks)]
+    steps = [divergence(logits, by_steps(fast, chunk)) for logits, chunk in zip(expected, chunks)]
     assert np.mean(steps) < 7e-4
 
 
@@ -47,8 +47,8 @@ def test_a_third_of_the_references_noise(kind: str, tiny: Path, tmp_path: Path) 
     named = changed(tiny, tmp_path / "named.gguf", {"tokenizer.ggml.model": ("no_vocab", "str")}, {})
     path = rewrite(named, tmp_path / "q.gguf", kind)
     exact, fast = both(path)
-    wanted = exact.logits(TOKENS)
+    expected = exact.logits(TOKENS)
     with libllama.Llama(path, n_ctx=128) as llama:
-        theirs = divergence(wanted, llama.logits(TOKENS))
-    ours = divergence(wanted, fast.logits(TOKENS)), divergence(wanted, by_steps(fast, TOKENS))
+        theirs = divergence(expected, llama.logits(TOKENS))
+    ours = divergence(expected, fast.logits(TOKENS)), divergence(expected, by_steps(fast, TOKENS))
     assert max(ours) < theirs / 3, (ours, theirs)

@@ -1,4 +1,4 @@
-"""Which tensor goes where, and with that which are repacked: figures of shared/field-notes.md 4."""
+"""The device of each tensor, and which tensors are repacked: figures of shared/field-notes.md 4."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ def test_without_rules_every_tensor_is_on_the_default_device() -> None:
 
 def test_the_first_rule_that_matches_decides_wherever_it_matches() -> None:
     rules = parse_rules(r"output\.weight=CUDA0,exps=CPU,ffn=CUDA0")
-    found = place(NAMES, rules, [CPU, GPU])
-    assert [found[name] for name in NAMES] == [CPU, GPU, CPU, GPU, GPU]
-    assert found.decided == (2, 1, 1)
-    assert found.idle == []
+    result = place(NAMES, rules, [CPU, GPU])
+    assert [result[name] for name in NAMES] == [CPU, GPU, CPU, GPU, GPU]
+    assert result.decided == (2, 1, 1)
+    assert result.idle == []
 
 
 def test_rules_that_decide_nothing_are_reported() -> None:
-    found = place(NAMES, parse_rules("ffn=CPU,exps=CPU,[3-5]xyz=CPU"))
-    assert [str(rule) for rule in found.idle] == ["exps=CPU", "[3-5]xyz=CPU"]
+    result = place(NAMES, parse_rules("ffn=CPU,exps=CPU,[3-5]xyz=CPU"))
+    assert [str(rule) for rule in result.idle] == ["exps=CPU", "[3-5]xyz=CPU"]
 
 
 def test_a_comma_inside_a_regex_does_not_end_a_rule() -> None:
@@ -110,9 +110,9 @@ def test_layers_go_to_the_gpu_from_the_last_one_down() -> None:
 
 
 def test_several_gpus_share_the_layers() -> None:
-    found = place(layer_names(7), (), [CPU, GPU, Device("CUDA1")], 99)
-    assert [found[f"blk.{i}.attn_q.weight"].name[-1] for i in range(7)] == list("0000111")
-    assert found["output.weight"].name == "CUDA1"
+    result = place(layer_names(7), (), [CPU, GPU, Device("CUDA1")], 99)
+    assert [result[f"blk.{i}.attn_q.weight"].name[-1] for i in range(7)] == list("0000111")
+    assert result["output.weight"].name == "CUDA1"
 
 
 def layers_on_cpu(placement: Placement, layers: int) -> list[int]:
@@ -134,15 +134,15 @@ def test_experts_stay_from_the_last_layer_down() -> None:
 
 
 def test_experts_stay_in_proportion_where_gpus_share_the_layers() -> None:
-    found = place(layer_names(9), (), [CPU, GPU, Device("CUDA1")], 99, n_cpu_moe=4)
-    assert [found[f"blk.{i}.attn_q.weight"].name[-1] for i in range(9)] == list("000001111")
-    assert layers_on_cpu(found, 9) == [3, 4, 7, 8]
+    result = place(layer_names(9), (), [CPU, GPU, Device("CUDA1")], 99, n_cpu_moe=4)
+    assert [result[f"blk.{i}.attn_q.weight"].name[-1] for i in range(9)] == list("000001111")
+    assert layers_on_cpu(result, 9) == [3, 4, 7, 8]
 
 
 def test_flags_as_they_are_typed() -> None:
-    found = parse_flags("-ngl 99 -ot 'blk\\.(3|4)\\.ffn_.*=CUDA0' --override-tensor exps=CPU --n-cpu-moe 7")
-    assert found == Flags(99, (r"blk\.(3|4)\.ffn_.*=CUDA0", "exps=CPU"), 7)
-    assert found.rules == [Rule(r"blk\.(3|4)\.ffn_.*", "CUDA0"), Rule("exps", "CPU")]
+    result = parse_flags("-ngl 99 -ot 'blk\\.(3|4)\\.ffn_.*=CUDA0' --override-tensor exps=CPU --n-cpu-moe 7")
+    assert result == Flags(99, (r"blk\.(3|4)\.ffn_.*=CUDA0", "exps=CPU"), 7)
+    assert result.rules == [Rule(r"blk\.(3|4)\.ffn_.*", "CUDA0"), Rule("exps", "CPU")]
     assert parse_flags("--cpu-moe") == Flags(None, (), ALL_LAYERS)
     assert parse_flags("") == Flags()
 
@@ -242,8 +242,8 @@ def test_counts_of_qwen3() -> None:
 
 def test_ik_llama_has_cuda_kernels_for_eight_interleaved_types_and_quantkit_for_all() -> None:
     assert all(product(t) for t in types.all() if t.interleave > 1)
-    found = {t.name for t in types.all() if t.interleave > 1 and gpu_kernels(t)}
-    assert found == {"iq1_s_r4", "iq1_m_r4", "iq2_k_r4", "iq3_k_r4", "iq4_k_r4", "iq5_k_r4", "iq4_ks_r4", "iq5_ks_r4"}
+    result = {t.name for t in types.all() if t.interleave > 1 and gpu_kernels(t)}
+    assert result == {"iq1_s_r4", "iq1_m_r4", "iq2_k_r4", "iq3_k_r4", "iq4_k_r4", "iq5_k_r4", "iq4_ks_r4", "iq5_ks_r4"}
     assert gpu_kernels(types.get("q4_K"))
     assert not gpu_kernels(types.get("iq1_s_r4"), 384)
 
@@ -266,8 +266,8 @@ def test_interleaved_tensors_are_refused_on_a_gpu_without_a_kernel() -> None:
 
 def test_a_plan_for_quantkit_uses_quantkits_kernels() -> None:
     tensors = deepseek("q3_k_r4", "iq2_k_r4")
-    found = plan(tensors, replace(parse_flags("-ngl 99"), runtime="quantkit"), {}, "model.gguf")
-    assert not found.on_cpu("blk.3.ffn_down_exps.weight")
+    result = plan(tensors, replace(parse_flags("-ngl 99"), runtime="quantkit"), {}, "model.gguf")
+    assert not result.on_cpu("blk.3.ffn_down_exps.weight")
     with pytest.raises(UnknownNameError, match="llama"):
         replace(parse_flags("-ngl 99"), runtime="llama")
 
@@ -275,12 +275,12 @@ def test_a_plan_for_quantkit_uses_quantkits_kernels() -> None:
 def test_plans_know_the_model_from_its_metadata_and_devices_from_the_rules() -> None:
     tensors = {name: TensorSpec(name, (256, 256), types.get("q8_0")) for name in layer_names(4)}
     metadata = {"general.architecture": "glm4moe", "glm4moe.block_count": 4, "glm4moe.nextn_predict_layers": 1}
-    found = plan(tensors, parse_flags("-ngl 99 --n-cpu-moe 1"), metadata, "model.gguf")
-    assert layers_on_cpu(found, 4) == [2]
-    found = plan(tensors, parse_flags("-ot 'blk.0=CUDA2,blk.1=cpu'"), metadata, "model.gguf")
-    assert found["blk.0.attn_q.weight"] == Device("CUDA2")
-    assert found["blk.1.attn_q.weight"] == CPU
-    assert found["blk.2.attn_q.weight"] == Device("CUDA1")
+    result = plan(tensors, parse_flags("-ngl 99 --n-cpu-moe 1"), metadata, "model.gguf")
+    assert layers_on_cpu(result, 4) == [2]
+    result = plan(tensors, parse_flags("-ot 'blk.0=CUDA2,blk.1=cpu'"), metadata, "model.gguf")
+    assert result["blk.0.attn_q.weight"] == Device("CUDA2")
+    assert result["blk.1.attn_q.weight"] == CPU
+    assert result["blk.2.attn_q.weight"] == Device("CUDA1")
     with pytest.raises(UnsupportedError, match="'CDUA0' is not a device; valid devices: CPU, CUDA0"):
         plan(tensors, parse_flags("-ot exps=CDUA0"), metadata, "model.gguf")
 
@@ -290,8 +290,8 @@ def test_shares_of_gpus() -> None:
     gpus = [Device("CUDA0"), Device("CUDA1"), Device("CUDA2")]
 
     def counts(split: tuple[float, ...], layers: int = 99) -> list[int]:
-        found = place(names, (), [CPU, *gpus], layers, tensor_split=split)
-        return [sum(found[name] == device for name in names) for device in gpus]
+        result = place(names, (), [CPU, *gpus], layers, tensor_split=split)
+        return [sum(result[name] == device for name in names) for device in gpus]
 
     assert counts((2, 1, 1)) == [4, 2, 2]
     assert counts((3, 1)) == [6, 2, 0]
@@ -299,12 +299,12 @@ def test_shares_of_gpus() -> None:
     assert counts((1, 0, 0), 3) == [3, 0, 0]
     assert counts(()) == counts((5, 5, 5)) == [3, 3, 2]
     assert parse_flags("-ngl 9 -ts 3,1").tensor_split == parse_flags("-ngl 9 -ts 3/1").tensor_split == (3, 1)
-    for wrong, said in (("a,b", "shares must be numbers"), ("0,0", "not all 0"), ("1,-1", "0 or more")):
-        with pytest.raises(DataError, match=said):
+    for wrong, message in (("a,b", "shares must be numbers"), ("0,0", "not all 0"), ("1,-1", "0 or more")):
+        with pytest.raises(DataError, match=message):
             parse_flags(f"-ts={wrong}")
     tensors = {name: TensorSpec(name, (8, 32), types.get("q8_0")) for name in names}
-    found = plan(tensors, parse_flags("-ngl 99 -ts 1,1"), {"general.architecture": "llama"}, "m.gguf")
-    assert [found[name].name for name in names] == ["CUDA0"] * 4 + ["CUDA1"] * 4
+    result = plan(tensors, parse_flags("-ngl 99 -ts 1,1"), {"general.architecture": "llama"}, "m.gguf")
+    assert [result[name].name for name in names] == ["CUDA0"] * 4 + ["CUDA1"] * 4
 
 
 # ---------------------------------------------------------------------------------------------- modes and their devices
@@ -314,40 +314,40 @@ VIRTUAL = parse_devices("cpu=64GiB,cpu:0=2GiB,cpu:1=6GiB")
 
 
 def test_devices_as_they_are_typed() -> None:
-    found = parse_devices("cuda:1=24GiB,cpu:0=512MiB,CUDA0,cpu=1.5")
-    assert [(d.name, d.memory) for d in found] == [
+    result = parse_devices("cuda:1=24GiB,cpu:0=512MiB,CUDA0,cpu=1.5")
+    assert [(d.name, d.memory) for d in result] == [
         ("CPU", 3 << 29), ("CUDA1", 24 << 30), ("cpu:0", 512 << 20), ("CUDA0", None)
     ]  # fmt: skip
-    assert [d.runs_here for d in found] == [True, False, True, False]
+    assert [d.runs_here for d in result] == [True, False, True, False]
     assert parse_devices("")[0] == CPU
-    for wrong, said in (("gpu0", "is not a device"), ("cuda", "is not a device"), ("cpu:0=2TB", "not a memory size"),
+    for wrong, message in (("gpu0", "is not a device"), ("cuda", "is not a device"), ("cpu:0=2TB", "not a memory size"),
                         ("cpu:0,CPU:0", "twice")):  # fmt: skip
-        with pytest.raises((DataError, UnsupportedError), match=said):
+        with pytest.raises((DataError, UnsupportedError), match=message):
             parse_devices(wrong)
 
 
 def test_layers_are_shared_by_memory_where_it_is_known() -> None:
-    found = place(layer_names(7), parse_rules("down_exps=CPU"), VIRTUAL)
-    assert [found[f"blk.{i}.attn_q.weight"].name for i in range(7)] == ["cpu:0"] * 2 + ["cpu:1"] * 5
-    assert found["output.weight"].name == "cpu:1"
-    assert found.reasons["blk.0.ffn_down_exps.weight"] == "-ot down_exps=CPU"
-    assert found.reasons["blk.0.attn_q.weight"] == "layer 0, all layers, is on cpu:0 (-sm layer)"
-    assert found.reasons["token_embd.weight"] == "not in a layer: embeddings stay on the CPU"
+    result = place(layer_names(7), parse_rules("down_exps=CPU"), VIRTUAL)
+    assert [result[f"blk.{i}.attn_q.weight"].name for i in range(7)] == ["cpu:0"] * 2 + ["cpu:1"] * 5
+    assert result["output.weight"].name == "cpu:1"
+    assert result.reasons["blk.0.ffn_down_exps.weight"] == "-ot down_exps=CPU"
+    assert result.reasons["blk.0.attn_q.weight"] == "layer 0, all layers, is on cpu:0 (-sm layer)"
+    assert result.reasons["token_embd.weight"] == "not in a layer: embeddings stay on the CPU"
 
 
 def test_one_gpu_of_several() -> None:
-    found = place(layer_names(3), (), VIRTUAL, 2, split_mode="none", main_gpu=1)
-    assert {device.name for device in found.devices.values()} == {"CPU", "cpu:1"}
-    assert found.reasons["blk.0.attn_q.weight"] == "layer 0 is not included in -ngl 2"
+    result = place(layer_names(3), (), VIRTUAL, 2, split_mode="none", main_gpu=1)
+    assert {device.name for device in result.devices.values()} == {"CPU", "cpu:1"}
+    assert result.reasons["blk.0.attn_q.weight"] == "layer 0 is not included in -ngl 2"
     with pytest.raises(UnsupportedError, match="-mg 2: there are 2 GPUs"):
         place(layer_names(3), (), VIRTUAL, split_mode="none", main_gpu=2)
 
 
 def test_layers_that_are_shared() -> None:
-    found = place(layer_names(3), parse_rules("exps=CPU"), VIRTUAL, split_mode="graph")
-    assert found.sharded == {f"blk.{i}.attn_q.weight" for i in range(3)} | {"output_norm.weight", "output.weight"}
-    assert found.shares == dict.fromkeys(range(4), (0.25, 0.75))
-    assert "is shared by cpu:0, cpu:1 (-sm graph)" in found.reasons["blk.1.attn_q.weight"]
+    result = place(layer_names(3), parse_rules("exps=CPU"), VIRTUAL, split_mode="graph")
+    assert result.sharded == {f"blk.{i}.attn_q.weight" for i in range(3)} | {"output_norm.weight", "output.weight"}
+    assert result.shares == dict.fromkeys(range(4), (0.25, 0.75))
+    assert "is shared by cpu:0, cpu:1 (-sm graph)" in result.reasons["blk.1.attn_q.weight"]
     assert place(layer_names(3), (), VIRTUAL, 2, split_mode="graph", tensor_split=(1, 1)).shares == {
         1: (0.5, 0.5), 2: (0.5, 0.5)
     }  # fmt: skip
@@ -366,16 +366,16 @@ def test_caches_follow_their_layer_or_stay() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [("-sm row", "split mode"), ("-sm none -ts 1,1", "-ts shares"), ("-mg 1", "-mg 1 needs -sm none"),
      ("--max-gpu 2", "--max-gpu 2 needs -sm graph"), ("-sm graph --max-gpu 0", "1 or more")],
 )  # fmt: skip
-def test_modes_that_do_not_go_together(text: str, said: str) -> None:
-    with pytest.raises((DataError, UnknownNameError), match=said):
+def test_modes_that_do_not_go_together(text: str, message: str) -> None:
+    with pytest.raises((DataError, UnknownNameError), match=message):
         parse_flags(text)
 
 
 def test_all_flags_of_modes() -> None:
-    found = parse_flags("-sm graph --max-gpu 2 -nkvo -ts 1,1 --devices cpu:0=1GiB,cpu:1")
-    assert (found.split_mode, found.max_gpus, found.kv_on_cpu, len(found.devices)) == ("graph", 2, True, 3)
+    result = parse_flags("-sm graph --max-gpu 2 -nkvo -ts 1,1 --devices cpu:0=1GiB,cpu:1")
+    assert (result.split_mode, result.max_gpus, result.kv_on_cpu, len(result.devices)) == ("graph", 2, True, 3)
     assert parse_flags("-sm none -mg 1").main_gpu == 1

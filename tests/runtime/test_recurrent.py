@@ -1,4 +1,4 @@
-"""Recurrent layers: chunks against single steps, states that are kept, and what a model with them can do."""
+"""Recurrent layers: chunks against single steps, saved states, and operations of a model with recurrent layers."""
 
 from __future__ import annotations
 
@@ -72,11 +72,11 @@ def test_chunks_and_steps_follow_the_formula(
     beta = rng.random((tokens, value_heads), np.float32)
     first = rng.standard_normal((value_heads, dim_k, dim_v), np.float32)
     state = first.astype(np.float64)
-    wanted = plainly(part, x, g, beta, state)
+    expected = plainly(part, x, g, beta, state)
     for chunk in (1, 7, 64, None):
         after, out = np.full_like(first, np.nan), np.full((tokens, sizes.inner), np.nan, np.float32)
         recurrent.attend(part, x, g, beta, first, after, out, 2, chunk)
-        assert np.abs(out - wanted).max() < 2e-5 * (1 + np.abs(wanted).max())
+        assert np.abs(out - expected).max() < 2e-5 * (1 + np.abs(expected).max())
         assert np.abs(after - state).max() < 2e-5 * (1 + np.abs(state).max())
 
 
@@ -109,20 +109,20 @@ def test_a_sequence_is_saved_and_restored_anywhere(hybrid: Path) -> None:
     model = quantkit.load(hybrid)
     whole = model.logits(TOKENS)
     cache = model.new_cache(len(TOKENS))
-    kept = []
+    saved = []
     for start, stop in ((0, 1), (1, 64), (64, 70), (70, 150)):
-        kept.append((start, cache.save()))
+        saved.append((start, cache.save()))
         model.forward(TOKENS[start:stop], cache)
     for into in (cache, model.new_cache(len(TOKENS) + 1)):  # the same, and a larger one
-        for start, state in reversed(kept):
+        for start, state in reversed(saved):
             into.restore(state)
             assert (into.length, state.length) == (start, start)
             assert np.abs(model.forward(TOKENS[start : start + 9], into) - whole[start : start + 9]).max() < 1e-4
-    assert state.nbytes < kept[-1][1].nbytes
+    assert state.nbytes < saved[-1][1].nbytes
     with pytest.raises(DataError, match="a state of 70 tokens does not fit a cache of 69"):
-        model.new_cache(69).restore(kept[-1][1])
+        model.new_cache(69).restore(saved[-1][1])
     with pytest.raises(DataError, match="does not fit this one of f16"):
-        model.new_cache(150, "f16").restore(kept[-1][1])
+        model.new_cache(150, "f16").restore(saved[-1][1])
     with pytest.raises(DataError, match="cannot be saved"):
         model.layer_cache(8).save()
 
@@ -132,10 +132,10 @@ def test_attention_alone_is_saved_too(tiny: Path) -> None:
     cache = model.new_cache(64)
     model.forward(TOKENS[:20], cache)
     state = cache.save()
-    wanted = model.forward(TOKENS[20:30], cache)
+    expected = model.forward(TOKENS[20:30], cache)
     other = model.new_cache(32)
     other.restore(state)
-    assert np.array_equal(model.forward(TOKENS[20:30], other), wanted)
+    assert np.array_equal(model.forward(TOKENS[20:30], other), expected)
 
 
 def test_a_state_goes_back_to_the_mark_or_the_beginning_only(hybrid: Path) -> None:
@@ -143,19 +143,19 @@ def test_a_state_goes_back_to_the_mark_or_the_beginning_only(hybrid: Path) -> No
     cache = model.new_cache(100)
     model.forward(TOKENS[:30], cache)
     cache.mark()
-    wanted = model.forward(TOKENS[30:40], cache)
+    expected = model.forward(TOKENS[30:40], cache)
     with pytest.raises(DataError, match=r"cannot truncate a cache of 40 tokens to 35: .* of 0 and the mark at 30"):
         cache.truncate(35)
     for _ in range(2):
         cache.truncate(30)
-        assert np.array_equal(model.forward(TOKENS[30:40], cache), wanted)
+        assert np.array_equal(model.forward(TOKENS[30:40], cache), expected)
     cache.truncate(40)
     cache.truncate(0)
-    assert np.abs(model.forward(TOKENS[:40], cache)[30:] - wanted).max() < 1e-4
-    with pytest.raises(DataError, match=r"keeps those of 0; mark\(\) or save\(\)"):
+    assert np.abs(model.forward(TOKENS[:40], cache)[30:] - expected).max() < 1e-4
+    with pytest.raises(DataError, match=r"only of 0; call mark\(\) or save\(\)"):
         cache.truncate(30)
     cache.clear()
-    assert np.abs(model.forward(TOKENS[:40], cache)[30:] - wanted).max() < 1e-4
+    assert np.abs(model.forward(TOKENS[:40], cache)[30:] - expected).max() < 1e-4
     cache.length = 12
     with pytest.raises(DataError, match="state of recurrent layer 0 is that after 40 tokens, the cache holds 12"):
         model.forward(TOKENS[:1], cache)
@@ -203,27 +203,28 @@ def test_older_files_with_one_projection(tmp_path: Path) -> None:
     sizes = archs.get("qwen3next").hparams(new.metadata, new.tensors.keys()).recurrence
     assert sizes is not None
     names = {f"blk.{i}.attn_qkv.weight": f"blk.{i}.attn_gate.weight" for i in range(3)}
-    kept = [t for t in new.tensors.values() if t.name not in names.values()]
+    remaining = [t for t in new.tensors.values() if t.name not in names.values()]
     fused = {name: name.replace("attn_qkv", "ssm_in") for name in names}
     rows = sizes.channels + sizes.inner
     specs = [
-        gguf.TensorSpec(fused.get(t.name, t.name), (rows, 64) if t.name in names else t.shape, t.type) for t in kept
+        gguf.TensorSpec(fused.get(t.name, t.name), (rows, 64) if t.name in names else t.shape, t.type)
+        for t in remaining
     ]
     with gguf.Writer(tmp_path / "old.gguf", new.metadata, specs) as writer:
-        for t in kept:
+        for t in remaining:
             x = t.dequantize()
             if t.name in names:
                 q, k, v = np.split(x, [sizes.keys, 2 * sizes.keys])
                 parts = [p.reshape(sizes.key_heads, -1, 64) for p in (q, k, v, new.tensors[names[t.name]].dequantize())]
                 x = np.concatenate(parts, axis=1)
             writer.write(fused.get(t.name, t.name), np.ascontiguousarray(x).reshape(-1).view(np.uint8))
-    wanted, found = (quantkit.load(tmp_path / f"{name}.gguf").logits(TOKENS) for name in ("new", "old"))
-    assert np.abs(found - wanted).max() < 1e-4
+    expected, result = (quantkit.load(tmp_path / f"{name}.gguf").logits(TOKENS) for name in ("new", "old"))
+    assert np.abs(result - expected).max() < 1e-4
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", pytest.param("IQ4_K", marks=pytest.mark.full)])
 def test_quantized_files_run_in_both_numerics(kind: str, tmp_path: Path) -> None:
-    """`fast` says why it runs layer by layer; benches and generation come back to where they began."""
+    """`fast` gives the reason why it runs layer by layer; benches and generation return to their first state."""
     wide = {"hidden_size": 256, "moe_intermediate_size": 256, "shared_expert_intermediate_size": 256,
             "num_experts_per_tok": 8}  # fmt: skip
     path = written(tmp_path / "m.gguf", "qwen35moe", **wide)

@@ -1,4 +1,4 @@
-"""Adding up over devices: what groups of NCCL are asked for, without GPUs, and that none waits for one that failed."""
+"""All-reduce: the calls of NCCL process groups, simulated without GPUs; no rank waits for one that failed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Options:
 
 
 class Group:
-    """ProcessGroupNCCL of torch 2.13, of tensors of the CPU: whoever waits gets the sum if all have asked for it."""
+    """ProcessGroupNCCL of torch 2.13, of tensors of the CPU: a wait returns the sum if all ranks have called."""
 
     Options = Options
 
@@ -41,7 +41,7 @@ class Group:
 
     def _sum(self, x: Any) -> None:
         names = [f"{self.turn} {rank}" for rank in range(self.size)]
-        assert self.store.check(names), "one waits before all have asked"
+        assert self.store.check(names), "a rank waits before all have called"
         x.copy_(sum(torch.frombuffer(bytearray(self.store.get(name)), dtype=x.dtype) for name in names))
 
 
@@ -60,9 +60,9 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> AllReduce:
 def test_gpus_add_up_in_their_memory(nccl: AllReduce) -> None:
     given = [torch.full((2, 3), float(rank + 1)) for rank in range(3)]
     for _ in range(3):
-        for found in nccl.run_on_all(lambda rank: nccl.sum(rank, given[rank])):
-            assert found.dtype == torch.float32
-            assert found.tolist() == [[6.0] * 3] * 2
+        for result in nccl.run_on_all(lambda rank: nccl.sum(rank, given[rank])):
+            assert result.dtype == torch.float32
+            assert result.tolist() == [[6.0] * 3] * 2
     assert [float(x[0, 0]) for x in given] == [1, 2, 3]
 
 

@@ -1,4 +1,4 @@
-"""Repacking at load: which tensors, the same results, and what is said of it."""
+"""Repacking at load: which tensors, the same results, and the printed lines."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def test_exact_results_are_the_same(tiny: Path, tmp_path: Path, kind: str) -> No
 def test_the_bytes_are_those_of_repack(tiny: Path, tmp_path: Path, kind: str) -> None:
     path = rewrite(tiny, tmp_path / "model.gguf", kind)
     write_repacked(plan_repack(quantkit.open(path)), tmp_path / "r4.gguf")
-    wanted, model = quantkit.open(tmp_path / "r4.gguf").tensors, load(path, repack=True, threads=2)
+    expected, model = quantkit.open(tmp_path / "r4.gguf").tensors, load(path, repack=True, threads=2)
     for name, tensor in model.weights.items():
-        assert tensor.type is wanted[name].type, name
-        np.testing.assert_array_equal(tensor.data, wanted[name].data, err_msg=name)
+        assert tensor.type is expected[name].type, name
+        np.testing.assert_array_equal(tensor.data, expected[name].data, err_msg=name)
     np.testing.assert_array_equal(load(tmp_path / "r4.gguf").logits(TOKENS), model.logits(TOKENS))
 
 
@@ -54,23 +54,23 @@ def test_what_would_lose_bits_or_has_no_form_stays(tiny: Path, tmp_path: Path) -
 
 def test_fast_numerics_run_repacked_tensors(tiny: Path, tmp_path: Path) -> None:
     path = rewrite(tiny, tmp_path / "model.gguf", "q8_0")
-    model, wanted = load(path, numerics="fast", repack=True), load(path).logits(TOKENS)
+    model, expected = load(path, numerics="fast", repack=True), load(path).logits(TOKENS)
     assert model.fallback_reason is None
     assert model.repacked is not None
     assert not model.repacked.slower
-    got = model.logits(TOKENS)
-    assert np.sqrt(np.mean((got - wanted) ** 2)) < 0.05 * wanted.std()
+    result = model.logits(TOKENS)
+    assert np.sqrt(np.mean((result - expected) ** 2)) < 0.05 * expected.std()
 
 
 def test_commands_say_what_was_repacked(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(rewrite(tiny, tmp_path / "model.gguf", "q8_0"))
     flags = ["-p", "4", "-n", "2", "-r", "1", "-rtr", "--json", "--cpu-moe", "-ot", "attn_v=cpu", "-ot", "output=CPU"]
     assert main(["bench", path, *flags]) == 0
-    said = capsys.readouterr()
-    assert [row["repacked"] for row in json.loads(said.out)["runs"]] == [MATRICES, MATRICES]
-    assert f"repacked {MATRICES} tensors, " in said.err
-    assert "warning: --cpu-moe decides no tensor" in said.err
-    assert "-ot" not in said.err
+    message = capsys.readouterr()
+    assert [row["repacked"] for row in json.loads(message.out)["runs"]] == [MATRICES, MATRICES]
+    assert f"repacked {MATRICES} tensors, " in message.err
+    assert "warning: --cpu-moe decides no tensor" in message.err
+    assert "-ot" not in message.err
     assert main(["sweep-bench", path, "-c", "8", "-b", "4", "--run-time-repack"]) == 0
     assert f"repacked {MATRICES} tensors, " in capsys.readouterr().err
     assert main(["bench", path, "-ngl", "3"]) == 1
@@ -85,7 +85,7 @@ def test_a_form_without_a_fast_kernel_is_told(
     path = str(rewrite(tiny, tmp_path / "model.gguf", "q8_0"))
     arguments = ["bench", path, "-p", "2", "-n", "1", "-r", "1", "-rtr"]
     assert main(arguments) == 0
-    wanted = f"warning: -rtr makes {MATRICES} tensors slower: q8_0_r8 has no fast kernel here, q8_0 has one"
-    assert wanted in capsys.readouterr().err
+    expected = f"warning: -rtr makes {MATRICES} tensors slower: q8_0_r8 has no fast kernel here, q8_0 has one"
+    assert expected in capsys.readouterr().err
     assert main([*arguments, "--numerics", "exact"]) == 0
     assert "slower" not in capsys.readouterr().err

@@ -1,7 +1,7 @@
 """Fast numerics give the same logits, bit by bit, whatever instructions the CPU has.
 
 So the tokens that a model writes do not depend on the machine. Models whose matrices are of many types run here and in
-processes whose kernels are compiled for simpler CPUs, and what is compared are hashes of logits.
+processes whose kernels are compiled for simpler CPUs, and hashes of their logits are compared.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TOKENS = np.random.default_rng(4).integers(0, 320, 40)
 
 def digests(paths: list[str]) -> list[str]:
     """Of each model: a hash of the logits of a prompt, and of those of tokens that follow it one by one."""
-    found = []
+    result = []
     for path in paths:
         model = load(path, numerics="fast", threads=2)
         assert model.fallback_reason is None
@@ -41,8 +41,8 @@ def digests(paths: list[str]) -> list[str]:
         tokens = np.concatenate([model.forward([token], cache) for token in TOKENS[:8]])
         assert np.isfinite(prompt).all()
         assert np.isfinite(tokens).all()
-        found += [hashlib.sha256(logits.tobytes()).hexdigest() for logits in (prompt, tokens)]
-    return found
+        result += [hashlib.sha256(logits.tobytes()).hexdigest() for logits in (prompt, tokens)]
+    return result
 
 
 def of_types(source: Path, target: Path, kinds: Sequence[str]) -> Path:

@@ -95,9 +95,9 @@ def test_every_half_to_float() -> None:
     bits = np.arange(1 << 16).astype(np.uint16)
     out = np.empty(1 << 16, np.float32)
     from_half(bits.ctypes.data, len(bits), out.ctypes.data)
-    wanted = bits.view(np.float16).astype(np.float32)
-    real = ~np.isnan(wanted)
-    np.testing.assert_array_equal(out[real].view(np.uint32), wanted[real].view(np.uint32))
+    expected = bits.view(np.float16).astype(np.float32)
+    real = ~np.isnan(expected)
+    np.testing.assert_array_equal(out[real].view(np.uint32), expected[real].view(np.uint32))
     assert np.isnan(out[~real]).all()
 
 
@@ -150,9 +150,9 @@ def test_dot4_is_exact_to_its_limits(function: Callable, largest: int, rng: np.r
         start = rng.integers(-1000, 1000, 16).astype(np.int32)
         out = np.zeros(24, np.int32)
         function(a.ctypes.data, b.ctypes.data, start.ctypes.data, out.ctypes.data)
-        wanted = start + (a.astype(np.int32) * b).reshape(16, 4).sum(1)
-        np.testing.assert_array_equal(out[:8], wanted[:8])
-        np.testing.assert_array_equal(out[8:], wanted)
+        expected = start + (a.astype(np.int32) * b).reshape(16, 4).sum(1)
+        np.testing.assert_array_equal(out[:8], expected[:8])
+        np.testing.assert_array_equal(out[8:], expected)
 
 
 @simd_intrinsic("void")

@@ -75,11 +75,11 @@ def attention_cuts(heads: int, kv_heads: int, dim: int, kind: str, shares: list[
 
 
 def test_attention_is_cut_between_groups_of_heads_at_whole_blocks() -> None:
-    found = attention_cuts(64, 4, 128, "q4_K", [0.5, 0.5])
-    assert found["q"] == sharding.Sharding(0, (0, 4096, 8192))
-    assert found["o"] == sharding.Sharding(1, (0, 4096, 8192))
-    assert found["k"] == found["v"] == sharding.Sharding(0, (0, 256, 512))
-    assert found["k"].shape((512, 8192), 1) == (256, 8192)
+    result = attention_cuts(64, 4, 128, "q4_K", [0.5, 0.5])
+    assert result["q"] == sharding.Sharding(0, (0, 4096, 8192))
+    assert result["o"] == sharding.Sharding(1, (0, 4096, 8192))
+    assert result["k"] == result["v"] == sharding.Sharding(0, (0, 256, 512))
+    assert result["k"].shape((512, 8192), 1) == (256, 8192)
     # Heads of 64, each of its own: only every fourth begins at a block of 256.
     assert attention_cuts(12, 12, 64, "q4_K", [0.5, 0.5])["o"].bounds == (0, 512, 768)
     assert attention_cuts(12, 12, 64, "q8_0", [0.5, 0.5])["o"].bounds == (0, 384, 768)
@@ -108,11 +108,11 @@ def recurrent_cuts(kind: str, tiled: bool, shares: list[float]) -> dict[str, sha
 
 
 def test_recurrent_layers_are_cut_by_key_heads_in_each_segment() -> None:
-    found = recurrent_cuts("q8_0", False, [0.25, 0.75])
-    assert found["qkv"].ranges(0) == [(0, 512), (2048, 2560), (4096, 5632)]
-    assert found["conv"].ranges(1) == [(512, 2048), (2560, 4096), (5632, 10240)]
-    assert found["out"].ranges(1) == [(1536, 6144)]
-    assert found["a"].ranges(0) == [(0, 12)]
+    result = recurrent_cuts("q8_0", False, [0.25, 0.75])
+    assert result["qkv"].ranges(0) == [(0, 512), (2048, 2560), (4096, 5632)]
+    assert result["conv"].ranges(1) == [(512, 2048), (2560, 4096), (5632, 10240)]
+    assert result["out"].ranges(1) == [(1536, 6144)]
+    assert result["a"].ranges(0) == [(0, 12)]
     tiled = recurrent_cuts("q4_K", True, [0.25, 0.75])  # value head h reads key head h % 16
     assert tiled["gate"].ranges(0) == tiled["out"].ranges(0) == [(0, 512), (2048, 2560), (4096, 4608)]
     assert tiled["beta"].ranges(1) == [(4, 16), (20, 32), (36, 48)]
@@ -143,9 +143,9 @@ def test_batches_that_a_gpu_takes_part_in() -> None:
     assert not Offload().offloads_experts(511, 128, 8)
     for op in ("MUL_MAT_ID", "MOE_FUSED_UP_GATE"):  # experts go as a whole
         assert parse_ops(f"{op},0").least_of_experts(128, 8) is None
-    found = parse_ops("MUL_MAT_ID,0, 31,0")
-    assert found.least_tokens("MUL_MAT_ID", 256, 8) is found.least_tokens("MOE_FUSED_UP_GATE") is None
-    assert found.least_tokens("MUL_MAT") == 32
+    result = parse_ops("MUL_MAT_ID,0, 31,0")
+    assert result.least_tokens("MUL_MAT_ID", 256, 8) is result.least_tokens("MOE_FUSED_UP_GATE") is None
+    assert result.least_tokens("MUL_MAT") == 32
     assert parse_ops("-1,0,mul_mat=1").forbidden == {"MUL_MAT_ID", "FUSED_UP_GATE", "MOE_FUSED_UP_GATE"}
     with pytest.raises(UnknownNameError, match="MUL_MAT"):
         parse_ops("MULMAT,0")

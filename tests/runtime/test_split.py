@@ -28,7 +28,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A random model of each architecture, with four layers, converted to GGUF in float32."""
     from quantkit.pipelines.convert import convert_checkpoint
 
-    found = {}
+    result = {}
     for arch, changes in {
         "llama": {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4},
         "qwen3moe": {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4},
@@ -38,8 +38,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         directory = tmp_path_factory.mktemp(arch)
         checkpoints.tiny(directory / "hf", "float32", arch, **changes)
         convert_checkpoint(directory / "hf", directory / "model.gguf", "f32")
-        found[arch] = directory / "model.gguf"
-    return found
+        result[arch] = directory / "model.gguf"
+    return result
 
 
 def difference(path: Path, numbers: np.ndarray, **how: Any) -> float:
@@ -94,7 +94,7 @@ MAPS = [pytest.param(i, marks=[] if i < 3 else pytest.mark.full) for i in range(
 
 @pytest.mark.parametrize("seed", MAPS)
 def test_random_maps_of_tensors(seed: int, models: dict[str, Path]) -> None:
-    """Every tensor on a device drawn by lot, keys and values with their layer or on the CPU."""
+    """Every tensor on a random device, keys and values with their layer or on the CPU."""
     rng = np.random.default_rng(seed)
     for arch, how in CASES if seed else CASES[:3]:
         names = gguf.open(models[arch]).tensors
@@ -113,10 +113,10 @@ def test_latents_expanded_for_long_prompts_on_several_devices(models: dict[str, 
     tokens = np.random.default_rng(3).integers(0, 320, 150)
     rules = [r"attn_k_b=cpu:1", r"attn_v_b=CPU"]
     for mla in (2, 3):
-        wanted = load(models["deepseek2"], mla=mla).logits(tokens)
+        expected = load(models["deepseek2"], mla=mla).logits(tokens)
         for how in ({"split_mode": "graph"}, {"override_tensor": rules}, {"kv_on_cpu": True}):
-            found = load(models["deepseek2"], mla=mla, devices="cpu:0,cpu:1", **how).logits(tokens)
-            assert np.abs(found - wanted).max() < 1e-4
+            result = load(models["deepseek2"], mla=mla, devices="cpu:0,cpu:1", **how).logits(tokens)
+            assert np.abs(result - expected).max() < 1e-4
 
 
 @pytest.mark.parametrize(
@@ -142,53 +142,53 @@ def test_ways_to_share(how: dict[str, Any], models: dict[str, Path]) -> None:
 @pytest.mark.parametrize("how", [{}, {"split_mode": "graph"}], ids=str)
 def test_caches_of_split_models_forget_and_go_on(how: dict[str, Any], models: dict[str, Path]) -> None:
     path = models["llama"]
-    model, wanted = load(path, devices="cpu:0,cpu:1", **how), load(path).logits(TOKENS)
+    model, expected = load(path, devices="cpu:0,cpu:1", **how), load(path).logits(TOKENS)
     cache = model.new_cache(64)
     assert cache.nbytes == load(path).new_cache(64).nbytes
     assert {name for name, part in cache.parts.items() if part.nbytes} == {"cpu:0", "cpu:1"}  # type: ignore[attr-defined]
     model.forward(TOKENS, cache)
     cache.truncate(10)
-    assert np.abs(model.forward(TOKENS[10:20], cache) - wanted[10:20]).max() < 1e-4
+    assert np.abs(model.forward(TOKENS[10:20], cache) - expected[10:20]).max() < 1e-4
     cache.clear()
-    assert np.abs(model.forward(TOKENS[:20], cache) - wanted[:20]).max() < 1e-4
+    assert np.abs(model.forward(TOKENS[:20], cache) - expected[:20]).max() < 1e-4
     together = model.forward_sequences(TOKENS.reshape(4, 10), slice(None))
     alone = np.stack([load(path).logits(chunk) for chunk in TOKENS.reshape(4, 10)])
     assert np.abs(together - alone).max() < 1e-4
     other = model.new_cache(64)
     ends = model.forward_batch([(TOKENS[:7], other), (TOKENS[20:25], cache)])
-    assert np.abs(ends[0] - wanted[6]).max() < 1e-4
+    assert np.abs(ends[0] - expected[6]).max() < 1e-4
 
 
 @pytest.mark.parametrize("arch", ["qwen35moe", "qwen3moe"])
 @pytest.mark.parametrize("how", [{}, {"split_mode": "graph"}], ids=str)
 def test_states_are_saved_and_restored_when_sliced(arch: str, how: dict[str, Any], models: dict[str, Path]) -> None:
     path = models[arch]
-    model, wanted = load(path, devices="cpu:0,cpu:1", **how), load(path).logits(TOKENS)
+    model, expected = load(path, devices="cpu:0,cpu:1", **how), load(path).logits(TOKENS)
     cache, other = model.new_cache(64), model.new_cache(48)
     assert cache.state_bytes == load(path).new_cache(64).state_bytes
     model.forward(TOKENS[:25], cache)
-    kept = cache.save()
-    assert (kept.length, sum(part.nbytes > 0 for part in kept.parts.values())) == (25, 2)  # type: ignore[attr-defined]
+    saved = cache.save()
+    assert (saved.length, sum(part.nbytes > 0 for part in saved.parts.values())) == (25, 2)  # type: ignore[attr-defined]
     cache.mark()
     model.forward(TOKENS[:5], cache)
     cache.truncate(25)
-    assert np.abs(model.forward(TOKENS[25:30], cache) - wanted[25:30]).max() < 1e-4
-    other.restore(kept)
-    assert np.abs(model.forward(TOKENS[25:], other) - wanted[25:]).max() < 1e-4
+    assert np.abs(model.forward(TOKENS[25:30], cache) - expected[25:30]).max() < 1e-4
+    other.restore(saved)
+    assert np.abs(model.forward(TOKENS[25:], other) - expected[25:]).max() < 1e-4
     if arch == "qwen35moe":
-        with pytest.raises(DataError, match="a recurrent layer has no state of each position"):
+        with pytest.raises(DataError, match="recurrent layers have no state of each length"):
             other.truncate(7)
     with pytest.raises(DataError, match="saved from devices CPU alone"):
         cache.restore(load(path).new_cache(8).save())
     with pytest.raises(DataError, match="under one placement"):
-        load(path, devices="cpu:0").new_cache(64).restore(kept)
+        load(path, devices="cpu:0").new_cache(64).restore(saved)
 
 
 @pytest.mark.parametrize("kind", ["f16", "bf16"])
 def test_sums_travel_in_fewer_bits_when_asked(kind: str, models: dict[str, Path]) -> None:
     model = load(models["llama"], devices="cpu:0,cpu:1", split_mode="graph", reduce_type=kind)
-    wanted = load(models["llama"]).logits(TOKENS)
-    error = np.abs(model.logits(TOKENS) - wanted).max() / np.std(wanted)
+    expected = load(models["llama"]).logits(TOKENS)
+    error = np.abs(model.logits(TOKENS) - expected).max() / np.std(expected)
     assert 1e-5 < error < (0.02 if kind == "f16" else 0.1)
     assert model.split is not None
     assert model.split.describe() == {
@@ -225,15 +225,15 @@ def test_fast_numerics_run_layer_by_layer_and_say_so(models: dict[str, Path], ti
 
 def test_what_enters_matrices_is_seen_wherever_they_are(models: dict[str, Path]) -> None:
     def seen(**how: Any) -> dict[Any, np.ndarray]:
-        model, found = load(models["qwen3moe"], **how), {}
-        model.observer = lambda name, x, *which: found.setdefault((name, *which), np.array(x))
+        model, result = load(models["qwen3moe"], **how), {}
+        model.observer = lambda name, x, *which: result.setdefault((name, *which), np.array(x))
         model.logits(TOKENS)
-        return found
+        return result
 
-    wanted = seen()
-    found = seen(devices="cpu:0,cpu:1", override_tensor=["down_exps=CPU", "attn_v=cpu:1"])
-    assert found.keys() == wanted.keys()
-    assert all(np.abs(found[key] - wanted[key]).max() < 1e-4 for key in wanted)
+    expected = seen()
+    result = seen(devices="cpu:0,cpu:1", override_tensor=["down_exps=CPU", "attn_v=cpu:1"])
+    assert result.keys() == expected.keys()
+    assert all(np.abs(result[key] - expected[key]).max() < 1e-4 for key in expected)
     with pytest.raises(UnsupportedError, match="-sm graph cuts them"):
         seen(devices="cpu:0,cpu:1", split_mode="graph")
 
@@ -263,7 +263,7 @@ def test_a_bad_tensor_is_named_and_nobody_waits(how: dict[str, Any], tiny: Path,
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("how", "message"),
     [({"devices": "cpu:0", "split_mode": "graph"}, "at least 2 GPUs, there are 1"),
      ({"devices": "cpu:0,cpu:1", "split_mode": "graph", "kv_on_cpu": True}, "-nkvo"),
      ({"devices": "cpu:0,cpu:1", "split_mode": "graph", "override_tensor": "attn_q=CPU"},
@@ -271,8 +271,8 @@ def test_a_bad_tensor_is_named_and_nobody_waits(how: dict[str, Any], tiny: Path,
      ({"devices": "cpu:0", "override_tensor": "attn_q=cpu:1"}, "device 'cpu:1' is not available"),
      ({"override_tensor": "attn_q=CUDA0"}, "valid devices: CPU")],
 )  # fmt: skip
-def test_what_cannot_be_is_said_before_anything_is_read(how: dict[str, Any], said: str, tiny: Path) -> None:
-    with pytest.raises(QuantkitError, match=said):
+def test_what_cannot_be_is_said_before_anything_is_read(how: dict[str, Any], message: str, tiny: Path) -> None:
+    with pytest.raises(QuantkitError, match=message):
         load(tiny, **how)
 
 

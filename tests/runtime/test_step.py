@@ -21,9 +21,9 @@ TOKENS = np.random.default_rng(4).integers(0, 320, 90)
 ROUNDED, HALVES = 0.02, 1e-3
 
 
-def spread(got: np.ndarray, wanted: np.ndarray) -> float:
-    """Root mean square of the difference, of the wanted values' standard deviation."""
-    return float(np.sqrt(np.mean((got - wanted) ** 2)) / np.std(wanted))
+def spread(result: np.ndarray, expected: np.ndarray) -> float:
+    """Root mean square of the difference, divided by the standard deviation of the expected values."""
+    return float(np.sqrt(np.mean((result - expected) ** 2)) / np.std(expected))
 
 
 def by_steps(model: Model, tokens: np.ndarray, cache_type: str | None = None) -> np.ndarray:
@@ -66,32 +66,32 @@ def odd(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", ["tiny", "odd"])
 def test_float_weights_agree_with_the_exact_model(name: str, cache_type: str, request: pytest.FixtureRequest) -> None:
     path = request.getfixturevalue(name)
-    wanted = load(path, cache_type=cache_type).logits(TOKENS)
+    expected = load(path, cache_type=cache_type).logits(TOKENS)
     fast = load(path, numerics="fast", cache_type=cache_type)
     assert fast.fallback_reason is None
     bound = 1e-5 if cache_type == "f32" else 1e-3  # a rounding that falls the other way in the cache of halves
-    assert spread(by_steps(fast, TOKENS), wanted) < bound
-    assert spread(fast.logits(TOKENS), wanted) < bound
+    assert spread(by_steps(fast, TOKENS), expected) < bound
+    assert spread(fast.logits(TOKENS), expected) < bound
 
 
 @pytest.mark.parametrize("cache_type", ["q8_0", "q5_0/q8_KV khad vhad"])
 def test_quantized_caches_agree_with_the_exact_model(cache_type: str, tiny: Path) -> None:
-    wanted = load(tiny, cache_type=cache_type).logits(TOKENS)
+    expected = load(tiny, cache_type=cache_type).logits(TOKENS)
     fast = load(tiny, numerics="fast", cache_type=cache_type)
     assert fast.fallback_reason is None
-    assert spread(by_steps(fast, TOKENS), wanted) < 5e-3  # now and then a code falls the other way
-    assert spread(fast.logits(TOKENS), wanted) < 5e-3
-    assert spread(wanted, load(tiny).logits(TOKENS)) < 0.1
+    assert spread(by_steps(fast, TOKENS), expected) < 5e-3  # now and then a code falls the other way
+    assert spread(fast.logits(TOKENS), expected) < 5e-3
+    assert spread(expected, load(tiny).logits(TOKENS)) < 0.1
 
 
 def test_plain_attention_is_flash_attention(odd: Path) -> None:
-    wanted = load(odd, cache_type="f32").logits(TOKENS)
+    expected = load(odd, cache_type="f32").logits(TOKENS)
     for numerics in ("exact", "fast"):
         plain = load(odd, numerics=numerics, cache_type="f32", flash_attention=False, attention_mib=1)
-        assert spread(plain.logits(TOKENS), wanted) < 1e-5
-        assert spread(by_steps(plain, TOKENS[:30]), wanted[:30]) < 1e-5
-        longer = plain.new_cache(300)  # laid out anew for it
-        assert spread(plain.forward(TOKENS, longer), wanted) < 1e-5
+        assert spread(plain.logits(TOKENS), expected) < 1e-5
+        assert spread(by_steps(plain, TOKENS[:30]), expected[:30]) < 1e-5
+        longer = plain.new_cache(300)  # the plan is built again for this length
+        assert spread(plain.forward(TOKENS, longer), expected) < 1e-5
 
 
 @pytest.mark.parametrize("numerics", ["exact", "fast"])
@@ -107,10 +107,10 @@ def test_sequences_of_their_own_lengths_go_on_together(
         done = [0, 0, 0]
         for counts in ((1, 40, 17), (1, 1, 1), (50, 1, 2)):
             parts = [(TOKENS[d : d + n], cache) for d, n, cache in zip(done, counts, caches)]
-            got = model.forward_batch(parts)
+            result = model.forward_batch(parts)
             done = [d + n for d, n in zip(done, counts)]
             assert [cache.length for cache in caches] == done
-            assert spread(got, alone[[d - 1 for d in done]]) < 1e-5
+            assert spread(result, alone[[d - 1 for d in done]]) < 1e-5
     with pytest.raises(DataError, match="a cache of its own"):
         model.forward_batch([([1], caches[0]), ([2], caches[0])])
     with pytest.raises(DataError, match="one type"):
@@ -122,11 +122,11 @@ def test_quantized_weights_are_near_the_exact_model(kind: str, tiny: Path, tmp_p
     if types.layout(kind).encode_rows is None:
         pytest.skip(f"no encoder for {kind} yet")
     path = rewrite(tiny, tmp_path / "q.gguf", kind)
-    wanted = load(path, cache_type="f16").logits(TOKENS)
+    expected = load(path, cache_type="f16").logits(TOKENS)
     fast = load(path, numerics="fast")
     assert fast.fallback_reason is None
-    assert spread(by_steps(fast, TOKENS), wanted) < (HALVES if kind == "f16" else ROUNDED)
-    assert spread(fast.logits(TOKENS), wanted) < HALVES
+    assert spread(by_steps(fast, TOKENS), expected) < (HALVES if kind == "f16" else ROUNDED)
+    assert spread(fast.logits(TOKENS), expected) < HALVES
 
 
 def test_interleaved_weights_give_what_their_base_gives(tiny: Path, tmp_path: Path) -> None:
@@ -153,15 +153,15 @@ def test_sequences_run_as_prompts_do(odd: Path, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_any_number_of_threads(threads: int, odd: Path) -> None:
-    wanted = load(odd, cache_type="f32").logits(TOKENS)
+    expected = load(odd, cache_type="f32").logits(TOKENS)
     fast = load(odd, numerics="fast", cache_type="f32", threads=threads)
-    assert spread(by_steps(fast, TOKENS[:30]), wanted[:30]) < 1e-5
-    assert spread(fast.logits(TOKENS), wanted) < 1e-5
+    assert spread(by_steps(fast, TOKENS[:30]), expected[:30]) < 1e-5
+    assert spread(fast.logits(TOKENS), expected) < 1e-5
 
 
 def test_pieces_of_a_text_in_any_order_of_kinds(odd: Path) -> None:
     """Prompts, single tokens and prompts again continue one cache; another cache in between does not disturb it."""
-    wanted = load(odd, cache_type="f32").logits(TOKENS)
+    expected = load(odd, cache_type="f32").logits(TOKENS)
     fast = load(odd, numerics="fast", cache_type="f32")
     cache, other = fast.new_cache(100), fast.new_cache(128)
     rows = []
@@ -169,7 +169,7 @@ def test_pieces_of_a_text_in_any_order_of_kinds(odd: Path) -> None:
         rows.append(fast.forward(TOKENS[first:last], cache))
         assert cache.length == last
         fast.forward(TOKENS[::-1][: last - first], other)
-    assert spread(np.concatenate(rows), wanted) < 1e-5
+    assert spread(np.concatenate(rows), expected) < 1e-5
 
 
 def test_last_logits_are_the_last_of_all(tiny: Path) -> None:
@@ -181,10 +181,10 @@ def test_last_logits_are_the_last_of_all(tiny: Path) -> None:
 
 def test_prompts_longer_than_a_batch(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill_plan, "BATCH_TOKENS", 32)
-    wanted = load(tiny, cache_type="f32").logits(TOKENS)
+    expected = load(tiny, cache_type="f32").logits(TOKENS)
     fast = load(tiny, numerics="fast", cache_type="f32")
-    assert spread(fast.logits(TOKENS), wanted) < 1e-5
-    assert spread(fast.forward(TOKENS, fast.new_cache(), logits="last"), wanted[-1:]) < 1e-5
+    assert spread(fast.logits(TOKENS), expected) < 1e-5
+    assert spread(fast.forward(TOKENS, fast.new_cache(), logits="last"), expected[-1:]) < 1e-5
 
 
 def test_a_type_without_kernel_runs_layer_by_layer_and_says_so(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,8 +214,8 @@ def test_the_real_model(smollm2_q4_1: Path) -> None:
     exact, fast = load(smollm2_q4_1, n_ctx=128), load(smollm2_q4_1, numerics="fast", n_ctx=128)
     text = "The capital of France is Paris, which lies on the Seine. The capital of Italy is Rome, on the Tiber."
     tokens = exact.tokenizer.encode(text)
-    wanted = log_softmax(exact.logits(tokens))
-    for got in (fast.logits(tokens), by_steps(fast, np.array(tokens))):
-        divergence = (np.exp(wanted) * (wanted - log_softmax(got))).sum(1).mean()
+    expected = log_softmax(exact.logits(tokens))
+    for result in (fast.logits(tokens), by_steps(fast, np.array(tokens))):
+        divergence = (np.exp(expected) * (expected - log_softmax(result))).sum(1).mean()
         assert divergence < 0.01
-        assert (got.argmax(1) == wanted.argmax(1)).mean() > 0.9
+        assert (result.argmax(1) == expected.argmax(1)).mean() > 0.9

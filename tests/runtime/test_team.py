@@ -28,7 +28,7 @@ from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record
 
 @pytest.fixture
 def new_team() -> Iterator[type]:
-    """Makes teams of their own, whose workers end with the test."""
+    """Makes thread teams whose workers end with the test."""
     made = []
 
     def make(threads: int) -> thread_team.ThreadTeam:
@@ -97,11 +97,11 @@ def test_threads_see_what_the_others_wrote(threads: int) -> None:
         source, target = (a, b) if step % 2 == 0 else (b, a)
         ops.add(gather, GatherParameters(source, target), barrier=True)
     ops.run()
-    wanted = 0
+    expected = 0
     for _ in range(12):
-        wanted = threads * wanted + 1
-    got = np.ctypeslib.as_array(ctypes.cast(a, ctypes.POINTER(ctypes.c_int64)), (8 * threads,))[::8]
-    np.testing.assert_array_equal(got, wanted)
+        expected = threads * expected + 1
+    result = np.ctypeslib.as_array(ctypes.cast(a, ctypes.POINTER(ctypes.c_int64)), (8 * threads,))[::8]
+    np.testing.assert_array_equal(result, expected)
 
 
 def test_an_idle_team_uses_no_processor_and_wakes() -> None:
@@ -160,13 +160,13 @@ def test_random_delays_at_every_synchronisation_point(threads: int) -> None:
 
 def test_an_empty_list_and_the_one_after_it(new_team) -> None:
     """Without operations there is no barrier: workers must not see such a list, nor take the next one for it."""
-    mine, chain = new_team(3), stress_team.Chain(3, 3)
+    thread_team, chain = new_team(3), stress_team.Chain(3, 3)
     for first in range(300):
-        mine.run(np.zeros((0, 3), np.int64))
+        thread_team.run(np.zeros((0, 3), np.int64))
         chain.buffers[0][:: stress_team.LINE // 8] = first
-        mine.run(chain.array)
+        thread_team.run(chain.array)
         chain.check(first)
-    assert mine.epoch == 300
+    assert thread_team.epoch == 300
     empty = OpList(2)
     empty.add_barrier()
     empty.run()
@@ -192,7 +192,7 @@ def raises(parameters, thread, threads):
 
 @callback(OPERATION)
 def allocates(parameters, thread, threads):
-    """Take so much memory."""
+    """Allocate `bytes` bytes."""
     p = load_record(RaiseParameters, parameters)
     x = np.empty(p.bytes, np.uint8)
     x[0] = 1
@@ -217,12 +217,12 @@ def calls(parameters, thread, threads):
 @pytest.mark.parametrize("who", ["leader", "worker"])
 def test_an_exception_in_a_kernel_is_an_error(threads: int, who: str, capfd: pytest.CaptureFixture) -> None:
     number = 0 if who == "leader" else threads - 1
-    laid, noted = OpList(threads), np.zeros(threads, np.int64)
-    laid.add(raises, RaiseParameters(noted.ctypes.data, who=number))
+    ops, notes = OpList(threads), np.zeros(threads, np.int64)
+    ops.add(raises, RaiseParameters(notes.ctypes.data, who=number))
     for _ in range(2):
         with pytest.raises(KernelError, match=rf"{threads} threads .* incomplete: tests\.runtime\.test_team\.raises;"):
-            laid.run()
-    assert noted.sum() == threads - 1
+            ops.run()
+    assert notes.sum() == threads - 1
     assert "Exception ignored" not in capfd.readouterr().err
     chain = stress_team.Chain(threads, 3)
     chain.ops.run()  # the team is as good as before
@@ -231,27 +231,27 @@ def test_an_exception_in_a_kernel_is_an_error(threads: int, who: str, capfd: pyt
 
 @pytest.mark.parametrize("name", ["allocates", "steps", "calls"])
 def test_whatever_raises_is_seen(name: str) -> None:
-    noted = np.zeros(2, np.int64)
-    laid = OpList(2)
-    given = {"allocates": {"bytes": 1 << 60}, "steps": {"who": 0}, "calls": {"who": 1, "bytes": raises.address}}[name]
-    laid.add(globals()[name], RaiseParameters(noted.ctypes.data, **given))
+    notes = np.zeros(2, np.int64)
+    ops = OpList(2)
+    fields = {"allocates": {"bytes": 1 << 60}, "steps": {"who": 0}, "calls": {"who": 1, "bytes": raises.address}}[name]
+    ops.add(globals()[name], RaiseParameters(notes.ctypes.data, **fields))
     with pytest.raises(KernelError, match="raises" if name == "calls" else name):
-        laid.run()
+        ops.run()
 
 
 def test_what_raises_outside_of_a_list_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody collects it there."""
-    shown = []
-    monkeypatch.setattr(sys, "unraisablehook", lambda found: shown.append(str(found.exc_value)))
+    """There no list of operations collects the exception."""
+    messages = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: messages.append(str(unraisable.exc_value)))
     parameters = np.zeros(3, np.int64)
     ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 3)(raises.address)(parameters.ctypes.data, 0, 1)
-    assert shown == ["kernel tests.runtime.test_team.raises raised an exception; its results are incomplete"]
+    assert messages == ["kernel tests.runtime.test_team.raises raised an exception; its results are incomplete"]
 
 
 def test_threads_do_not_write_one_buffer() -> None:
-    laid = OpList(2)
+    ops = OpList(2)
     with pytest.raises(AssertionError, match="2 threads would write one buffer"):
-        laid.add(decode_ops.norm, decode_ops.NormParameters(0, 0, 0, 0, buffer=laid.buffer("n", 64), private_stride=0))
+        ops.add(decode_ops.norm, decode_ops.NormParameters(0, 0, 0, 0, buffer=ops.buffer("n", 64), private_stride=0))
     OpList(1).add(decode_ops.norm, decode_ops.NormParameters(0, 0, 0, 0, 0, private_stride=0))
 
 
@@ -272,12 +272,12 @@ def test_parameters_must_be_complete() -> None:
 def test_kernels_read_parameters_by_name() -> None:
     """No offsets counted by hand: what a kernel loads from an address plus a number is a field of a record."""
     folder = Path(thread_team.__file__).parent
-    found = []
+    result = []
     for path in sorted(folder.rglob("*.py")):
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
             if re.search(r"load_int\(\w+ \+ \d+\)", line):
-                found.append(f"{path.name}:{number}: {line.strip()}")
-    assert found == []
+                result.append(f"{path.name}:{number}: {line.strip()}")
+    assert result == []
 
 
 # ------------------------------------------------------------------------------- threads that do not come, interrupts
@@ -292,18 +292,18 @@ def test_threads_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch, new_tea
             raise RuntimeError("can't start new thread")
         start(thread)
 
-    mine, chain = new_team(3), stress_team.Chain(3, 3)
+    thread_team, chain = new_team(3), stress_team.Chain(3, 3)
     monkeypatch.setattr(threading.Thread, "start", limited)
     for _ in range(2):
         with pytest.raises(
             KernelError, match=r"thread 3 of 3 cannot be started \(can't start new thread\); .* fewer threads"
         ):
-            mine.run(chain.array)
+            thread_team.run(chain.array)
     monkeypatch.setattr(threading.Thread, "start", start)
     for _ in range(100):
-        mine.run(chain.array)
+        thread_team.run(chain.array)
         chain.check(0)
-    assert mine.epoch == 100
+    assert thread_team.epoch == 100
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -316,17 +316,17 @@ def test_an_interrupt_while_threads_are_started(when: str, monkeypatch: pytest.M
             start(thread)
         raise KeyboardInterrupt
 
-    mine, chain = new_team(3), stress_team.Chain(3, 3)
+    thread_team, chain = new_team(3), stress_team.Chain(3, 3)
     for _ in range(2):
         monkeypatch.setattr(threading.Thread, "start", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            mine.run(chain.array)
+            thread_team.run(chain.array)
         monkeypatch.setattr(threading.Thread, "start", start)
     for first in range(300):
         chain.buffers[0][:: stress_team.LINE // 8] = first
-        mine.run(chain.array)
+        thread_team.run(chain.array)
         chain.check(first)
-    assert len(mine._workers) == 2
+    assert len(thread_team._workers) == 2
 
 
 def test_an_interrupt_before_a_list_is_published(monkeypatch: pytest.MonkeyPatch, new_team) -> None:

@@ -140,11 +140,11 @@ def cut_as(name: str, metadata: Metadata) -> Metadata:
 
 
 def test_the_hard_text_tells_all_ways_of_cutting_apart(boundless: Metadata) -> None:
-    found = {}
+    result = {}
     for entry in pretokenizers.TABLE:
         ids = Tokenizer.from_gguf(cut_as(entry.names[0], boundless)).encode(HARD, bos=False)
-        found.setdefault(tuple(ids), entry.splits)
-        assert found[tuple(ids)] == entry.splits, entry.names[0]
+        result.setdefault(tuple(ids), entry.splits)
+        assert result[tuple(ids)] == entry.splits, entry.names[0]
 
 
 @pytest.mark.parametrize("name", [name for entry in pretokenizers.TABLE for name in entry.names])
@@ -167,7 +167,7 @@ def test_same_ids_as_the_reference(boundless: Metadata, reference: Any, name: st
 
 @pytest.mark.parametrize("kind", ["llama-bpe", "qwen2", "deepseek-v3", "gpt-4o", "smollm", "bpe", "unigram"])
 def test_many_texts_as_the_reference(tmp_path: Path, reference: Any, kind: str) -> None:
-    """Left out is where the reference is known to differ.
+    """Cases where the reference is known to differ are left out.
 
     Combining marks: it does not compose text for qwen2 and does not count them as letters for gpt-4o. Characters newer
     than its tables. It ends a text at a zero byte. T5's tokenizer.json takes line ends off a text, SentencePiece and

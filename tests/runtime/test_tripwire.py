@@ -1,4 +1,4 @@
-"""Scales that are not numbers, or are no weight's, are named with their place before they do harm."""
+"""Scales that are NaN, Inf or too large for a weight: an error with their offset before the block runs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def weights() -> np.ndarray:
 
 
 def poisoned(data: np.ndarray, value: float, name: str) -> np.ndarray:
-    """The data with one scale replaced, found without knowing where it is: by what decoding then gives."""
+    """The data with one scale replaced. Its offset is found by decoding: which values change."""
     kind = types.get(name)
     if name == "iq1_m":  # the top four bits of four words
         changed, bits = data.copy(), int(np.float16(value).view(np.uint16))
@@ -61,7 +61,7 @@ def test_sound_files_pass(name: str, weights: np.ndarray, tmp_path: Path) -> Non
     x[5] *= 40  # outliers of models
     tensor = written(tmp_path / "x.gguf", name, kind.quantize(x, importance, effort="fast"))
     scale_check.require_sound(tensor)  # raises nothing
-    assert scale_check._counted(tensor, None).any()  # and has looked
+    assert scale_check._count_exponents(tensor, None).any()  # and has looked
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, 60000.0])
@@ -78,8 +78,8 @@ def test_a_poisoned_scale_is_named(name: str, value: float, weights: np.ndarray,
     importance = np.ones(COLUMNS, np.float32) if base.requires_imatrix else None
     data = poisoned(base.quantize(weights, importance, effort="fast"), value, base.name)
     tensor = written(tmp_path / "x.gguf", name, kind.interleave_rows(data) if kind.interleave > 1 else data)
-    shown = "6" if np.isfinite(value) else str(value)
-    with pytest.raises(DataError, match=rf"x\.gguf: a\.weight: row {ROW}, .*a scale of {name} is {shown}"):
+    text = "6" if np.isfinite(value) else str(value)
+    with pytest.raises(DataError, match=rf"x\.gguf: a\.weight: row {ROW}, .*a scale of {name} is {text}"):
         scale_check.require_sound(tensor)
 
 
@@ -100,13 +100,13 @@ def test_a_model_stops_before_the_block_runs(
             if tensor.name == name:
                 importance = np.ones(tensor.shape[1], np.float32) if t.requires_imatrix else None
                 data = t.quantize(tensor.dequantize(), importance, effort="fast")
-                at = block * t.block_bytes
-                data[row, at : at + 2] = np.frombuffer(np.float16(value).tobytes(), np.uint8)
+                start = block * t.block_bytes
+                data[row, start : start + 2] = np.frombuffer(np.float16(value).tobytes(), np.uint8)
             writer.write(spec.name, data)
     where = "its header" if t.row_meta_bytes else f"block {block}"
-    found = gguf.open(path).tensors[name]
-    place = found.offset + row * found.row_bytes + block * t.block_bytes
-    message = rf"{name}: row {row}, {where}, offset {place}: a scale of {kind} is {value:g}"
+    result = gguf.open(path).tensors[name]
+    offset = result.offset + row * result.row_bytes + block * t.block_bytes
+    message = rf"{name}: row {row}, {where}, offset {offset}: a scale of {kind} is {value:g}"
     for run in (
         lambda m: m.forward([1, 2, 3], m.new_cache(8), logits="last"),
         lambda m: m.forward_batch([([1, 2, 3], m.new_cache(8))]),
@@ -116,13 +116,13 @@ def test_a_model_stops_before_the_block_runs(
         with pytest.raises(DataError, match=message):
             run(load(path, numerics=numerics))
     unchecked = load(path, numerics=numerics, tripwire="off")
-    found = unchecked.logits([1, 2, 3])  # whatever comes of it
-    assert np.isfinite(found).all() == np.isfinite(value)
+    result = unchecked.logits([1, 2, 3])  # whatever comes of it
+    assert np.isfinite(result).all() == np.isfinite(value)
     unchecked.hidden_sequences(np.ones((2, 4), int), slice(None))
     if not np.isfinite(value):
         for sampling in (Sampling(temperature=0), Sampling(temperature=0.8)):
             with pytest.raises(DataError, match="the largest logit is nan; --tripwire layer names the cause"):
-                Sampler(sampling)(found[-1], [1, 2, 3])
+                Sampler(sampling)(result[-1], [1, 2, 3])
 
 
 def test_full_checks_after_every_operation(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Rows to encode, Gaussian to real; importances; how the reference weighs errors; bytes to decode."""
+"""Rows to encode, Gaussian to real; importances; the reference's weights of errors; bytes to decode."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DISTRIBUTIONS = ("gaussian", "student4", "student3", "real", "rotated", "outlier
 
 
 def rows(kind: str, seed: int, count: int, n: int, model: Path | None = None) -> np.ndarray:
-    """float32[count, n] of the kind, of the size of weights.
+    """float32[count, n] of a kind, scaled like weights.
 
     "real" ones are drawn from `model`, a GGUF; "rotated" are the same after an orthogonal rotation of their columns,
     which leaves their spectrum and takes away the grid they were rounded to; "outliers" are Gaussian with 2% of the
@@ -54,8 +54,8 @@ def _real(model: Path, rng: np.random.Generator, count: int, n: int, rotated: bo
         height, width = tensor.shape
         need = -(-n // width)
         first = int(rng.integers(height - need + 1))
-        found = tensor.decode_rows(first, first + need)
-        pieces.append((found @ _rotation(width) if rotated else found).reshape(-1)[:n])
+        result = tensor.decode_rows(first, first + need)
+        pieces.append((result @ _rotation(width) if rotated else result).reshape(-1)[:n])
     return np.ascontiguousarray(pieces, np.float32)
 
 
@@ -79,8 +79,8 @@ def random_bytes(t: QuantType, rng: np.random.Generator, count: int, n: int) -> 
 
 
 def tame_bytes(t: QuantType, rng: np.random.Generator, count: int, n: int) -> np.ndarray:
-    """The same with scales as of weights: blocks, or rows' headers, whose largest value is not between 1e-5 and 1e4 are
-    drawn again. (Products of subnormal numbers take many times as long.)"""
+    """The same with the scales of weights: blocks, or rows' headers, whose largest value is not between 1e-5 and 1e4
+    are drawn again. (Products of subnormal numbers take many times as long.)"""
     if isinstance(t, Interleaved):
         return t.interleave_rows(tame_bytes(t.base_type, rng, count, n))
     data = random_bytes(t, rng, count, n)

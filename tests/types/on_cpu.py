@@ -1,4 +1,4 @@
-"""Codecs as another CPU would run them: code is generated for it in a process of its own, digests come back.
+"""Codecs compiled for another CPU in a separate process, which prints digests of their results.
 
 python -m tests.types.on_cpu decode|encode|encode-plain|encode-moments NAME…
 """
@@ -24,7 +24,7 @@ def digests(what: str, names: list[str]) -> dict[str, str]:
 
     "encode-plain" is without importance, "encode-moments" with second moments at effort "best".
     """
-    found = {}
+    actual = {}
     for name in names:
         t = types.get(name)
         if what == "decode":
@@ -38,8 +38,8 @@ def digests(what: str, names: list[str]) -> dict[str, str]:
             x = data.rows("student3", 5, 4 * t.interleave, N)
             importance = None if what == "encode-plain" else data.importance(5, N)
             result = t.quantize(x, importance)
-        found[name] = hashlib.sha256(result).hexdigest()
-    return found
+        actual[name] = hashlib.sha256(result).hexdigest()
+    return actual
 
 
 def run(cpu: str, what: str, names: list[str]) -> dict[str, str]:

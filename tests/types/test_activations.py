@@ -1,4 +1,4 @@
-"""Formats of activations: the reference's bytes, and where the registry keeps them apart."""
+"""Formats of activations: the reference's bytes, and that the registry lists them apart from weights' types."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def reference(t: types.QuantType, x: np.ndarray) -> np.ndarray:
 
 
 def test_ids_and_sizes():
-    found = {t.name: (t.ggml_type, t.row_bytes(1024)) for t in TYPES}
-    assert found == {
+    result = {t.name: (t.ggml_type, t.row_bytes(1024)) for t in TYPES}
+    assert result == {
         "q8_1": (9, 1152), "q8_K": (15, 1184), "q8_0_x4": (97, 1088), "q8_1_x4": (98, 1152), "q8_2_x4": (99, 1152),
         "q8_K64": (136, 1056), "q8_K16": (147, 1044), "q8_K32": (148, 1184), "q8_KR8": (149, 1184),
         "q8_K128": (150, 1120),
     }  # fmt: skip
-    assert not {t.name for t in types.all()} & set(found)
-    assert all(types.get(name) is types.from_id(number) for name, (number, _) in found.items())
+    assert not {t.name for t in types.all()} & set(result)
+    assert all(types.get(name) is types.from_id(number) for name, (number, _) in result.items())
 
 
 @by_type
@@ -60,10 +60,10 @@ def test_decoding_against_plain_python(t, rng):
         encoded = data.random_bytes(t, rng, 5, n)
         with np.errstate(all="ignore"):
             expected = np.array([naive.DECODERS[t.name.lower()](bytes(row), n) for row in encoded], np.float32)
-        got = t.dequantize(encoded, n)
+        result = t.dequantize(encoded, n)
         nan = np.isnan(expected)
-        np.testing.assert_array_equal(nan, np.isnan(got))
-        np.testing.assert_array_equal(got.view(np.uint32)[~nan], expected.view(np.uint32)[~nan])
+        np.testing.assert_array_equal(nan, np.isnan(result))
+        np.testing.assert_array_equal(result.view(np.uint32)[~nan], expected.view(np.uint32)[~nan])
 
 
 @by_type

@@ -30,20 +30,20 @@ def test_a_code_is_one_element(name):
     codes, n = codes_of(t), 2 * t.block_size
     rows = t.quantize(data.rows("gaussian", 1, 3, n), np.ones(n, np.float32))
     y = t.dequantize(rows, n)
-    found = np.empty((3, n), np.uint8)
-    read_codes(rows, codes, found)
+    result = np.empty((3, n), np.uint8)
+    read_codes(rows, codes, result)
     for j in (0, 1, 15, t.block_size - 1, t.block_size, n - 1):
         units = []
         for following, ladder in ((codes.ladder.above, codes.ladder.up), (codes.ladder.below, codes.ladder.down)):
-            moved, changed = found.copy(), rows.copy()
-            moved[1, j] = following[found[1, j]]
+            moved, changed = result.copy(), rows.copy()
+            moved[1, j] = following[result[1, j]]
             write_codes(moved, codes, changed)
             back = t.dequantize(changed, n)
             others = np.ones((3, n), bool)
             others[1, j] = False
             assert np.array_equal(back[others], y[others])
-            if moved[1, j] != found[1, j]:
-                units.append((back[1, j] - y[1, j]) / ladder[found[1, j]])
+            if moved[1, j] != result[1, j]:
+                units.append((back[1, j] - y[1, j]) / ladder[result[1, j]])
                 assert units[-1] != 0
         assert len(units) == 1 or np.isclose(*units, rtol=1e-3)
 
@@ -53,11 +53,11 @@ def test_written_codes_are_read(name):
     t = types.get(name)
     codes, n = codes_of(t), 2 * t.block_size
     rows = t.quantize(data.rows("gaussian", 2, 5, n), np.ones(n, np.float32))
-    wanted = np.random.default_rng(3).integers(0, len(codes.ladder.above), (5, n)).astype(np.uint8)
-    write_codes(wanted, codes, rows)
-    found = np.empty_like(wanted)
-    read_codes(rows, codes, found)
-    assert np.array_equal(found, wanted)
+    expected = np.random.default_rng(3).integers(0, len(codes.ladder.above), (5, n)).astype(np.uint8)
+    write_codes(expected, codes, rows)
+    result = np.empty_like(expected)
+    read_codes(rows, codes, result)
+    assert np.array_equal(result, expected)
 
 
 @single

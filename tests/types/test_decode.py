@@ -69,8 +69,8 @@ def test_every_scale(name):
     t = types.get(name)
     n = max(t.block_size, 2)
     encoded = np.full((65536, t.row_bytes(n)), 0x35, np.uint8)
-    at = {"q2_k": 80, "q3_k": 108, "q6_k": 208}.get(name, 0)
-    encoded[:, at : at + 2] = np.arange(65536, dtype="<u2").view(np.uint8).reshape(-1, 2)
+    offset = {"q2_k": 80, "q3_k": 108, "q6_k": 208}.get(name, 0)
+    encoded[:, offset : offset + 2] = np.arange(65536, dtype="<u2").view(np.uint8).reshape(-1, 2)
     sample = np.r_[0:1030, 0x3C00, 0x7BFF:0x7C03, 0x8000:0x8003, 0xFBFF:0xFC03]
     with np.errstate(all="ignore"):
         expected = [naive.DECODERS[name](bytes(row), n)[-1] for row in encoded[sample]]

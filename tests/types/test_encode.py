@@ -41,12 +41,12 @@ def test_error_is_not_above_the_reference(t, kind, weighted, request):
     if not data.reference_encodes(t):
         assert t.name != "f32" or np.array_equal(ours, x)
         return
-    theirs = ggml.dequantize(t.name, ggml.quantize(t.name, x, weights), n)
+    reference = ggml.dequantize(t.name, ggml.quantize(t.name, x, weights), n)
     metric = weights if weighted else data.reference_weights(t, x)
-    error, bound = (data.squared_error(x, y, metric) for y in (ours, theirs))
+    error, bound = (data.squared_error(x, y, metric) for y in (ours, reference))
     assert error <= bound, f"{(error / bound) ** 0.5:.4f} of the reference's error"
     if not weighted:
-        error, bound = (data.squared_error(x, y) for y in (ours, theirs))
+        error, bound = (data.squared_error(x, y) for y in (ours, reference))
         assert error <= 1.01**2 * bound, f"{(error / bound) ** 0.5:.4f} of the reference's plain error"
 
 
@@ -76,8 +76,8 @@ def test_error_is_not_above_the_reference_under_uneven_importance(t, importance)
         weights[rng.random(n) < 0.3] = 0
     weights = weights.astype(np.float32)
     ours = data.squared_error(x, t.dequantize(t.quantize(x, weights), n), weights)
-    theirs = data.squared_error(x, ggml.dequantize(t.name, ggml.quantize(t.name, x, weights), n), weights)
-    assert ours <= theirs, f"{ours / theirs:.4f} of the reference's error"
+    reference = data.squared_error(x, ggml.dequantize(t.name, ggml.quantize(t.name, x, weights), n), weights)
+    assert ours <= reference, f"{ours / reference:.4f} of the reference's error"
 
 
 @pytest.mark.parametrize("name", ["q4_0", "q5_0"])
@@ -261,7 +261,7 @@ def test_tensors_of_torch_are_taken():
 
 @pytest.mark.parametrize("cpu", ["generic", "haswell"])
 def test_the_same_on_another_cpu(cpu):
-    """Vectors of any width sum in the same order."""
+    """SIMD vectors of any width sum in the same order."""
     names = ["q4_0", "q4_1", "iq4_nl"]
     assert on_cpu.run(cpu, "encode", names) == on_cpu.digests("encode", names)
 

@@ -1,4 +1,4 @@
-"""Types of one bit or three values, and q8_KV: known answers, exact rows, and what a search can be held to."""
+"""Types of one bit or three values, and q8_KV: known answers, exact rows, and searches against exhaustive ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ONE, ONE_HALF = (np.array([1], kind).view(np.uint8) for kind in ("<f4", "<f2"))
 
 
 @pytest.mark.parametrize(
-    ("name", "n", "at", "one", "first", "crc"),
+    ("name", "n", "offset", "scale_bytes", "first", "crc"),
     [
         ("iq1_bn", 64, 0, ONE_HALF, [0, -1, 1, 0, -1, 0], "0e22ffad"),
         ("iq2_bn", 64, 0, ONE, [2, -1, 0, 1, 2, -1], "8aaa363a"),
@@ -23,11 +23,11 @@ ONE, ONE_HALF = (np.array([1], kind).view(np.uint8) for kind in ("<f4", "<f2"))
         ("q8_KV", 32, 0, ONE, [-81, 68, -39, 110, 3, -104], "cadcbf53"),
     ],
 )
-def test_known_answers(name, n, at, one, first, crc):
+def test_known_answers(name, n, offset, scale_bytes, first, crc):
     """spec/types-ik.md 13."""
     t = types.get(name)
     row = ((149 * np.arange(t.row_bytes(n)) + 7) % 256).astype(np.uint8)
-    row[at : at + one.size] = one
+    row[offset : offset + scale_bytes.size] = scale_bytes
     y = t.dequantize(row[None], n)
     assert y[0, :6].tolist() == first
     assert f"{zlib.crc32(y):08x}" == crc

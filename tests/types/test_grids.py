@@ -1,4 +1,4 @@
-"""The grid types: their grids are the known ones, their points and signs the best there are."""
+"""The grid types: grids against known checksums; points and signs against an exhaustive search."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_grid(name):
 
 
 def best_errors(t: types.QuantType, x: np.ndarray, w: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """Least error of each 8 elements, float64[k, 8] under a scale each: all points, all places of a wrong sign."""
+    """Smallest error of each 8 elements, float64[k, 8], at a scale each: all points, all positions of a wrong sign."""
     grid = t.grid.points.astype(np.float64)
     length = grid.shape[1]
     y = scale[:, None, None] * grid
@@ -37,7 +37,7 @@ def best_errors(t: types.QuantType, x: np.ndarray, w: np.ndarray, scale: np.ndar
 def test_points_and_signs_are_the_best_under_their_scales(name, monkeypatch):
     t = types.get(name)
     fields = []
-    monkeypatch.setattr(type(t), "_pack", staticmethod(lambda *found: fields.extend(found)))
+    monkeypatch.setattr(type(t), "_pack", staticmethod(lambda *result: fields.extend(result)))
     x, q = data.rows("student4", 12, 8, 256), data.importance(12, 256)
     t.quantize(x, q, threads=1)
     scales, multipliers, numbers, signs, _ = fields

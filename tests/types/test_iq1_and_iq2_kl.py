@@ -1,4 +1,4 @@
-"""The ternary grid of the IQ1 types, their groups of rows, IQ2_KL's pairs; how near their searches come to the best."""
+"""The ternary grid of the IQ1 types, their groups of rows, IQ2_KL's pairs; their searches against exhaustive ones."""
 
 from __future__ import annotations
 

@@ -60,13 +60,13 @@ def test_search_of_q2_k_comes_close_to_trying_everything(effort, bound):
     assert error_of("q2_K", x, w, effort).sum() <= bound * sum(best)
 
 
-@pytest.mark.parametrize(("name", "at"), [("q2_K", 80), ("q4_K", 0), ("q5_K", 0)])
-def test_only_best_negates_blocks(name, at):
+@pytest.mark.parametrize(("name", "offset"), [("q2_K", 80), ("q4_K", 0), ("q5_K", 0)])
+def test_only_best_negates_blocks(name, offset):
     """It stores both super-scales negative then, or the one that is not 0."""
     x = data.rows("gaussian", 15, 16, 256)
     for effort in ("normal", "best"):
         stored = types.get(name).quantize(x, effort=effort)
-        d, dmin = (np.ascontiguousarray(stored[:, i : i + 2]).view(np.float16)[:, 0] for i in (at, at + 2))
+        d, dmin = (np.ascontiguousarray(stored[:, i : i + 2]).view(np.float16)[:, 0] for i in (offset, offset + 2))
         assert (d < 0).any() == (effort == "best")
         assert (d * dmin >= 0).all()
 
@@ -108,5 +108,5 @@ def test_zeros_of_q2_k_stay_small_where_few_elements_are_none(kind, rng):
     t = types.get("q2_K")
     x = rng.standard_normal((16, 512)) * (rng.random((16, 512)) < 0.05)
     x = (x if kind == "a few" else 0.37 * rng.integers(-1, 2, x.shape)).astype(np.float32)
-    ours, theirs = t.dequantize(t.quantize(x), 512), ggml.dequantize(t.name, ggml.quantize(t.name, x), 512)
-    assert data.squared_error(x, ours) <= data.squared_error(x, theirs)
+    ours, reference = t.dequantize(t.quantize(x), 512), ggml.dequantize(t.name, ggml.quantize(t.name, x), 512)
+    assert data.squared_error(x, ours) <= data.squared_error(x, reference)

@@ -33,10 +33,12 @@ def least_error(name: str, block: np.ndarray, w: np.ndarray) -> float:
     """All multipliers and both codebooks with nearest codes, under 300 super-scales of either sign: float64[16, 16]."""
     f, book = format_of(name), getattr(codebooks, f"K{name[2]}")
     levels = book.values.astype(np.float64).reshape(2, -1)
-    magnitudes = np.arange(f.first, f.most + 1, f.step)
-    multipliers = np.r_[magnitudes, -magnitudes, [-f.extreme] if f.extreme > f.most else []].astype(np.float64)
+    magnitudes = np.arange(f.min_multiplier, f.max_multiplier + 1, f.step)
+    multipliers = np.r_[magnitudes, -magnitudes, [-f.extreme] if f.extreme > f.max_multiplier else []].astype(
+        np.float64
+    )
     best = np.inf
-    usual = np.abs(block).max() / np.abs(levels).max() / f.most
+    usual = np.abs(block).max() / np.abs(levels).max() / f.max_multiplier
     for d in usual * np.r_[np.geomspace(0.6, 2, 150), -np.geomspace(0.6, 2, 150)]:
         s = np.float64(np.float16(d)) * multipliers[:, None, None, None]
         midpoints = (levels[:, 1:] + levels[:, :-1]) / 2

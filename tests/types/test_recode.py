@@ -1,4 +1,4 @@
-"""Floats of one format as another, and codes times scales, against numpy: every value of 8 and 16 bits, many of 32."""
+"""Conversion of float formats, and codes times scales, against numpy: every value of 8 and 16 bits, many of 32."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ OVERFLOW = {kind: types.get(kind).overflow for kind in FLOATS}
 
 
 def agree(kind: str, made: np.ndarray, fits: bool, x: np.ndarray) -> None:
-    """All that fit, and whether that is all."""
+    """Elements that fit, and whether all do."""
     fit = np.abs(x) < OVERFLOW[kind]
     np.testing.assert_array_equal(made.reshape(-1).view(WORDS[kind])[fit], nearest(kind, x)[fit])
     assert fits == fit.all()
@@ -47,7 +47,7 @@ def agree(kind: str, made: np.ndarray, fits: bool, x: np.ndarray) -> None:
 @pytest.mark.parametrize("source", FLOATS)
 @pytest.mark.parametrize("target", FLOATS)
 def test_floats(source: str, target: str, rng: np.random.Generator) -> None:
-    """Ties of bf16 and of halves, subnormals, what is too large, and NaN of every payload that rounding could carry."""
+    """Ties of bf16 and halves, subnormals, too large values, NaN payloads that rounding could carry into Inf."""
     stored = ALL
     if source == "f32":
         near = (
@@ -62,7 +62,7 @@ def test_floats(source: str, target: str, rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("target", FLOATS)
 def test_what_does_not_fit(target: str) -> None:
-    """The largest that fits, and one odd value anywhere: the least that does not, Inf and NaN, of either sign."""
+    """The largest that fits, and one bad value anywhere: the smallest that does not fit, Inf, NaN, either sign."""
     limit = np.float32(OVERFLOW[target])
     for x in (np.nextafter(limit, np.float32(0)), limit, np.float32(np.inf), np.float32(np.nan)):
         for place in (0, 17, 47):
@@ -99,45 +99,45 @@ def test_codes_times_scales(source: str, target: str, high: int, begin: int, rng
 
 @pytest.mark.parametrize("source", FLOATS)
 @pytest.mark.parametrize("target", FLOATS)
-def test_floats_sent_to_a_file(source: str, target: str, rng: np.random.Generator, tmp_path: Path) -> None:
-    """Several slices and a rest; the bytes around stay unchanged; one odd value in the rest is reported."""
+def test_floats_written_to_a_file(source: str, target: str, rng: np.random.Generator, tmp_path: Path) -> None:
+    """Several slices and a rest; the bytes around stay unchanged; one bad value in the rest is reported."""
     count = 2 * recode.SLICE + 3 * recode.LANES
     data = recode.recode("f32", source, rng.standard_normal((1, count), np.float32).view(np.uint8))[0].reshape(-1)
-    wanted, _ = recode.recode(source, target, data[None])
+    expected, _ = recode.recode(source, target, data[None])
     with open(tmp_path / "file", "w+b") as file:
-        file.truncate(wanted.size + 2000)
-        assert recode.send(source, target, data, file.fileno(), 1000)
+        file.truncate(expected.size + 2000)
+        assert recode.write_recoded(source, target, data, file.fileno(), 1000)
         file.seek(0)
-        assert file.read() == bytes(1000) + wanted.tobytes() + bytes(1000)
+        assert file.read() == bytes(1000) + expected.tobytes() + bytes(1000)
         data.view(WORDS[source])[-1] = nearest(source, np.array([np.inf], np.float32))[0]
-        assert not recode.send(source, target, data, file.fileno(), 0)
+        assert not recode.write_recoded(source, target, data, file.fileno(), 0)
 
 
 @pytest.mark.parametrize(("rows", "n", "begin"), [(1, 16, 0), (300, 4096, 5), (1000, 1040, 127), (3, 1 << 19, 0)])
-def test_codes_times_scales_sent_to_a_file(
+def test_codes_times_scales_written_to_a_file(
     rows: int, n: int, begin: int, rng: np.random.Generator, tmp_path: Path
 ) -> None:
     codes = rng.integers(0, 0x7F, (rows, n), np.uint8)
     scales = rng.random((-(-(begin + rows) // 128), -(-n // 128)), np.float32)
     given = codes, scales, (128, 128), begin
-    wanted = np.empty((rows, 2 * n), np.uint8)
-    assert recode.rescale("f8_e4m3", "bf16", *given, wanted)
+    expected = np.empty((rows, 2 * n), np.uint8)
+    assert recode.rescale("f8_e4m3", "bf16", *given, expected)
     with open(tmp_path / "file", "w+b") as file:
-        assert recode.send_rescaled("f8_e4m3", "bf16", *given, file.fileno(), 64)
+        assert recode.write_rescaled("f8_e4m3", "bf16", *given, file.fileno(), 64)
         file.seek(64)
-        assert file.read() == wanted.tobytes()
+        assert file.read() == expected.tobytes()
     codes[-1, -1] = 0x7F  # NaN
     with open(tmp_path / "file", "w+b") as file:
-        assert not recode.send_rescaled("f8_e4m3", "bf16", *given, file.fileno(), 64)
+        assert not recode.write_rescaled("f8_e4m3", "bf16", *given, file.fileno(), 64)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
-def test_what_cannot_be_written_is_told() -> None:
+def test_a_failed_write_is_reported() -> None:
     data = np.zeros(64 * recode.LANES, np.uint8)
     with open("/dev/full", "r+b", buffering=0) as file:
-        assert not recode.send("bf16", "bf16", data, file.fileno(), 0)
+        assert not recode.write_recoded("bf16", "bf16", data, file.fileno(), 0)
         scales = np.ones((1, 1), np.float32)
-        assert not recode.send_rescaled("f8_e4m3", "bf16", data[None], scales, (1, 1024), 0, file.fileno(), 0)
+        assert not recode.write_rescaled("f8_e4m3", "bf16", data[None], scales, (1, 1024), 0, file.fileno(), 0)
 
 
 @pytest.mark.parametrize("cpu", [pytest.param("generic", marks=pytest.mark.full), "haswell"])
@@ -150,8 +150,8 @@ def test_the_same_on_other_cpus(cpu: str) -> None:
 
 
 @pytest.mark.parametrize("kind", FLOATS)
-def test_what_is_finite(kind: str, rng: np.random.Generator) -> None:
-    """One odd value anywhere, of either sign; negative numbers and zeros are none."""
+def test_is_finite(kind: str, rng: np.random.Generator) -> None:
+    """One value that is not finite anywhere, of either sign; negative numbers and zeros are finite."""
     inf = (
         int(np.array([np.inf], np.float32).view(np.uint32)[0])
         if kind == "f32"

@@ -37,7 +37,7 @@ def objective(rules: rowscaled.Rules, x: np.ndarray, importance: np.ndarray | No
 def least_errors(rules: rowscaled.Rules, x: np.ndarray, w: np.ndarray, d: float) -> np.ndarray:
     """The least error of each group of 32 of float64[n] under d: all multipliers, books and codes."""
     x, w = x.reshape(-1, 32), w.reshape(-1, 32)
-    least = np.full(len(x), np.inf)
+    minimum = np.full(len(x), np.inf)
     for book in books_of(rules):
         for m in np.arange(rules.lowest, rules.highest + 1, rules.step):
             costs = w[..., None] * (x[..., None] - d * m * book) ** 2
@@ -49,8 +49,8 @@ def least_errors(rules: rowscaled.Rules, x: np.ndarray, w: np.ndarray, d: float)
                 error = (words.min(axis=3).sum(axis=2) + flip * (words.argmin(axis=3).sum(axis=2) % 2)).sum(axis=1)
             else:
                 error = costs.min(axis=2).sum(axis=1)
-            least = np.minimum(least, error)
-    return least
+            minimum = np.minimum(minimum, error)
+    return minimum
 
 
 def super_scale(name: str, encoded: np.ndarray) -> float:
@@ -70,7 +70,7 @@ def test_known_answers(name):
 @pytest.mark.parametrize("weighted", [False, True], ids=["none", "importance"])
 @pytest.mark.parametrize("name", NAMES)
 def test_close_to_trying_everything(name, weighted):
-    """Under the d that is stored, and under 24 others around it: errors within 1% and 2% of all that is possible."""
+    """Under the d that is stored, and under 24 others around it: errors within 1% and 2% of the smallest possible."""
     t, rules = types.get(name), rules_of(name)
     rows, importance = data.rows("student4", 3, 8, 256), data.importance(3, 256) if weighted else None
     ours = under_d = anywhere = 0.0
@@ -96,8 +96,8 @@ def test_codes_of_even_words_are_the_best(rng):
         values = scale * books_of(rules)[scale_byte & 1][codes]
         for k in range(8):
             at = 32 * group + 2 * k + np.array([0, 16, 1, 17])
-            least = (w[at] * (x[0, at] - values) ** 2).sum(axis=1).min()
-            assert (w[at] * (x[0, at] - y[at]) ** 2).sum() <= least * (1 + 1e-4)
+            minimum = (w[at] * (x[0, at] - values) ** 2).sum(axis=1).min()
+            assert (w[at] * (x[0, at] - y[at]) ** 2).sum() <= minimum * (1 + 1e-4)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -55,9 +55,9 @@ def test_small_weights_lose_nothing(name):
 
 def test_scales_are_stored_as_halves():
     for value, unit in ((0.3, 1.0), (3e-6, 2.0**-9), (1e-9, 1.0), (1e6, 1.0), (70000.0, 1.0), (-0.3, 4.0)):
-        got = superblock.storable(np.float32(value), np.float32(unit)) * unit
+        result = superblock.storable(np.float32(value), np.float32(unit)) * unit
         expected = np.float16(np.clip(abs(value) * unit, 2.0**-24, 65504)) * np.sign(value)
-        assert got == expected
+        assert result == expected
 
 
 @pytest.mark.parametrize("cpu", [pytest.param("generic", marks=pytest.mark.full), "haswell"])

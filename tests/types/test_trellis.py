@@ -1,4 +1,4 @@
-"""The trellis types: the generator, known answers, and a search that comes near to trying everything."""
+"""The trellis types: the generator, known answers, and the search against an exhaustive one."""
 
 from __future__ import annotations
 
@@ -69,18 +69,18 @@ def test_groups_are_nearly_the_best_there_are(name, weighted):
     tables = [trellis_code.code_values(kind.index_bits, kind.group, offset).astype(float) for offset in kind.offsets]
     if kind.folded:
         x, y, tables = np.abs(x), np.abs(y), [np.abs(table) for table in tables]
-    found = best = 0.0
+    actual = best = 0.0
     for part in range(0, 2 * n, 32):
-        given, got, weight = (a.reshape(-1)[part : part + 32].reshape(-1, kind.group) for a in (x, y, w))
-        step, table = max((likeness_and_points(got, table) for table in tables), key=lambda each: each[0])[1:]
+        given, result, weight = (a.reshape(-1)[part : part + 32].reshape(-1, kind.group) for a in (x, y, w))
+        step, table = max((likeness_and_points(result, table) for table in tables), key=lambda each: each[0])[1:]
         errors = ((given[:, None] - step * table) ** 2 * weight[:, None]).sum(axis=2)
-        found += float(((given - got) ** 2 * weight).sum())
+        actual += float(((given - result) ** 2 * weight).sum())
         best += float(errors.min(axis=1).sum())
-    assert best <= 1.0001 * found <= 1.05 * best
+    assert best <= 1.0001 * actual <= 1.05 * best
 
 
 def likeness_and_points(y: np.ndarray, table: np.ndarray) -> tuple[float, float, np.ndarray]:
-    """How near decoded groups y are to s times points, the s, and the points: y was s times points of one table."""
+    """Likeness of decoded groups y to s times points, s, and the points: y was s times points of one table."""
     norms = np.maximum(np.sqrt((table * table).sum(axis=1)), 1)
     likeness = y @ table.T / norms
     signed = likeness[np.arange(len(y)), np.abs(likeness).argmax(axis=1)]

@@ -113,7 +113,7 @@ class FP8Tensor(ScaledTensor):
         source, width = self.dtype.lower(), self.shape[-1] * recode.ITEM_BYTES[kind]
         for first, codes, scales, below in self._matrices(start, stop):
             place = descriptor, offset + (first - start) * width
-            if not recode.send_rescaled(source, kind, codes, scales, self.block, below, *place):
+            if not recode.write_rescaled(source, kind, codes, scales, self.block, below, *place):
                 return False
         return True
 

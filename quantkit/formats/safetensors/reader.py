@@ -159,7 +159,7 @@ class CheckpointTensor:
         source = self.dtype.lower()
         if source not in recode.TARGETS or (stop - start) * width // size % recode.LANES:
             return False
-        return recode.send(source, kind, self.raw()[start * width : stop * width], descriptor, offset)
+        return recode.write_recoded(source, kind, self.raw()[start * width : stop * width], descriptor, offset)
 
     def forget(self, start: int, stop: int) -> None:
         """Release the mapped pages of some rows; they are read again when they are asked for again."""

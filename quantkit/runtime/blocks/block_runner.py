@@ -1,6 +1,6 @@
-"""What a device computes of a model: the parts of its blocks over tensors that it has, layer by layer.
+"""`BlockRunner`: computes the parts of a model's blocks from its tensors, layer by layer in float32.
 
-`BlockRunner` is what a Model does itself, and what each device of a split model does with tensors of its own.
+A `Model` is a BlockRunner. So is each worker of a model over several devices (`runtime/parallel/worker.py`).
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class BlockRunner:
 
     def _attention(self, part: blocks.Attention, layer: int, x: np.ndarray, spans: list[Span]) -> np.ndarray:
         y = self.norm(part.norm, x)
-        made, k, v = (self.linear(linear, y) for linear in (part.q, part.k, part.v))
-        q = self.without_gates(made, part.heads) if part.gated else made
+        projected, k, v = (self.linear(linear, y) for linear in (part.q, part.k, part.v))
+        q = self.without_gates(projected, part.heads) if part.gated else projected
         if not part.norms_after_rope:
             q, k = self._head_norm(part.q_norm, q), self._head_norm(part.k_norm, k)
         for heads in (q, k):
@@ -84,7 +84,7 @@ class BlockRunner:
             self.scale_queries(q, part.temperature, spans)
         y = self.append_and_attend(part, layer, q, k, v, spans)
         if part.gated:
-            self.apply_gates(y, made, part.head_dim_v)
+            self.apply_gates(y, projected, part.head_dim_v)
         self.check(f"attention of blk.{layer} over a cache of {spans[0].cache.cache_type}", y)
         return self._post_norm(part.post_norm, self.linear(part.out, self._post_norm(part.sub_norm, y)))
 
@@ -105,7 +105,7 @@ class BlockRunner:
     def attend_latents(
         self, part: blocks.LatentAttention, layer: int, q: np.ndarray, latents: np.ndarray, spans: list[Span]
     ) -> np.ndarray:
-        """The same of latent attention; see `latent.attend`."""
+        """float32[tokens, heads * head_dim_v] of latent attention; see `latent.attend`."""
         return latent.attend(self, part, layer, q, latents, spans)
 
     def head_projections(self, part: blocks.LatentAttention) -> latent.HeadProjections:
@@ -116,13 +116,13 @@ class BlockRunner:
         return y if norm is None else self.norm(norm, y)
 
     def apply_rope(self, x: np.ndarray, rope: blocks.Rope, dim: int, spans: list[Span]) -> None:
-        """Rope, in place, of heads of `dim` elements."""
+        """Apply RoPE to heads of `dim` elements, in place."""
         positions = np.concatenate([np.arange(s.stop - s.start) + s.cache.length for s in spans])
         tables = self._rope(rope, int(positions.max()) + 1)
         float_ops.apply_rope(x, rope.style, dim, tables, positions, self.threads)
 
     def _gated(self, part: blocks.FeedForward, y: np.ndarray) -> np.ndarray:
-        """What a feed-forward makes of what its norm made."""
+        """The gated feed-forward of y, which is normed: down(act(gate y) * (up y))."""
         gate, up = self.linear(part.gate, y), self.linear(part.up, y)
         y = self._post_norm(part.sub_norm, self.activate(part.activation, gate, up))
         return self._post_norm(part.post_norm, self.linear(part.down, y))
@@ -130,25 +130,25 @@ class BlockRunner:
     def _experts(self, part: blocks.Experts, x: np.ndarray) -> np.ndarray:
         y = self.norm(part.norm, x)
         chosen, weights = self.route(part, self.linear(part.router, y))
-        found = self.run_experts(part, y, chosen, weights)
-        self.check(part.down.weight, found)
-        return found if part.shared is None else found + self._shared(part.shared, part.shared_gate, y)
+        out = self.run_experts(part, y, chosen, weights)
+        self.check(part.down.weight, out)
+        return out if part.shared is None else out + self._shared(part.shared, part.shared_gate, y)
 
     def _shared(self, part: blocks.FeedForward, gate: str | None, y: np.ndarray) -> np.ndarray:
-        """What the experts that all tokens pass make of what the norm made."""
-        found = self._gated(part, y)
+        """The shared expert of y, which is normed, times its gate's sigmoid if it has one."""
+        out = self._gated(part, y)
         if gate is not None:
             self.observe(gate, y)
-            found *= self.sigmoid(y @ self.vector(gate))[:, None]
-            self.check(gate, found)
-        return found
+            out *= self.sigmoid(y @ self.vector(gate))[:, None]
+            self.check(gate, out)
+        return out
 
     def run_experts(self, part: blocks.Experts, y: np.ndarray, chosen: np.ndarray, weights: np.ndarray) -> np.ndarray:
         """float32[tokens, n_embd]: what the experts chosen for each token make of y, weighted and added up."""
         observe = None if self._checking else self.observer
         return experts.run(part, self.weights, y, chosen, weights, self.threads, observe)
 
-    # ---------------------------------------------- what a kind of device that has arrays of its own does with kernels
+    # ------------------------------------------------------------ operations that a GPU's worker overrides with kernels
 
     def rms_norm(self, x: np.ndarray, norm: blocks.Norm) -> np.ndarray:
         """x / sqrt(mean(x^2) + eps) * weight, by rows of the weight's length."""
@@ -163,7 +163,7 @@ class BlockRunner:
         return float_ops.sigmoid(x)
 
     def without_gates(self, projected: np.ndarray, heads: int) -> np.ndarray:
-        """See `float_ops.without_gates`, and so of the next two."""
+        """The queries of a projection to queries and gates; see `float_ops.without_gates`."""
         return float_ops.without_gates(projected, heads)
 
     def apply_gates(self, x: np.ndarray, projected: np.ndarray, dim: int) -> None:
@@ -175,7 +175,7 @@ class BlockRunner:
         float_ops.scale_queries(q, *temperature, spans)
 
     def append_rows(self, k: np.ndarray, v: np.ndarray | None, cache: Cache, layer: int) -> None:
-        """Keep keys and values of a layer."""
+        """Append keys and values of a layer to a cache, at `cache.length`."""
         float_attention.append_rows(k, v, cache, layer)
 
     def route(self, part: blocks.Experts, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -194,7 +194,7 @@ class BlockRunner:
         return recurrent.delta_net(self, part, layer, x, spans)
 
     def is_finite(self, y: np.ndarray) -> bool:
-        """Whether y may go on: it holds neither NaN nor Inf, or nobody asked (`--tripwire off`)."""
+        """Whether y has neither NaN nor Inf; True without looking with `--tripwire off`."""
         return self.tripwire == "off" or float_ops.is_finite(y)
 
     # ------------------------------------------------------------------------------------------------------------------
@@ -220,49 +220,49 @@ class BlockRunner:
         return y
 
     def observe(self, name: str, x: np.ndarray, *which: int) -> None:
-        """Tell the observer what enters a weight, or the matrix of it that `which` says: number, count."""
+        """Pass the observer the inputs of a weight, or of its matrix `which`: (number, count)."""
         if self.observer is not None and not self._checking:
             self.observer(name, x, *which)
 
     def drop_cached(self, names: Iterable[str]) -> None:
-        """Drop what was made of these tensors."""
+        """Drop the vectors and products that are cached of these tensors."""
         for name in names:
             self._vectors.pop(name, None)
             self._linears.pop(name, None)
 
     def _weight(self, linear: blocks.Linear) -> float_linear.Linear:
-        found = self._linears.get(linear.weight)
-        if found is None:
+        result = self._linears.get(linear.weight)
+        if result is None:
             bias = self.vector(linear.bias) if linear.bias else None
             scale = float(self.vector(linear.scale)[0]) if linear.scale else 1.0
-            found = float_linear.Linear(self.weights[linear.weight], self.numerics, self.threads, bias, scale)
-            self._linears[linear.weight] = found
-        return found
+            result = float_linear.Linear(self.weights[linear.weight], self.numerics, self.threads, bias, scale)
+            self._linears[linear.weight] = result
+        return result
 
     def vector(self, name: str) -> np.ndarray:
-        """float32[n] of a tensor that is no matrix to be multiplied by, decoded once."""
-        found = self._vectors.get(name)
-        if found is None:
-            found = self._vectors[name] = float_linear.vector(self.weights[name])
-        return found
+        """float32[n] of a norm's weight, a bias or another vector, decoded once."""
+        result = self._vectors.get(name)
+        if result is None:
+            result = self._vectors[name] = float_linear.vector(self.weights[name])
+        return result
 
     def _rope(self, rope: blocks.Rope, n_ctx: int) -> tuple[np.ndarray, np.ndarray]:
-        """Tables for at least `n_ctx` positions."""
-        held = self._tables.get(rope)
-        if held is None or len(held[0]) < n_ctx:
+        """cos and sin of at least `n_ctx` positions; see `float_ops.rope_tables`."""
+        tables = self._tables.get(rope)
+        if tables is None or len(tables[0]) < n_ctx:
             factors = float_linear.vector(self.weights[rope.factors]) if rope.factors else None
-            held = self._tables[rope] = float_ops.rope_tables(rope, 1 << (n_ctx - 1).bit_length(), factors)
-        return held
+            tables = self._tables[rope] = float_ops.rope_tables(rope, 1 << (n_ctx - 1).bit_length(), factors)
+        return tables
 
-    def check(self, what: str, y: np.ndarray) -> None:
+    def check(self, source: str, y: np.ndarray) -> None:
         """`_require_finite` during a diagnosis, or with `tripwire` "full"; otherwise one check a layer is enough."""
         if self._checking or self.tripwire == "full":
-            self._require_finite(what, y)
+            self._require_finite(source, y)
 
-    def _require_finite(self, what: str, y: np.ndarray) -> None:
-        """DataError that names `what` made y float32[tokens, n] when it holds NaN or Inf."""
+    def _require_finite(self, source: str, y: np.ndarray) -> None:
+        """DataError that names `source`, from which y float32[tokens, n] comes, if y has NaN or Inf."""
         if self.is_finite(y):
             return
         token, column = (int(i) for i in np.argwhere(~np.isfinite(y))[0])
-        note = describe_nonfinite(self.weights.get(what))
-        raise DataError(f"{self.path}: {what} made {y[token, column]} for token {token}, element {column}{note}")
+        note = describe_nonfinite(self.weights.get(source))
+        raise DataError(f"{self.path}: {source} made {y[token, column]} for token {token}, element {column}{note}")

@@ -1,12 +1,12 @@
-"""Feed-forward with experts, layer by layer: which experts a token goes to, and what they make of it, decoded exactly.
+"""Mixture of experts, layer by layer in float32: top-k routing of tokens, and the weighted sum of the experts' outputs.
 
     chosen, weights = route(part, logits, reduction)      int64[tokens, used], -1 where left out; float32[tokens, used]
     y = run(part, tensors, x, chosen, weights, threads)   float32[tokens, n_embd]
 
-Tokens are gathered by expert, so that each matrix is decoded once for all of a batch. A reduction (K, t), `-ser K,t`,
-leaves out experts that matter little: of those a token is routed to, ordered by probability, the first K stay, and of
-the others those whose probability is above t times the first one's. t = 0 is the model as it is, t = 1 exactly K
-experts. Weights that are divided by their sum are divided by the sum over those that stay.
+Tokens are gathered by expert, so that each matrix is decoded once for a batch. A reduction (K, t), `-ser K,t`, leaves
+out experts of low probability: of those a token is routed to, ordered by probability, the first K are used, and of the
+others those whose probability is above t times the first one's. t = 0 changes nothing, t = 1 uses exactly K experts.
+Where weights are normalized, they are divided by the sum over the experts that are used.
 """
 
 from __future__ import annotations
@@ -29,11 +29,14 @@ Observe = Callable[[str, np.ndarray, int, int], None]
 Product = Callable[[np.ndarray], np.ndarray]
 
 
-def reduction(parts: Sequence[blocks.Block], given: Reduction | None, path: Path) -> Reduction | None:
-    """`given`, if the model has experts that it can leave out; DataError otherwise. None for (K, 0), which is none."""
-    if given is None:
+def reduction(parts: Sequence[blocks.Block], requested: Reduction | None, path: Path) -> Reduction | None:
+    """The reduction `requested`, checked against the model; None for (K, 0), which leaves out none.
+
+    DataError where the model has no experts, or K or t is out of range.
+    """
+    if requested is None:
         return None
-    min_used, min_share = given
+    min_used, min_share = requested
     used = min((p.used for block in parts for p in block.parts if isinstance(p, blocks.Experts)), default=0)
     if not used:
         raise DataError(f"{path}: the model has no experts that -ser {min_used},{min_share:g} could leave out")
@@ -42,17 +45,17 @@ def reduction(parts: Sequence[blocks.Block], given: Reduction | None, path: Path
         raise DataError(f"{path}: {option}: K must be at least 1 and below the {used} experts used")
     if not 0 <= min_share <= 1:
         raise DataError(f"{path}: {option}: the share t must be 0 to 1")
-    return given if min_share else None
+    return requested if min_share else None
 
 
 def route(
-    part: blocks.Experts, logits: np.ndarray, given: Reduction | None = None, bias: np.ndarray | None = None
+    part: blocks.Experts, logits: np.ndarray, reduction: Reduction | None = None, bias: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Experts and weights of each token from router logits float32[tokens, count], which are overwritten.
 
     `bias` is what `part.choice_bias` names.
     """
-    min_used, min_share = given or (part.used, 0.0)
+    min_used, min_share = reduction or (part.used, 0.0)
     bias = jit.readonly(np.zeros(0, np.float32)) if bias is None else bias
     chosen = np.full((len(logits), part.used), -1, np.int64)
     weights = np.zeros((len(logits), part.used), np.float32)
@@ -74,20 +77,20 @@ def run(
     observe: Observe | None = None,
     matrix: Callable[[blocks.Linear, int], Product] | None = None,
 ) -> np.ndarray:
-    """The weighted sum of what the chosen experts make of x float32[tokens, n_embd], experts added by number.
+    """The weighted sum of the chosen experts' outputs for x float32[tokens, n_embd], added in order of their numbers.
 
-    `observe` is told what enters each expert's matrices: name, float32[tokens, n], the expert, how many there are.
-    `matrix` gives an expert's product with one of the three; by default that of its tensor, here.
+    `observe` is called with the input of each expert's matrices: name, float32[tokens, n], expert, number of experts.
+    `matrix(linear, number)` gives the product with a matrix of an expert; by default `linear_of`.
     """
     matrix = matrix or functools.partial(linear_of, tensors, threads)
     out = np.zeros((len(x), tensors[part.down.weight].shape[1]), np.float32)
     for number in np.unique(chosen[chosen >= 0]):
         token, rank = np.nonzero(chosen == number)
         gate, up, down = (matrix(linear, int(number)) for linear in (part.gate, part.up, part.down))
-        given = np.ascontiguousarray(x[token])
-        hidden = float_ops.activate(part.activation, gate(given), up(given), threads)
+        inputs = np.ascontiguousarray(x[token])
+        hidden = float_ops.activate(part.activation, gate(inputs), up(inputs), threads)
         if observe is not None:
-            for linear, entering in ((part.gate, given), (part.up, given), (part.down, hidden)):
+            for linear, entering in ((part.gate, inputs), (part.up, inputs), (part.down, hidden)):
                 observe(linear.weight, entering, int(number), part.count)
         out[token] += down(hidden) * weights[token, rank][:, None]
     return out
@@ -102,12 +105,12 @@ def linear_of(tensors: Mapping[str, Tensor], threads: int, linear: blocks.Linear
 class _Matrix(Tensor):
     """One expert's matrix of a stacked tensor; its bytes stay where they are."""
 
-    __slots__ = ("_first", "_whole")
+    __slots__ = ("_first", "_stack")
 
-    def __init__(self, whole: Tensor, number: int):
-        count, rows, n = whole.shape
-        super().__init__(whole.name, (rows, n), whole.type, whole.nbytes // count, whole.offset, whole.path)
-        self._whole, self._first = whole, number * rows
+    def __init__(self, stack: Tensor, number: int):
+        count, rows, n = stack.shape
+        super().__init__(stack.name, (rows, n), stack.type, stack.nbytes // count, stack.offset, stack.path)
+        self._stack, self._first = stack, number * rows
 
     def _rows(self, start: int, stop: int) -> np.ndarray:
-        return self._whole._rows(self._first + start, self._first + stop)
+        return self._stack._rows(self._first + start, self._first + stop)

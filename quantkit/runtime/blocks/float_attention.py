@@ -24,7 +24,7 @@ QUERIES_TOGETHER, KEYS_TOGETHER = 6, 128  # kernels round queries and positions 
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """How attention is computed: the same numbers but for rounding.
+    """How attention is computed. The results differ only by rounding.
 
     flash      with a streaming softmax, KEY_ROWS positions at a time; else plainly, all scores of a query at once
     work_mib   MiB that the scores of plain attention may take, those of all threads together; 0: no bound
@@ -43,16 +43,16 @@ class AttentionOptions:
         row = 4 * threads * (-(-n_ctx // KEYS_TOGETHER) * KEYS_TOGETHER)
         rows = (self.work_mib << 20) // row // QUERIES_TOGETHER * QUERIES_TOGETHER
         if rows < group:
-            least = -(-group // QUERIES_TOGETHER) * QUERIES_TOGETHER * row
+            min_bytes = -(-group // QUERIES_TOGETHER) * QUERIES_TOGETHER * row
             raise DataError(
-                f"-amb {self.work_mib}: plain attention's scores over {n_ctx} positions take {-(-least >> 20)} MiB "
-                f"at the least with {threads} threads; give it that, fewer positions (-c), or flash attention (-fa 1)"
+                f"-amb {self.work_mib}: plain attention's scores over {n_ctx} positions take {-(-min_bytes >> 20)} MiB "
+                f"or more with {threads} threads; allow that, or take fewer positions (-c) or flash attention (-fa 1)"
             )
         return min(QUERY_ROWS, rows)
 
 
 class Heads(NamedTuple):
-    """The heads of an attention, as blocks.Attention has them. Values may be the first elements of the keys.
+    """The heads of attention: those of a blocks.Attention. With `values_in_keys`, a value is its key's first elements.
 
     sinks   float32[heads]
     """
@@ -97,14 +97,14 @@ def attend(
     threads: int,
     options: AttentionOptions = AttentionOptions(),
 ) -> np.ndarray:
-    """softmax(q k^T * scale) v for every query head, float32[tokens, heads * head_dim_v]; q as it comes out of rope.
+    """softmax(q k^T * scale) v for every query head, float32[tokens, heads * head_dim_v]; RoPE is applied to q already.
 
     The caches hold the keys and values of the batch's own tokens already, from their `length` on.
     """
     out = np.empty((len(q), part.heads * part.head_dim_v), np.float32)
     group = part.heads // part.kv_heads
-    most = max(span.cache.length + span.stop - span.start for span in spans)
-    step = max(1, options.query_rows(group, most, threads) // group)
+    max_keys = max(span.cache.length + span.stop - span.start for span in spans)
+    step = max(1, options.query_rows(group, max_keys, threads) // group)
     work = [
         (span, head, first, min(span.stop, first + step))
         for span in spans
@@ -115,7 +115,7 @@ def attend(
     def task(begin: int, end: int) -> None:
         with ignore_nonfinite():
             for item in work[begin:end]:
-                _attend_head(part, layer, q, out, KEY_ROWS if options.flash else most, *item)
+                _attend_head(part, layer, q, out, KEY_ROWS if options.flash else max_keys, *item)
 
     scores = part.heads * sum((s.stop - s.start) * (s.cache.length + s.stop - s.start) for s in spans)
     thread_pool.over_rows(task, len(work), threads=threads if scores > SERIAL_ELEMENTS else 1)
@@ -135,12 +135,14 @@ def _attend_head(
 ) -> None:
     """`attend` for tokens first … stop and the query heads that share key/value head `head`, `key_rows` at a time."""
     group = part.heads // part.kv_heads
-    tokens, mine = stop - first, slice(head * group, (head + 1) * group)
+    tokens, group_heads = stop - first, slice(head * group, (head + 1) * group)
     position = span.cache.length + first - span.start
     window = part.window or span.cache.n_ctx
     rotate_k, rotate_v = span.cache.rotations
     rotate_v = rotate_k if part.values_in_keys else rotate_v
-    queries = q.reshape(len(q), part.heads, -1)[first:stop, mine].reshape(tokens * group, -1) * np.float32(part.scale)
+    queries = q.reshape(len(q), part.heads, -1)[first:stop, group_heads].reshape(tokens * group, -1) * np.float32(
+        part.scale
+    )
     if rotate_k:
         queries = kv_rounding.rotate(queries, rotate_k)
     maximum = np.zeros(tokens * group, np.float32)
@@ -157,7 +159,7 @@ def _attend_head(
             values = _decoded(span.cache.v[layer][head, key:end], span.cache.type.v, part.head_dim_v, "values")
         acc += np.matmul(scores, values, out=scratch("products", acc.shape))
     if part.sinks is not None:
-        sinks = np.tile(part.sinks[mine], tokens)
+        sinks = np.tile(part.sinks[group_heads], tokens)
         new = np.maximum(maximum, sinks)
         rescale = np.exp(maximum - new)
         acc *= rescale[:, None]
@@ -165,7 +167,7 @@ def _attend_head(
     acc /= denominator[:, None]
     if rotate_v:
         acc = kv_rounding.rotate(acc, rotate_v)
-    out.reshape(len(out), part.heads, -1)[first:stop, mine] = acc.reshape(tokens, group, -1)
+    out.reshape(len(out), part.heads, -1)[first:stop, group_heads] = acc.reshape(tokens, group, -1)
 
 
 def _decoded(rows: np.ndarray, kind: str, dim: int, purpose: str) -> np.ndarray:

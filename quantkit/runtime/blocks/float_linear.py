@@ -16,7 +16,7 @@ from quantkit.formats.gguf import Tensor
 from quantkit.runtime.blocks.float_ops import ignore_nonfinite, scratch
 
 FEW_TOKENS = 32  # batches up to this are bound by decoding, not by multiplying
-PANEL_ELEMENTS = 1 << 21  # decoded at a time for larger batches: 8 MiB, so that they stay in the last level of cache
+PANEL_ELEMENTS = 1 << 21  # decoded at a time for larger batches: 8 MiB, so that they stay in the last-level cache
 TILE_TOKENS = TILE_ROWS = 256  # multiplied at a time, by each thread
 STRIP_ELEMENTS = 1 << 17  # decoded at a time for smaller ones, by each thread: 512 KiB, for its own cache
 ROWS_TOGETHER = 16  # the largest group; matrices of all types are cut at multiples of it: repacked, they round the same
@@ -24,8 +24,8 @@ ROWS_TOGETHER = 16  # the largest group; matrices of all types are cut at multip
 
 def vector(tensor: Tensor) -> np.ndarray:
     """float32[n] of a norm's weight, a bias or rope factors."""
-    found: np.ndarray = jit.readonly(np.ascontiguousarray(tensor.dequantize().reshape(-1)))
-    return found
+    result: np.ndarray = jit.readonly(np.ascontiguousarray(tensor.dequantize().reshape(-1)))
+    return result
 
 
 class Linear:
@@ -91,7 +91,7 @@ class Linear:
 
 
 def _whole_rows(elements: int, columns: int) -> int:
-    """How many rows make about so many elements."""
+    """The number of rows of about `elements` elements, a multiple of ROWS_TOGETHER."""
     return max(1, elements // columns // ROWS_TOGETHER) * ROWS_TOGETHER
 
 
@@ -111,8 +111,8 @@ def _multiply(x: np.ndarray, panel: np.ndarray, out: np.ndarray, threads: int) -
 def embed(tensor: Tensor, tokens: np.ndarray) -> np.ndarray:
     """float32[tokens, n_embd]: the rows of the embedding that int[tokens] name. Only their groups are decoded."""
     group = tensor.type.interleave
-    wanted, place = np.unique(tokens // group, return_inverse=True)
-    data = tensor.data.reshape(-1, group, tensor.row_bytes)[wanted]
+    groups, index_of = np.unique(tokens // group, return_inverse=True)
+    data = tensor.data.reshape(-1, group, tensor.row_bytes)[groups]
     rows = tensor.type.dequantize(data.reshape(-1, data.shape[2]), tensor.shape[1])
-    found: np.ndarray = rows[place.reshape(-1) * group + tokens % group]
-    return found
+    result: np.ndarray = rows[index_of.reshape(-1) * group + tokens % group]
+    return result

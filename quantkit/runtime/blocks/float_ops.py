@@ -22,22 +22,22 @@ _local = threading.local()
 
 
 def scratch(name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """float32 memory of this thread, used again and again: fresh pages for every panel cost as much as decoding."""
+    """float32 memory of this thread, reused by name: fresh pages for every panel would cost as much as decoding."""
     size = math.prod(shape)
-    held = getattr(_local, name, None)
-    if held is None or held.size < size:
-        held = np.empty(size, np.float32)
-        setattr(_local, name, held)
-    return held[:size].reshape(shape)
+    memory = getattr(_local, name, None)
+    if memory is None or memory.size < size:
+        memory = np.empty(size, np.float32)
+        setattr(_local, name, memory)
+    return memory[:size].reshape(shape)
 
 
 def ignore_nonfinite() -> np.errstate:
-    """numpy says nothing about NaN and Inf inside: the model looks for them itself, and names where they come from."""
+    """Context without numpy's warnings about NaN and Inf: the model's non-finite check reports them instead."""
     return np.errstate(over="ignore", invalid="ignore")
 
 
 def is_finite(x: np.ndarray) -> bool:
-    """Whether no element is NaN or Inf. One sum tells, unless it overflows."""
+    """Whether no element is NaN or Inf: decided by one sum, unless that overflows."""
     with ignore_nonfinite():
         return bool(np.isfinite(x.sum()) or np.isfinite(x).all())
 
@@ -70,8 +70,8 @@ def activate(name: str, gate: np.ndarray, up: np.ndarray, threads: int) -> np.nd
 
 def without_gates(projected: np.ndarray, heads: int) -> np.ndarray:
     """The queries float32[tokens, heads * dim] of queries and gates of each head, float32[tokens, heads * 2 * dim]."""
-    both = projected.reshape(len(projected), heads, 2, -1)
-    return np.ascontiguousarray(both[:, :, 0]).reshape(len(projected), -1)
+    pairs = projected.reshape(len(projected), heads, 2, -1)
+    return np.ascontiguousarray(pairs[:, :, 0]).reshape(len(projected), -1)
 
 
 def apply_gates(x: np.ndarray, projected: np.ndarray, dim: int, threads: int) -> None:
@@ -82,12 +82,12 @@ def apply_gates(x: np.ndarray, projected: np.ndarray, dim: int, threads: int) ->
 def sigmoid(x: np.ndarray) -> np.ndarray:
     """1 / (1 + e^-x) of an array of any shape."""
     with ignore_nonfinite():
-        found: np.ndarray = 1 / (1 + np.exp(-x))
-        return found
+        result: np.ndarray = 1 / (1 + np.exp(-x))
+        return result
 
 
 def rope_tables(rope: blocks.Rope, n_ctx: int, factors: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """cos and sin, float32[n_ctx, dim/2], of the angle position * frequency of each pair. Worked out in float64.
+    """cos and sin, float32[n_ctx, dim/2], of the angle position * frequency of each pair; computed in float64.
 
     `factors` float32[dim/2] divide the frequencies. With YaRN, a pair's frequency moves from f * scale to f as its
     number j falls from `high` to `low`, the pairs that turn beta_slow and beta_fast times within the original context.
@@ -96,7 +96,7 @@ def rope_tables(rope: blocks.Rope, n_ctx: int, factors: np.ndarray | None = None
     frequency = rope.base ** (-2.0 * pair / rope.dim)
     if factors is not None:
         frequency = frequency / factors
-    size = 1.0
+    magnitude = 1.0
     if rope.yarn is None:
         frequency = frequency * rope.scale
     else:
@@ -104,12 +104,12 @@ def rope_tables(rope: blocks.Rope, n_ctx: int, factors: np.ndarray | None = None
         if rope.yarn.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, rope.dim - 1)
-        kept = 1 - np.clip((pair - low) / max(0.001, high - low), 0, 1)
-        kept = kept * rope.yarn.ext_factor
-        frequency = frequency * (rope.scale * (1 - kept) + kept)
-        size = rope.yarn.attn_factor * (1 + 0.1 * math.log(1 / rope.scale) if rope.yarn.ext_factor else 1)
+        extrapolation = 1 - np.clip((pair - low) / max(0.001, high - low), 0, 1)
+        extrapolation = extrapolation * rope.yarn.ext_factor
+        frequency = frequency * (rope.scale * (1 - extrapolation) + extrapolation)
+        magnitude = rope.yarn.attn_factor * (1 + 0.1 * math.log(1 / rope.scale) if rope.yarn.ext_factor else 1)
     angle = np.arange(n_ctx)[:, None] * frequency
-    cos, sin = (np.float32(f(angle) * size) for f in (np.cos, np.sin))
+    cos, sin = (np.float32(f(angle) * magnitude) for f in (np.cos, np.sin))
     return jit.readonly(cos), jit.readonly(sin)
 
 
@@ -122,7 +122,7 @@ def _pair_that_turns(rope: blocks.Rope, turns: float) -> float:
 def apply_rope(
     x: np.ndarray, style: str, head_dim: int, tables: tuple[np.ndarray, np.ndarray], positions: np.ndarray, threads: int
 ) -> None:
-    """Rope, in place: x float32[tokens, heads * head_dim], positions int64[tokens]."""
+    """Apply RoPE in place: x float32[tokens, heads * head_dim], positions int64[tokens]."""
     cos, sin = tables
     step, stride = (2, 1) if style == "norm" else (1, cos.shape[1])
     _over_tokens(lambda a, b: reference.rope(x[a:b], head_dim, cos, sin, positions[a:b], step, stride), x, threads)

@@ -1,17 +1,18 @@
-"""Latent attention (MLA), layer by layer: what stands between the latent of a token and the heads that share it.
+"""Multi-head latent attention (MLA), layer by layer in float32.
 
-A cache holds the latents, kv_lora + rope elements a token and no values, or with `mla` 0 the keys and values of all
-heads. `mla` says how, as -mla of ik_llama.cpp does:
+A cache holds a latent for each token, kv_lora + rope elements and no values, or with `mla` 0 the keys and values of all
+heads. `mla` selects how attention is computed, as -mla of ik_llama.cpp:
 
-    0   full heads: kv_b makes keys and values of each token, once
-    1   absorbed: k_b brings queries to the latents' side and v_b what was attended back, so that all heads attend over
-        one row a token, whose first kv_lora elements are the value too
-    2   prompts of EXPAND tokens and more make keys and values of all latents, some heads at a time, and attend to
-        those; fewer tokens are absorbed, with plain attention
+    0   full heads: kv_b computes keys and values of each token, once
+    1   absorbed: k_b projects queries to latents, attention runs over the latents, whose first kv_lora elements are
+        the values too, and v_b projects the result back to heads
+    2   prompts of EXPAND tokens or more are expanded: keys and values of all latents are computed, some heads at a
+        time, and attended to; fewer tokens are absorbed, with plain attention
     3   as 2, but with flash attention throughout
 
-All compute the same but for rounding. The matrices between latent and heads are those of the file: k_b and v_b where it
-has them for 1, kv_b where it has it for 0 and for expanding; else the same numbers are read from the others.
+The results differ only by rounding. The matrices between latents and heads are those of the file: absorbed attention
+takes k_b and v_b, full and expanded attention kv_b. Where the file has only the other form, the numbers are read from
+that.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ Weights = Mapping[str, Tensor]
 
 
 class Observed(Protocol):
-    """What `observe` uses of a runner."""
+    """What `observe` needs of a BlockRunner."""
 
     @property
     def weights(self) -> Weights:
@@ -51,7 +52,7 @@ class Observed(Protocol):
 
 
 class Run(Observed, Protocol):
-    """What this needs of a runtime.model.Model that runs."""
+    """What this module needs of a BlockRunner."""
 
     threads: int
     attention: AttentionOptions
@@ -89,7 +90,7 @@ def is_latent(parts: Sequence[blocks.Block]) -> bool:
 
 
 def cached(hparams: blocks.HParams, parts: Sequence[blocks.Block], mla: int) -> blocks.HParams:
-    """The numbers of a model with those of what its caches hold."""
+    """The model's hyperparameters with the heads and dimensions of what its caches hold."""
     widths = {part.latent for block in parts for part in block.parts if isinstance(part, blocks.LatentAttention)}
     if not widths or not mla:
         return hparams
@@ -100,7 +101,7 @@ def cached(hparams: blocks.HParams, parts: Sequence[blocks.Block], mla: int) -> 
 
 
 class HeadProjections:
-    """The matrices of a part, head by head, decoded."""
+    """The matrices between latents and heads of one layer, decoded head by head."""
 
     def __init__(self, part: blocks.LatentAttention, weights: Weights, threads: int):
         self.part, self.threads = part, threads
@@ -112,8 +113,8 @@ class HeadProjections:
         """k_h float32[nope, kv_lora] and v_h float32[head_dim_v, kv_lora]."""
         part = self.part
         if self.kv_b is not None and not (absorbed and self.k_b is not None and self.v_b is not None):
-            both = _rows(self.kv_b, head, part.nope + part.head_dim_v)
-            return both[: part.nope], both[part.nope :]
+            k_and_v = _rows(self.kv_b, head, part.nope + part.head_dim_v)
+            return k_and_v[: part.nope], k_and_v[part.nope :]
         assert self.k_b is not None
         assert self.v_b is not None
         return _rows(self.k_b, head, part.kv_lora).T, _rows(self.v_b, head, part.head_dim_v)
@@ -124,10 +125,10 @@ class HeadProjections:
         out = np.empty((len(q), part.heads, part.latent), np.float32)
         out[:, :, part.kv_lora :] = q[:, :, part.nope :]
 
-        def one(head: int) -> None:
+        def project_head(head: int) -> None:
             np.matmul(q[:, head, : part.nope], self.of(head, True)[0], out=out[:, head, : part.kv_lora])
 
-        self._each(one)
+        self._each(project_head)
         return out.reshape(len(q), -1)
 
     def values(self, attended: np.ndarray) -> np.ndarray:
@@ -136,10 +137,10 @@ class HeadProjections:
         latents = attended.reshape(-1, part.heads, part.kv_lora)
         out = np.empty((len(latents), part.heads, part.head_dim_v), np.float32)
 
-        def one(head: int) -> None:
+        def project_head(head: int) -> None:
             np.matmul(latents[:, head], self.of(head, True)[1].T, out=out[:, head])
 
-        self._each(one)
+        self._each(project_head)
         return out.reshape(len(latents), -1)
 
     def expanded(self, latents: np.ndarray, first: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
@@ -150,19 +151,19 @@ class HeadProjections:
         c = latents[:, : part.kv_lora]
         k[:, :, part.nope :] = latents[None, :, part.kv_lora :]
 
-        def one(number: int) -> None:
+        def project_head(number: int) -> None:
             key, value = self.of(first + number, False)
             np.matmul(c, key.T, out=k[number, :, : part.nope])
             np.matmul(c, value.T, out=v[number])
 
-        self._each(one, stop - first)
+        self._each(project_head, stop - first)
         return k, v
 
-    def _each(self, one: Callable[[int], None], count: int | None = None) -> None:
+    def _each(self, project_head: Callable[[int], None], count: int | None = None) -> None:
         def task(begin: int, end: int) -> None:
             with float_ops.ignore_nonfinite():
                 for head in range(begin, end):
-                    one(head)
+                    project_head(head)
 
         thread_pool.over_rows(task, self.part.heads if count is None else count, threads=self.threads)
 
@@ -170,11 +171,11 @@ class HeadProjections:
 def _rows(tensor: Tensor, head: int, count: int) -> np.ndarray:
     """float32[count, columns]: the rows of a head, of two dimensions or three."""
     columns = tensor.shape[-1]
-    whole = tensor.type.interleave
+    group = tensor.type.interleave
     first, stop = head * count, (head + 1) * count
-    begin, end = first // whole * whole, -(-stop // whole) * whole  # of interleaved rows, whole groups
-    found = tensor.type.dequantize(tensor.rows(begin, end), columns, threads=1)
-    return found[first - begin : stop - begin]
+    begin, end = first // group * group, -(-stop // group) * group  # of interleaved rows, whole groups
+    rows = tensor.type.dequantize(tensor.rows(begin, end), columns, threads=1)
+    return rows[first - begin : stop - begin]
 
 
 # ----------------------------------------------------------------------------------------------------------- attending
@@ -196,7 +197,7 @@ def attend_expanded(
 ) -> np.ndarray:
     """float32[tokens, heads * head_dim_v] of q float32[tokens, heads, head_dim_k] of one span; its latents are cached.
 
-    Keys and values of so many heads at a time as fit `run.attention.work_mib`.
+    Expands as many heads at a time as fit `run.attention.work_mib`.
     """
     length = span.cache.length + span.stop - span.start
     rows = span.cache.k[layer][0, :length]
@@ -204,27 +205,27 @@ def attend_expanded(
     latents = types.get(kind).dequantize(rows, part.latent, threads=run.threads)
     if block:
         latents = kv_rounding.rotate(latents, block)  # its own inverse
-    together = part.heads
+    heads_at_once = part.heads
     if run.attention.work_mib:
-        each = 4 * length * (part.head_dim_k + part.head_dim_v)
-        together = max(1, min(together, (run.attention.work_mib << 20) // each))
+        bytes_per_head = 4 * length * (part.head_dim_k + part.head_dim_v)
+        heads_at_once = max(1, min(heads_at_once, (run.attention.work_mib << 20) // bytes_per_head))
     parts = []
-    for first in range(0, part.heads, together):
-        stop = min(part.heads, first + together)
+    for first in range(0, part.heads, heads_at_once):
+        stop = min(part.heads, first + heads_at_once)
         keys = _Expanded(*projections.expanded(latents, first, stop), span.cache.length)
-        mine = np.ascontiguousarray(q[:, first:stop]).reshape(len(q), -1)
+        head_queries = np.ascontiguousarray(q[:, first:stop]).reshape(len(q), -1)
         heads = Heads(stop - first, stop - first, part.head_dim_k, part.head_dim_v, part.scale)
-        parts.append(run.attend(heads, 0, mine, [Span(0, len(q), keys)]))
+        parts.append(run.attend(heads, 0, head_queries, [Span(0, len(q), keys)]))
     return np.concatenate(parts, axis=1)
 
 
 def absorbed(part: blocks.LatentAttention) -> Heads:
-    """What attention over latents is: all heads share one row a token."""
+    """The heads of absorbed attention: all query heads share one latent per token."""
     return Heads(part.heads, 1, part.latent, part.kv_lora, part.scale, values_in_keys=True)
 
 
 def full(part: blocks.LatentAttention) -> Heads:
-    """What attention over keys and values of every head is."""
+    """The heads of attention over keys and values of every head."""
     return Heads(part.heads, part.heads, part.head_dim_k, part.head_dim_v, part.scale)
 
 
@@ -238,9 +239,9 @@ def attention(run: Run, part: blocks.LatentAttention, layer: int, x: np.ndarray,
     if part.q_a is not None and part.q_a_norm is not None:
         q = run.norm(part.q_a_norm, run.linear(part.q_a, y))
     q = run.linear(part.q, q).reshape(len(x), part.heads, part.head_dim_k)
-    turned = np.ascontiguousarray(q[:, :, part.nope :]).reshape(len(x), -1)
-    run.apply_rope(turned, part.rope, part.rope.dim, spans)
-    q[:, :, part.nope :] = turned.reshape(len(x), part.heads, -1)
+    rotated = np.ascontiguousarray(q[:, :, part.nope :]).reshape(len(x), -1)
+    run.apply_rope(rotated, part.rope, part.rope.dim, spans)
+    q[:, :, part.nope :] = rotated.reshape(len(x), part.heads, -1)
     kv = run.linear(part.kv_a, y)
     c = run.norm(part.kv_a_norm, np.ascontiguousarray(kv[:, : part.kv_lora]))
     r = np.ascontiguousarray(kv[:, part.kv_lora :])
@@ -264,29 +265,33 @@ def attend(
     for span in spans:
         float_attention.append_rows(latents[span.start : span.stop], None, span.cache, layer)
     out = np.empty((len(q), part.heads * part.head_dim_v), np.float32)
-    few = []
+    absorbed_spans = []
     for span in spans:
         if run.mla > 1 and run.attention.flash and span.stop - span.start >= EXPAND:
             rows = slice(span.start, span.stop)
             observe(run, part.kv_b, latents[rows, : part.kv_lora])
             out[rows] = attend_expanded(run, part, projections, layer, q[rows], span)
         else:
-            few.append(span)
+            absorbed_spans.append(span)
     attention = replace(run.attention, flash=False) if run.mla == 2 else run.attention
-    for span in few:
+    for span in absorbed_spans:
         rows = slice(span.start, span.stop)
-        mine = np.ascontiguousarray(q[rows])
-        observe(run, part.k_b, mine[:, :, : part.nope])
-        found = run.attend(
-            absorbed(part), layer, projections.queries(mine), [Span(0, len(mine), span.cache)], attention
+        span_queries = np.ascontiguousarray(q[rows])
+        observe(run, part.k_b, span_queries[:, :, : part.nope])
+        attended = run.attend(
+            absorbed(part),
+            layer,
+            projections.queries(span_queries),
+            [Span(0, len(span_queries), span.cache)],
+            attention,
         )
-        observe(run, part.v_b, found.reshape(len(mine), part.heads, -1))
-        out[rows] = projections.values(found)
+        observe(run, part.v_b, attended.reshape(len(span_queries), part.heads, -1))
+        out[rows] = projections.values(attended)
     return out
 
 
 def observe(run: Observed, linear: blocks.Linear | None, x: np.ndarray) -> None:
-    """Tell what enters a matrix between latent and heads: float32[tokens, n], or [tokens, heads, n] of each head."""
+    """Call the observer with the input, float32[tokens, n] or [tokens, heads, n], of a matrix of latent attention."""
     if linear is None:
         return
     if x.ndim == 3 and len(run.weights[linear.weight].shape) == 3:

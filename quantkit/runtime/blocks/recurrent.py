@@ -1,7 +1,7 @@
 """Recurrent layers (archs.blocks.DeltaNet): linear attention by a gated delta rule, layer by layer.
 
-A token at a time the rule is as kernels/reference.py has it: two passes over the state of a head. A prompt would read
-and write the states once a token, so it goes by chunks of CHUNK tokens, in matrix products (Yang et al. 2024,
+For one token the rule is `reference.delta_rule`: two passes over the state of a head. A prompt would read and write the
+states once a token, so it is computed in chunks of CHUNK tokens, by matrix products (Yang et al. 2024,
 "Parallelizing linear transformers with the delta rule", with the decays of "Gated delta networks"). With G the running
 sum of g within a chunk, S the state before it, and w_ij = e^(G_i - G_j):
 
@@ -10,7 +10,8 @@ sum of g within a chunk, S the state before it, and w_ij = e^(G_i - G_j):
     o_i = e^G_i S^T q_i + sum over j <= i of w_ij (q_i . k_j) D_j
     S = e^G_n S + sum over j of w_nj k_j D_j^T
 
-Heads are independent of each other and are what threads share. The running sums are float64, for the differences.
+Heads are independent of each other, so threads split the heads. The running sums are float64, because their differences
+are used.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from quantkit.runtime.kernels import reference
 from quantkit.runtime.kv.saved_state import LayerState
 
 CHUNK = 64
-GONE = 1e-34
+MIN_DECAY = 1e-34  # smaller decays count as 0
 HEADS = 8  # of a thread, at a time
-BUSY = 1024  # elements of what is made; below it is not worth waking threads
-FEW = 2  # up to so many tokens go one by one
+SERIAL_ELEMENTS = 1024  # outputs of up to this size are not worth waking threads
+FEW_TOKENS = 2  # up to this many tokens are computed one by one
 
 
 class Run(Protocol):
-    """What this needs of a runtime.model.Model that runs."""
+    """What this module needs of a BlockRunner."""
 
     threads: int
 
@@ -52,7 +53,7 @@ class Run(Protocol):
 
 
 def delta_net(run: Run, part: blocks.DeltaNet, layer: int, x: np.ndarray, spans: list[Span]) -> np.ndarray:
-    """What a part adds to x float32[tokens, n_embd]; the states of the spans' caches go on."""
+    """What a recurrent block adds to x float32[tokens, n_embd]; advances the states of the spans' caches."""
     sizes = part.sizes
     y = run.norm(part.norm, x)
     entering, gates = _projected(run, part, y)
@@ -70,11 +71,11 @@ def delta_net(run: Run, part: blocks.DeltaNet, layer: int, x: np.ndarray, spans:
 
 
 def _projected(run: Run, part: blocks.DeltaNet, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """What enters the convolution, float32[tokens, channels], and the gates float32[tokens, inner]."""
-    sizes, found = part.sizes, run.linear(part.qkv, y)
+    """The input of the convolution, float32[tokens, channels], and the gates float32[tokens, inner]."""
+    sizes, projected = part.sizes, run.linear(part.qkv, y)
     if part.gate is not None:
-        return found, run.linear(part.gate, y)
-    heads = found.reshape(len(y), sizes.key_heads, -1)
+        return projected, run.linear(part.gate, y)
+    heads = projected.reshape(len(y), sizes.key_heads, -1)
     each = sizes.inner // sizes.key_heads
     ends = np.cumsum([sizes.head_dim_k, sizes.head_dim_k, each])
     *mixed, gates = (np.ascontiguousarray(p).reshape(len(y), -1) for p in np.split(heads, ends, axis=2))
@@ -84,8 +85,8 @@ def _projected(run: Run, part: blocks.DeltaNet, y: np.ndarray) -> tuple[np.ndarr
 def _rates(run: Run, part: blocks.DeltaNet, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """g and beta, float32[tokens, value_heads]."""
     if part.ba is not None:
-        both = run.linear(part.ba, y).reshape(len(y), part.sizes.key_heads, 2, -1)
-        b, a = (both[:, :, i].reshape(len(y), -1) for i in range(2))
+        rates = run.linear(part.ba, y).reshape(len(y), part.sizes.key_heads, 2, -1)
+        b, a = (rates[:, :, i].reshape(len(y), -1) for i in range(2))
     else:
         assert part.beta is not None
         assert part.alpha is not None
@@ -98,16 +99,16 @@ def _rates(run: Run, part: blocks.DeltaNet, y: np.ndarray) -> tuple[np.ndarray, 
 def _convolved(
     sizes: blocks.Recurrence, x: np.ndarray, before: LayerState, after: LayerState, taps: np.ndarray, threads: int
 ) -> np.ndarray:
-    """Queries, keys and values float32[tokens, channels] of what enters the convolution, queries and keys normed."""
+    """The convolution of x float32[tokens, channels]: queries, keys and values, with queries and keys normed."""
     tokens, past = len(x), sizes.kernel - 1
     out = np.empty_like(x)
-    given = np.concatenate([before.inputs, x]) if tokens < past else x[tokens - past :]
-    after.inputs[:] = given[len(given) - past :]
+    inputs = np.concatenate([before.inputs, x]) if tokens < past else x[tokens - past :]
+    after.inputs[:] = inputs[len(inputs) - past :]
 
     def task(start: int, stop: int) -> None:
-        held = before.inputs[start:] if start < past else before.inputs[:0]
-        held = np.concatenate([held, x[max(0, start - past) : start]])
-        reference.short_conv(held, x[start:stop], taps, out[start:stop])
+        past_inputs = before.inputs[start:] if start < past else before.inputs[:0]
+        past_inputs = np.concatenate([past_inputs, x[max(0, start - past) : start]])
+        reference.short_conv(past_inputs, x[start:stop], taps, out[start:stop])
         reference.l2_norm_heads(out[start:stop], 0, sizes.key_heads, sizes.head_dim_k, sizes.head_dim_k**-0.5)
         reference.l2_norm_heads(out[start:stop], sizes.keys, sizes.key_heads, sizes.head_dim_k, 1.0)
 
@@ -129,10 +130,10 @@ def attend(
     """The delta rule of one sequence: out float32[tokens, inner] of x float32[tokens, channels], queries, keys, values.
 
     before, after   float32[value_heads, head_dim_k, head_dim_v]: the states, read and written
-    chunk           tokens a chunk; 1: one by one. By default what is faster.
+    chunk           tokens of a chunk; 1: one by one. Default: what is faster.
     """
     sizes = part.sizes
-    chunk = chunk or (1 if len(x) <= FEW else CHUNK)
+    chunk = chunk or (1 if len(x) <= FEW_TOKENS else CHUNK)
     heads = np.arange(sizes.value_heads)
     key_of = heads % sizes.key_heads if part.tiled else heads * sizes.key_heads // sizes.value_heads
     decay = (_shrinking(g) if chunk == 1 else np.cumsum(g, axis=0, dtype=np.float64)).T.copy()
@@ -141,17 +142,27 @@ def attend(
     def step_by_step(start: int, stop: int) -> None:
         for head in range(start, stop):
             key, value = key_of[head] * sizes.head_dim_k, head * sizes.head_dim_v
-            at = key, sizes.keys + key, 2 * sizes.keys + value
-            reference.delta_rule(x, *at, decay[head], betas[head], before[head], after[head], out, value)
+            starts = key, sizes.keys + key, 2 * sizes.keys + value
+            reference.delta_rule(x, *starts, decay[head], betas[head], before[head], after[head], out, value)
 
     def by_chunks(start: int, stop: int) -> None:
         for first in range(start, stop, HEADS):
-            some = slice(first, min(stop, first + HEADS))
-            after[some] = before[some]
+            head_range = slice(first, min(stop, first + HEADS))
+            after[head_range] = before[head_range]
             with float_ops.ignore_nonfinite():
-                _chunks(sizes, x, key_of[some], some, decay[some], betas[some], after[some], out, chunk)
+                _chunks(
+                    sizes,
+                    x,
+                    key_of[head_range],
+                    head_range,
+                    decay[head_range],
+                    betas[head_range],
+                    after[head_range],
+                    out,
+                    chunk,
+                )
 
-    busy = len(x) * sizes.inner > BUSY
+    busy = len(x) * sizes.inner > SERIAL_ELEMENTS
     thread_pool.over_rows(step_by_step if chunk == 1 else by_chunks, sizes.value_heads, threads=threads if busy else 1)
 
 
@@ -173,27 +184,27 @@ def _chunks(
     tokens, count = len(x), len(key_of)
     q, k = (x[:, i * sizes.keys : (i + 1) * sizes.keys].reshape(tokens, sizes.key_heads, -1) for i in range(2))
     v = x[:, 2 * sizes.keys :].reshape(tokens, sizes.value_heads, -1)
-    made = out.reshape(tokens, sizes.value_heads, -1)
+    result = out.reshape(tokens, sizes.value_heads, -1)
     past = np.zeros((count, 1))
     for start in range(0, tokens, chunk):
-        here = slice(start, start + chunk)
-        queries, keys = (y[here][:, key_of].transpose(1, 0, 2).copy() for y in (q, k))
-        values = v[here, heads].transpose(1, 0, 2)
-        decay = sums[:, here] - past
-        past = sums[:, here][:, -1:]
-        across = keys.transpose(0, 2, 1)
-        among, seen = keys @ across, queries @ across
-        reference.chunk_weights(among, seen, decay, beta[:, here].copy())
-        whole = _shrinking(decay)[:, :, None]
-        added = (values - whole * (keys @ state)) * beta[:, here, None]
-        reference.solve_unit_triangular(among, added)
-        made[here, heads] = (whole * (queries @ state) + seen @ added).transpose(1, 0, 2)
+        rows = slice(start, start + chunk)
+        queries, keys = (y[rows][:, key_of].transpose(1, 0, 2).copy() for y in (q, k))
+        values = v[rows, heads].transpose(1, 0, 2)
+        decay = sums[:, rows] - past
+        past = sums[:, rows][:, -1:]
+        keys_t = keys.transpose(0, 2, 1)
+        key_products, attention = keys @ keys_t, queries @ keys_t
+        reference.chunk_weights(key_products, attention, decay, beta[:, rows].copy())
+        decay_before = _shrinking(decay)[:, :, None]
+        updates = (values - decay_before * (keys @ state)) * beta[:, rows, None]
+        reference.solve_unit_triangular(key_products, updates)
+        result[rows, heads] = (decay_before * (queries @ state) + attention @ updates).transpose(1, 0, 2)
         keys *= _shrinking(decay[:, -1:] - decay)[:, :, None]
-        state *= whole[:, -1:]
-        state += across @ added
+        state *= decay_before[:, -1:]
+        state += keys_t @ updates
 
 
 def _shrinking(decay: np.ndarray) -> np.ndarray:
-    """e^decay, float32; 0 below GONE, where products would be denormal numbers, and slow."""
-    found = np.exp(decay)
-    return np.where(found < GONE, 0, found).astype(np.float32)
+    """e^decay, float32; 0 below MIN_DECAY, where products would be subnormal numbers, and slow."""
+    result = np.exp(decay)
+    return np.where(result < MIN_DECAY, 0, result).astype(np.float32)

@@ -18,22 +18,24 @@ class Span(NamedTuple):
     cache: Cache
 
 
-def batches(parts: Sequence[tuple[np.ndarray, Cache]], most: int) -> Iterator[tuple[np.ndarray, list[Span], list[int]]]:
-    """(tokens, their spans, which parts they are of), up to `most` tokens at a time."""
-    taken: list[np.ndarray] = []
+def batches(
+    parts: Sequence[tuple[np.ndarray, Cache]], max_tokens: int
+) -> Iterator[tuple[np.ndarray, list[Span], list[int]]]:
+    """Split sequences (ids, cache) into batches of up to `max_tokens`: (tokens, spans, the sequence of each span)."""
+    pieces: list[np.ndarray] = []
     spans: list[Span] = []
-    which: list[int] = []
+    part_of: list[int] = []
     used = 0
     for i, (ids, cache) in enumerate(parts):
-        done = 0
-        while done < len(ids):
-            some = ids[done : done + most - used]
-            taken.append(some)
-            spans.append(Span(used, used + len(some), cache))
-            which.append(i)
-            done, used = done + len(some), used + len(some)
-            if used == most:
-                yield np.concatenate(taken), spans, which
-                taken, spans, which, used = [], [], [], 0
+        start = 0
+        while start < len(ids):
+            piece = ids[start : start + max_tokens - used]
+            pieces.append(piece)
+            spans.append(Span(used, used + len(piece), cache))
+            part_of.append(i)
+            start, used = start + len(piece), used + len(piece)
+            if used == max_tokens:
+                yield np.concatenate(pieces), spans, part_of
+                pieces, spans, part_of, used = [], [], [], 0
     if used:
-        yield np.concatenate(taken), spans, which
+        yield np.concatenate(pieces), spans, part_of

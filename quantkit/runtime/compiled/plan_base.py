@@ -148,7 +148,7 @@ class PlanOps(OpList):
         return self.record(record).address
 
     def layer_view(self, layer: int, part: blocks.Attention) -> int:
-        """Address of the layer's LayerView record, which `Plan.point_to` fills."""
+        """Address of the layer's LayerView record, which `Plan._point_to` fills."""
         view = self.record(LayerView(cos=0, sin=0, caches=0, window=0))
         self.views.append((layer, part, view))
         return view.address
@@ -184,8 +184,8 @@ class Plan(ABC):
 
         An interrupt in between leaves no state that the next call takes for complete.
         """
-        same = len(caches) == len(self._caches) and all(a is b for a, b in zip(caches, self._caches))
-        if self._ops is not None and same:
+        unchanged = len(caches) == len(self._caches) and all(a is b for a, b in zip(caches, self._caches))
+        if self._ops is not None and unchanged:
             return self._ops
         self._caches = []
         n_ctx = max(cache.n_ctx for cache in caches)

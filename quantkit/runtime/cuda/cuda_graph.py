@@ -32,7 +32,7 @@ def can_capture(part: blocks.Part, exact: bool) -> bool:
     if isinstance(part, blocks.LatentAttention):
         return not exact
     if isinstance(part, blocks.Experts):
-        return not exact and part.count <= routing.MOST and part.groups <= routing.WARP
+        return not exact and part.count <= routing.MAX_EXPERTS and part.groups <= routing.WARP
     return isinstance(part, blocks.FeedForward)
 
 
@@ -41,7 +41,10 @@ class CapturedStep:
 
     def __init__(self, worker: GpuContext, layers: Sequence[blocks.Block], x: torch.Tensor, cache: Cache):
         gpu = worker.gpu
-        self._x, self._position = x.clone(), gpu.torch.full((1,), cache.length, dtype=gpu.torch.int32, device=gpu.place)
+        self._x, self._position = (
+            x.clone(),
+            gpu.torch.full((1,), cache.length, dtype=gpu.torch.int32, device=gpu.torch_device),
+        )
         spans = [Span(0, 1, cache)]
 
         def step() -> None:

@@ -64,16 +64,16 @@ def attend(worker: GpuContext, heads: Heads, layer: int, q: torch.Tensor, cache:
     The cache holds the keys and values of these tokens already.
     """
     plain = heads.sinks is None and not heads.values_in_keys
-    if plain and len(q) > cuda_device.FEW and {cache.type.k, cache.type.v} <= TORCH_DTYPES.keys():
+    if plain and len(q) > cuda_device.MAX_PACKED_VECTORS and {cache.type.k, cache.type.v} <= TORCH_DTYPES.keys():
         return _attend_with_torch(worker, heads, layer, q, cache)
     tokens, group, gpu = len(q), heads.heads // heads.kv_heads, worker.gpu
     k, v = cache.k[layer], cache.k[layer] if heads.values_in_keys else cache.v[layer]
     v_kind = cache.type.k if heads.values_in_keys else cache.type.v
     kernel = attention.attend(cache.type.k, v_kind, heads.head_dim_k, heads.head_dim_v, heads.values_in_keys)
     rows = tokens * group
-    seen = min(worker.position_bound(cache, tokens), (heads.window or cache.n_ctx) + tokens)
+    key_count = min(worker.position_bound(cache, tokens), (heads.window or cache.n_ctx) + tokens)
     tiles = -(-rows // attention.ROWS)
-    splits = max(1, min(-(-seen // MIN_KEYS), MAX_BLOCKS // (tiles * heads.kv_heads)))
+    splits = max(1, min(-(-key_count // MIN_KEYS), MAX_BLOCKS // (tiles * heads.kv_heads)))
     positions = worker.next_positions(cache, tokens)
     maximum, denominator = (gpu.empty(splits, heads.kv_heads, rows) for _ in range(2))
     acc = gpu.empty(splits, heads.kv_heads, rows, heads.head_dim_v)
@@ -91,18 +91,20 @@ def attend(worker: GpuContext, heads: Heads, layer: int, q: torch.Tensor, cache:
 
 def _attend_with_torch(worker: GpuContext, heads: Heads, layer: int, q: torch.Tensor, cache: Cache) -> torch.Tensor:
     """`attend` of many tokens over a cache of floats."""
-    library, place = worker.gpu.torch, worker.gpu.place
+    library, torch_device = worker.gpu.torch, worker.gpu.torch_device
     tokens, first = len(q), cache.length
-    seen, group = first + tokens, heads.heads // heads.kv_heads
+    key_count, group = first + tokens, heads.heads // heads.kv_heads
     stored = (cache.k[layer], cache.type.k), (cache.v[layer], cache.type.v)
-    k, v = (x.view(getattr(library, TORCH_DTYPES[kind]))[None, :, :seen] for x, kind in stored)
+    k, v = (x.view(getattr(library, TORCH_DTYPES[kind]))[None, :, :key_count] for x, kind in stored)
     k, v = (x.to(k.dtype).repeat_interleave(group, dim=1) for x in (k, v))
     q = q.view(tokens, heads.heads, -1).transpose(0, 1)[None].to(k.dtype)
-    mask, window = None, heads.window or seen
+    mask, window = None, heads.window or key_count
     if first or window < tokens:
-        behind = library.arange(first, seen, device=place)[:, None] - library.arange(seen, device=place)
-        mask = (behind >= 0) & (behind < window)
+        distance = library.arange(first, key_count, device=torch_device)[:, None] - library.arange(
+            key_count, device=torch_device
+        )
+        mask = (distance >= 0) & (distance < window)
     attention = library.nn.functional.scaled_dot_product_attention
-    found = attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=heads.scale)
-    result: torch.Tensor = found[0].transpose(0, 1).reshape(tokens, -1).float()
+    attended = attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=heads.scale)
+    result: torch.Tensor = attended[0].transpose(0, 1).reshape(tokens, -1).float()
     return result

@@ -47,14 +47,14 @@ class GpuExperts:
         from quantkit.runtime.kernels.cuda import routing
 
         worker, tokens, used = self._worker, len(logits), part.used
-        if worker.expert_reduction is not None or part.count > routing.MOST or part.groups > routing.WARP:
+        if worker.expert_reduction is not None or part.count > routing.MAX_EXPERTS or part.groups > routing.WARP:
             bias = float_linear.vector(worker.weights[part.choice_bias]) if part.choice_bias else None
             chosen, weights = experts.route(part, worker.copy_to_cpu(logits), worker.expert_reduction, bias)
             return chosen, worker.copy_from_cpu(weights)
         ids, shares = worker.gpu.empty(tokens, used, kind="int32"), worker.gpu.empty(tokens, used)
-        given = worker.vector(part.choice_bias) if part.choice_bias else worker.gpu.empty(1)
+        bias_or_empty = worker.vector(part.choice_bias) if part.choice_bias else worker.gpu.empty(1)
         kernel = routing.route(part.gating == "sigmoid", part.choice_bias is not None)
-        worker.gpu.launch(kernel, tokens, routing.WARP, logits.contiguous(), given, part.count, part.groups,
+        worker.gpu.launch(kernel, tokens, routing.WARP, logits.contiguous(), bias_or_empty, part.count, part.groups,
                           part.groups_used, used, int(part.normalise), np.float32(part.scale), ids, shares)  # fmt: skip
         return ids, shares
 
@@ -69,16 +69,16 @@ class GpuExperts:
         weights = weights.masked_fill(ids < 0, 0).contiguous()
         for linear in linears(part):
             matrices = worker.matrices(linear.weight)
-            most = min(matrices.count, ids.numel())  # how many are the same, only the GPU knows
-            worker.ledger.read(worker.device.name, most * matrices.nbytes)
+            max_experts = min(matrices.count, ids.numel())  # how many are the same, only the GPU knows
+            worker.ledger.read(worker.device.name, max_experts * matrices.nbytes)
         y = y.contiguous()
         gate, up = (self._of_experts(linear, y, ids) for linear in (part.gate, part.up))
         hidden = worker.activate(part.activation, gate, up)
         self._observe(part, y, ids, hidden)
-        made = self._of_experts(part.down, hidden, ids).contiguous()
-        out: torch.Tensor = gpu.torch.empty((tokens, made.shape[2]), device=gpu.place)
-        gpu.launch_each(elementwise.mix(), out.numel(), elementwise.THREADS, made, weights, used, out.shape[1], tokens,
-                        out)  # fmt: skip
+        outputs = self._of_experts(part.down, hidden, ids).contiguous()
+        out: torch.Tensor = gpu.torch.empty((tokens, outputs.shape[2]), device=gpu.torch_device)
+        gpu.launch_each(elementwise.mix(), out.numel(), elementwise.THREADS, outputs, weights, used, out.shape[1],
+                        tokens, out)  # fmt: skip
         return out
 
     def run_offloaded(
@@ -102,7 +102,7 @@ class GpuExperts:
             staging.send(index, [t._rows(first, first + t.shape[1]) for t, first in zip(tensors, begin)])
             worker.ledger.moved(CPU.name, worker.device.name, sum(sizes))
 
-        out: torch.Tensor = gpu.torch.zeros(len(y), tensors[2].shape[1], device=gpu.place)
+        out: torch.Tensor = gpu.torch.zeros(len(y), tensors[2].shape[1], device=gpu.torch_device)
         stop = 0
         for index, number in enumerate(numbers):
             if not index:
@@ -112,9 +112,9 @@ class GpuExperts:
                 self._staged_product(linear, tensor, data, int(number))
                 for linear, tensor, data in zip(linears(part), tensors, staging.get(index))
             )
-            given = y[tokens[start:stop]]
-            made = down(worker.activate(part.activation, gate(given), up(given)))
-            out.index_add_(0, tokens[start:stop], made * shares[start:stop])
+            inputs = y[tokens[start:stop]]
+            output = down(worker.activate(part.activation, gate(inputs), up(inputs)))
+            out.index_add_(0, tokens[start:stop], output * shares[start:stop])
             staging.done(index)
             if index + 1 < len(numbers):
                 send(index + 1)
@@ -123,13 +123,13 @@ class GpuExperts:
     def product(self, linear: blocks.Linear, number: int) -> Product:
         """The product with one expert's matrix, which is on this GPU."""
         worker = self._worker
-        whole, bias = worker.matrices(linear.weight), worker.vector(linear.bias) if linear.bias else None
+        matrices, bias = worker.matrices(linear.weight), worker.vector(linear.bias) if linear.bias else None
 
         def run(x: torch.Tensor) -> torch.Tensor:
             torch = worker.gpu.torch
-            ids = torch.full((len(x), 1), number, dtype=torch.int32, device=worker.gpu.place)
-            y = whole.of_experts(x.contiguous(), ids, worker.exact)[:, 0]
-            return y if bias is None else y + bias.view(whole.count, -1)[number]
+            ids = torch.full((len(x), 1), number, dtype=torch.int32, device=worker.gpu.torch_device)
+            y = matrices.of_experts(x.contiguous(), ids, worker.exact)[:, 0]
+            return y if bias is None else y + bias.view(matrices.count, -1)[number]
 
         return run
 
@@ -160,7 +160,7 @@ class GpuExperts:
         return y if linear.bias is None else y + self._worker.vector(linear.bias).view(matrices.count, -1)[ids.long()]
 
     def _observe(self, part: blocks.Experts, y: torch.Tensor, ids: torch.Tensor, hidden: torch.Tensor) -> None:
-        """Tell the observer what enters each expert's matrices."""
+        """Pass the observer the inputs of each expert's matrices."""
         worker = self._worker
         if not worker.observes:
             return

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class HeadProjections(latent.HeadProjections):
-    """The matrices between latents and heads, head by head, on a GPU: a head is to them what an expert is to others."""
+    """The matrices between latents and heads on a GPU. Heads are multiplied as experts are: `Matrices.of_experts`."""
 
     def __init__(self, part: blocks.LatentAttention, worker: GpuContext):
         super().__init__(part, worker.weights, worker.threads)
@@ -25,15 +25,15 @@ class HeadProjections(latent.HeadProjections):
         worker = self._worker
         matrices = worker.matrices(linear.weight, rows)  # of two dimensions: heads one after another
         torch, count = worker.gpu.torch, x.shape[1]
-        ids = torch.arange(count, dtype=torch.int32, device=worker.gpu.place).repeat(len(x), 1)
+        ids = torch.arange(count, dtype=torch.int32, device=worker.gpu.torch_device).repeat(len(x), 1)
         return matrices.of_experts(x.contiguous(), ids, worker.exact)
 
-    def _both(self) -> tuple[Any, Any]:
+    def _decoded_heads(self) -> tuple[Any, Any]:
         """k float32[heads, nope, kv_lora] and v [heads, head_dim_v, kv_lora], decoded."""
         part, worker = self.part, self._worker
         if part.kv_b is not None:
-            whole = worker.matrices(part.kv_b.weight).decoded(exact=True).view(part.heads, -1, part.kv_lora)
-            return whole[:, : part.nope], whole[:, part.nope :]
+            stacked = worker.matrices(part.kv_b.weight).decoded(exact=True).view(part.heads, -1, part.kv_lora)
+            return stacked[:, : part.nope], stacked[:, part.nope :]
         assert part.k_b is not None
         assert part.v_b is not None
         k, v = (worker.matrices(linear.weight) for linear in (part.k_b, part.v_b))
@@ -42,38 +42,38 @@ class HeadProjections(latent.HeadProjections):
         return k.view(part.heads, part.kv_lora, part.nope).transpose(1, 2), v.view(part.heads, -1, part.kv_lora)
 
     @property
-    def _pair(self) -> bool:
+    def _has_pair(self) -> bool:
         return self.part.k_b is not None and self.part.v_b is not None
 
     def queries(self, q: Any) -> Any:
         """As `latent.HeadProjections.queries`, of tensors."""
         part, torch = self.part, self._worker.gpu.torch
         plain = q[:, :, : part.nope]
-        if self._pair:
+        if self._has_pair:
             assert part.k_b is not None
-            made = self._heads(part.k_b, part.kv_lora, plain)
+            projected = self._heads(part.k_b, part.kv_lora, plain)
         else:
-            made = torch.einsum("thn,hnl->thl", plain, self._both()[0])
-        return torch.cat([made, q[:, :, part.nope :]], dim=2).reshape(len(q), -1)
+            projected = torch.einsum("thn,hnl->thl", plain, self._decoded_heads()[0])
+        return torch.cat([projected, q[:, :, part.nope :]], dim=2).reshape(len(q), -1)
 
     def values(self, attended: Any) -> Any:
         """As `latent.HeadProjections.values`, of tensors."""
         part, torch = self.part, self._worker.gpu.torch
         latents = attended.view(-1, part.heads, part.kv_lora)
-        if self._pair:
+        if self._has_pair:
             assert part.v_b is not None
-            made = self._heads(part.v_b, part.head_dim_v, latents)
+            projected = self._heads(part.v_b, part.head_dim_v, latents)
         else:
-            made = torch.einsum("thl,hvl->thv", latents, self._both()[1])
-        return made.reshape(len(latents), -1)
+            projected = torch.einsum("thl,hvl->thv", latents, self._decoded_heads()[1])
+        return projected.reshape(len(latents), -1)
 
     def expanded(self, latents: Any, first: int, stop: int) -> Any:
         """As `latent.HeadProjections.expanded`, of tensors."""
         part, torch = self.part, self._worker.gpu.torch
-        k, v = (x[first:stop] for x in self._both())
-        c, turned = latents[:, : part.kv_lora], latents[:, part.kv_lora :]
+        k, v = (x[first:stop] for x in self._decoded_heads())
+        c, rotated = latents[:, : part.kv_lora], latents[:, part.kv_lora :]
         keys = torch.einsum("tl,hnl->htn", c, k)
-        return torch.cat([keys, turned.expand(stop - first, -1, -1)], dim=2), torch.einsum("tl,hvl->htv", c, v)
+        return torch.cat([keys, rotated.expand(stop - first, -1, -1)], dim=2), torch.einsum("tl,hvl->htv", c, v)
 
 
 def attention(
@@ -94,8 +94,8 @@ def attention(
     worker.apply_rope(r, part.rope, part.rope.dim, spans)
     y = worker.attend_latents(part, layer, q, cat([c, r], dim=1), spans)
     worker.check(f"attention of blk.{layer} over a cache of {spans[0].cache.cache_type}", y)
-    found: torch.Tensor = worker.linear(part.out, y)
-    return found
+    result: torch.Tensor = worker.linear(part.out, y)
+    return result
 
 
 def attend(
@@ -124,17 +124,17 @@ def attend(
     for span in spans:
         rows = slice(span.start, span.stop)
         worker.append_rows(k[rows], None if v is None else v[rows], span.cache, layer)
-    found: Any
+    attended: Any
     if not worker.mla:
-        found = worker.attend(heads, layer, q.reshape(len(q), -1), spans)
-        result: torch.Tensor = found
+        attended = worker.attend(heads, layer, q.reshape(len(q), -1), spans)
+        result: torch.Tensor = attended
         return result
-    found = worker.attend(heads, layer, projections.queries(q), spans)  # type: ignore[arg-type]  # as above
-    _observe(worker, part.v_b, found.view(len(q), part.heads, -1))
-    return projections.values(found)  # type: ignore[return-value]  # as above
+    attended = worker.attend(heads, layer, projections.queries(q), spans)  # type: ignore[arg-type]  # as above
+    _observe(worker, part.v_b, attended.view(len(q), part.heads, -1))
+    return projections.values(attended)  # type: ignore[return-value]  # as above
 
 
 def _observe(worker: GpuContext, linear: blocks.Linear | None, x: torch.Tensor) -> None:
-    """Tell the observer what enters a matrix between latents and heads."""
+    """Pass the observer the inputs of a matrix between latents and heads."""
     if worker.observes:
         latent.observe(worker, linear, worker.copy_to_cpu(x))

@@ -1,7 +1,6 @@
-"""A GPU among the devices of -sm graph: `rank.Rank` with the kernels of `cuda_worker.CudaWorker`.
+"""A GPU among the devices of -sm graph: `rank.Rank` with the kernels of `gpu_worker.CudaWorker`.
 
-Its steps are launched one by one, for a single token too: sums over devices stand between them, so layers are no CUDA
-graph here.
+Kernels are launched one by one, for a single token too: all-reduces between them keep layers from being one CUDA graph.
 """
 
 from __future__ import annotations
@@ -11,4 +10,4 @@ from quantkit.runtime.parallel.rank import Rank
 
 
 class CudaRank(Rank, CudaWorker):
-    """What a GPU computes of layers that devices share."""
+    """Computes a GPU's shards of layers that several devices share."""

@@ -1,5 +1,7 @@
-"""Recurrent layers (archs.blocks.DeltaNet) on a GPU: `runtime/blocks/recurrent.py` of tensors, all tokens by one
-kernel."""
+"""Recurrent layers (archs.blocks.DeltaNet) on a GPU: `runtime/blocks/recurrent.py` with torch tensors.
+
+One kernel computes all tokens.
+"""
 
 from __future__ import annotations
 
@@ -11,33 +13,33 @@ from quantkit.runtime.cuda.gpu_context import GpuContext
 
 
 def delta_net(run: GpuContext, part: blocks.DeltaNet, layer: int, x: Any, spans: list[Span]) -> Any:
-    """What a part adds to x float32[tokens, n_embd]; the states of the spans' caches, on the GPU, go on."""
+    """What a recurrent block adds to x float32[tokens, n_embd]; advances the states of the spans' caches on the GPU."""
     sizes, torch = part.sizes, run.gpu.torch
     y = run.norm(part.norm, x)
     entering, gates = _projected(run, part, y)
     g, beta = _rates(run, part, y)
     taps = run.vector(part.conv).view(sizes.channels, sizes.kernel)
-    made = []
+    outputs = []
     for span in spans:
         rows = slice(span.start, span.stop)
         before, after = span.cache.advance(layer, span.stop - span.start)
         mixed = _convolved(part, entering[rows], before, after, taps, torch)
         after.heads.copy_(before.heads)  # type: ignore[attr-defined]
-        made.append(_attended(run, part, mixed, g[rows], beta[rows], after.heads))
-    out = torch.cat(made)
+        outputs.append(_attended(run, part, mixed, g[rows], beta[rows], after.heads))
+    out = torch.cat(outputs)
     run.check(f"delta rule of blk.{layer}", out)
     normed = run.norm(part.out_norm, out.view(-1, sizes.head_dim_v)).reshape(len(x), -1)
     return run.linear(part.out, run.activate("swiglu", gates, normed))
 
 
 def _projected(run: GpuContext, part: blocks.DeltaNet, y: Any) -> tuple[Any, Any]:
-    """What enters the convolution, float32[tokens, channels], and the gates float32[tokens, inner]."""
+    """The input of the convolution, float32[tokens, channels], and the gates float32[tokens, inner]."""
     sizes, torch = part.sizes, run.gpu.torch
-    found: Any = run.linear(part.qkv, y)
+    projected: Any = run.linear(part.qkv, y)
     if part.gate is not None:
-        return found, run.linear(part.gate, y)
+        return projected, run.linear(part.gate, y)
     each = sizes.inner // sizes.key_heads
-    parts = found.view(len(y), sizes.key_heads, -1).split([sizes.head_dim_k, sizes.head_dim_k, each, each], dim=2)
+    parts = projected.view(len(y), sizes.key_heads, -1).split([sizes.head_dim_k, sizes.head_dim_k, each, each], dim=2)
     *mixed, gates = (p.reshape(len(y), -1) for p in parts)
     return torch.cat(mixed, dim=1), gates
 
@@ -45,8 +47,8 @@ def _projected(run: GpuContext, part: blocks.DeltaNet, y: Any) -> tuple[Any, Any
 def _rates(run: GpuContext, part: blocks.DeltaNet, y: Any) -> tuple[Any, Any]:
     """g and beta, float32[tokens, value_heads]."""
     if part.ba is not None:
-        both: Any = run.linear(part.ba, y).reshape(len(y), part.sizes.key_heads, 2, -1)
-        b, a = (both[:, :, i].reshape(len(y), -1) for i in range(2))
+        rates: Any = run.linear(part.ba, y).reshape(len(y), part.sizes.key_heads, 2, -1)
+        b, a = (rates[:, :, i].reshape(len(y), -1) for i in range(2))
     else:
         assert part.beta is not None
         assert part.alpha is not None
@@ -55,11 +57,11 @@ def _rates(run: GpuContext, part: blocks.DeltaNet, y: Any) -> tuple[Any, Any]:
 
 
 def _convolved(part: blocks.DeltaNet, x: Any, before: Any, after: Any, taps: Any, torch: Any) -> Any:
-    """Queries, keys and values float32[tokens, channels] of what enters the convolution, queries and keys normed."""
+    """The convolution of x float32[tokens, channels]: queries, keys and values, with queries and keys normed."""
     sizes, tokens = part.sizes, len(x)
-    given = torch.cat([before.inputs, x])
-    after.inputs.copy_(given[tokens:])
-    mixed = torch.nn.functional.silu(sum(taps[:, j] * given[j : j + tokens] for j in range(sizes.kernel)))
+    inputs = torch.cat([before.inputs, x])
+    after.inputs.copy_(inputs[tokens:])
+    mixed = torch.nn.functional.silu(sum(taps[:, j] * inputs[j : j + tokens] for j in range(sizes.kernel)))
     heads = mixed[:, : 2 * sizes.keys].view(tokens, 2, sizes.key_heads, sizes.head_dim_k)
     heads = heads * (heads.square().sum(dim=3, keepdim=True) + 1e-6).rsqrt()
     heads[:, 0] *= sizes.head_dim_k**-0.5
@@ -67,11 +69,11 @@ def _convolved(part: blocks.DeltaNet, x: Any, before: Any, after: Any, taps: Any
 
 
 def _attended(run: GpuContext, part: blocks.DeltaNet, x: Any, g: Any, beta: Any, state: Any) -> Any:
-    """float32[tokens, inner] of x float32[tokens, channels]; the state goes on."""
+    """The delta rule: float32[tokens, inner] of x float32[tokens, channels]; the state is updated."""
     from quantkit.runtime.kernels.cuda import delta
 
     sizes, torch, tokens = part.sizes, run.gpu.torch, len(x)
-    heads = torch.arange(sizes.value_heads, device=run.gpu.place)
+    heads = torch.arange(sizes.value_heads, device=run.gpu.torch_device)
     key_of = heads % sizes.key_heads if part.tiled else heads * sizes.key_heads // sizes.value_heads
     q, k = (x[:, i * sizes.keys :][:, : sizes.keys].view(tokens, sizes.key_heads, -1) for i in range(2))
     q, k = q[:, key_of].contiguous(), k[:, key_of].contiguous()

@@ -1,20 +1,21 @@
-"""What a GPU computes of a model over several devices: the parts of blocks, by the kernels of `kernels/cuda`.
+"""`CudaWorker`: computes parts of a model's blocks on a GPU, by the kernels of `kernels/cuda`.
 
 A CudaWorker is a Worker whose arrays are torch tensors on its GPU: activations, vectors, keys and values, states of
-recurrent layers, and packed weights, which are copied there when a layer first runs. Its operations are those of
-`block_runner.BlockRunner`, one by one; only what each array is, and which kernel makes it, differs. Numerics:
+recurrent layers, and packed weights, which are copied there when a layer first runs. It overrides the operations of
+`block_runner.BlockRunner` with kernels. Numerics:
 
     exact   weights decoded to float32, tile by tile, and multiplied in float32
     fast    up to 8 tokens from packed weights with activations as bytes, more as bfloat16 (`kernels/cuda/device.py`)
 
-A token after others goes through neighbouring layers as one CUDA graph where it can (`runtime/cuda/cuda_graph.py`),
-but not where GPUs share layers (`runtime/parallel/rank.py`).
+In generation, a token runs through neighbouring layers as one CUDA graph where possible
+(`runtime/cuda/cuda_graph.py`), but not where GPUs share layers (`runtime/parallel/rank.py`).
 
-Prompts attend over caches of floats by torch, in the cache's type; a few tokens, and other caches, by `kernels/cuda`.
-Experts on the CPU run there, while shared ones run here; for large batches they are copied here, one by one, and run
-here (placement/offload.py).
-Rows of embeddings are gathered on the CPU. What a GPU has no kernel for is refused before anything is read: by
-`with_memory` where there is no GPU, by the constructor for types of weights, by `require_cache` for caches.
+torch computes attention of prompts over f32, f16 and bf16 caches; `kernels/cuda` that of a few tokens or other caches.
+Experts on the CPU run there while the GPU computes the shared ones. For large batches their matrices are copied to the
+GPU, one expert at a time (placement/offload.py). Rows of embeddings are gathered on the CPU.
+
+Missing hardware or kernels raise before anything is read: in `with_memory` where there is no GPU, in the constructor
+for types of weights, in `require_cache` for caches.
 """
 
 from __future__ import annotations
@@ -54,34 +55,34 @@ if TYPE_CHECKING:
 
 @functools.cache
 def gpu(index: int) -> Gpu:
-    """The GPU of a number, opened once. UnsupportedError, one line, where there is none."""
+    """GPU number `index`, opened once. UnsupportedError, with a message of one line, where there is none."""
     return cuda_device.Gpu(index)
 
 
 def with_memory(device: Device) -> Device:
-    """A device; a GPU with the memory that is free there, unless its memory was said."""
+    """The device, with the free memory of its GPU as `memory` unless the user gave a size."""
     if device.gpu is None:
         return device
-    found = gpu(device.gpu)
-    return replace(device, memory=found.free_bytes()) if device.memory is None else device
+    opened = gpu(device.gpu)
+    return replace(device, memory=opened.free_bytes()) if device.memory is None else device
 
 
 class CudaWorker(Worker):
-    """What one GPU computes.
+    """The worker of one GPU.
 
-    gpu   the kernels' host side
+    gpu   launches its kernels and allocates its memory
     """
 
     def __init__(self, device: Device, split: Context, owner: BlockRunner, threads: int):
         super().__init__(device, split, owner, threads)
         assert device.gpu is not None
         self.gpu = gpu(device.gpu)
-        self.place, self.hardware = self.gpu.place, self.gpu.name
+        self.torch_device, self.hardware = self.gpu.torch_device, self.gpu.name
         self.exact = self.numerics == "exact"
         self._matrices: dict[str, Matrices] = {}
         self._gpu_experts = GpuExperts(self)
         self._ropes: dict[blocks.Rope, tuple[Any, torch.Tensor, torch.Tensor]] = {}
-        self._at: tuple[Any, Any] = None, None
+        self._last_positions: tuple[Any, Any] = None, None
         self._captured_position: tuple[torch.Tensor, int] | None = None  # tensor, n_ctx
         self._steps: weakref.WeakKeyDictionary[Any, dict[int, CapturedStep | None]] = weakref.WeakKeyDictionary()
         self._require_kernels(split.placement)
@@ -101,12 +102,12 @@ class CudaWorker(Worker):
 
     def receive(self, x: Any, source: Worker) -> Any:
         """A copy of x of another device on this GPU."""
-        return x.to(self.gpu.place) if isinstance(source, CudaWorker) else self.gpu.array(x)
+        return x.to(self.gpu.torch_device) if isinstance(source, CudaWorker) else self.gpu.array(x)
 
     def to_host(self, x: Any) -> np.ndarray:
         """A copy of x of this GPU in the host's memory."""
-        found: np.ndarray = x.to("cpu", copy=True).numpy()
-        return found
+        result: np.ndarray = x.to("cpu", copy=True).numpy()
+        return result
 
     def zeros(self, shape: tuple[int, ...], kind: str) -> torch.Tensor:
         """A tensor of this GPU; `kind` names its type."""
@@ -123,10 +124,10 @@ class CudaWorker(Worker):
 
     def vector(self, name: str) -> Any:
         """float32[n] on the GPU."""
-        found: Any = self._vectors.get(name)
-        if found is None:
-            found = self._vectors[name] = self.gpu.array(float_linear.vector(self.weights[name]))  # type: ignore[assignment]
-        return found
+        result: Any = self._vectors.get(name)
+        if result is None:
+            result = self._vectors[name] = self.gpu.array(float_linear.vector(self.weights[name]))  # type: ignore[assignment]
+        return result
 
     def drop_cached(self, names: Any) -> None:
         """Drop copies of these tensors, and all captured steps."""
@@ -137,13 +138,13 @@ class CudaWorker(Worker):
         self._steps.clear()
 
     def matrices(self, name: str, rows: int | None = None) -> Matrices:
-        """A tensor of two dimensions, or three, on the GPU; of so many rows each where its shape does not say."""
-        found = self._matrices.get(name)
-        if found is None or (rows or found.rows) != found.rows:
+        """The matrices of a tensor on the GPU; `rows` of each, where a tensor of two dimensions stacks several."""
+        result = self._matrices.get(name)
+        if result is None or (rows or result.rows) != result.rows:
             tensor = self.weights[name]
             data, (height, n) = tensor.data, tensor.shape[-2:]
-            found = self._matrices[name] = self.gpu.matrices(data, tensor.type, rows or height, n)
-        return found
+            result = self._matrices[name] = self.gpu.matrices(data, tensor.type, rows or height, n)
+        return result
 
     @property
     def _host(self) -> Worker:
@@ -167,7 +168,7 @@ class CudaWorker(Worker):
         """A copy on this GPU, counted as a transfer."""
         return self.fetch(x, self._host)
 
-    # --------------------------------------------------------------------------------------- steps that are replayed
+    # ---------------------------------------------------------------------------------------------------- CUDA graphs
 
     def can_capture(self, block: blocks.Block) -> bool:
         """Whether one token of a block can be captured: all of it is computed here. See `cuda_graph.can_capture`."""
@@ -206,7 +207,7 @@ class CudaWorker(Worker):
 
     @contextlib.contextmanager
     def reading_position(self, position: torch.Tensor, n_ctx: int) -> Iterator[None]:
-        """Work on one token whose position is read from memory, below n_ctx."""
+        """Context: kernels read the position of the one token from int32[1] on the GPU; it stays below `n_ctx`."""
         self._captured_position = position, n_ctx
         try:
             yield
@@ -214,10 +215,10 @@ class CudaWorker(Worker):
             self._captured_position = None
 
     def rope_tables(self) -> list[Any]:
-        """What rope reads."""
+        """The RoPE tables on the GPU."""
         return list(self._ropes.values())
 
-    # ------------------------------------------------------------------------------------------- what stands in between
+    # ------------------------------------------------------------------------------------- norms, activations and RoPE
 
     def rms_norm(self, x: Any, norm: blocks.Norm) -> Any:
         """As `BlockRunner.rms_norm`, by a kernel."""
@@ -248,8 +249,8 @@ class CudaWorker(Worker):
 
     def without_gates(self, projected: Any, heads: int) -> Any:
         """As `float_ops.without_gates`."""
-        both = projected.view(len(projected), heads, 2, -1)
-        return both[:, :, 0].reshape(len(projected), -1).contiguous()
+        pairs = projected.view(len(projected), heads, 2, -1)
+        return pairs[:, :, 0].reshape(len(projected), -1).contiguous()
 
     def apply_gates(self, x: Any, projected: Any, dim: int) -> None:
         """As `float_ops.apply_gates`."""
@@ -267,35 +268,35 @@ class CudaWorker(Worker):
 
         from quantkit.runtime.kernels.cuda import elementwise
 
-        positions, most = self._positions(spans)
-        host = self._rope(rope, most + 1)
-        held = self._ropes.get(rope)
-        if held is None or held[0] is not host:
+        positions, max_position = self._positions(spans)
+        host = self._rope(rope, max_position + 1)
+        tables = self._ropes.get(rope)
+        if tables is None or tables[0] is not host:
             cos, sin = map(self.gpu.array, host)
-            held = self._ropes[rope] = host, cos, sin
+            tables = self._ropes[rope] = host, cos, sin
         pairs, heads = host[0].shape[1], x.shape[1] // dim
         step, stride = (2, 1) if rope.style == "norm" else (1, pairs)
         self.gpu.launch_each(elementwise.rope(), len(x) * heads * pairs, elementwise.THREADS, x, heads, dim, pairs,
-                             held[1], held[2], positions, step, stride, len(x))  # fmt: skip
+                             tables[1], tables[2], positions, step, stride, len(x))  # fmt: skip
 
     def _positions(self, spans: list[Span]) -> tuple[torch.Tensor, int]:
-        """int32[tokens] on the GPU, and the most they can be; the same ones are asked for in every layer."""
+        """Positions int32[tokens] on the GPU, and the largest; cached, because every layer needs the same ones."""
         if self._captured_position is not None:
             return self._captured_position[0], self._captured_position[1] - 1
-        of = tuple((span.cache.length, span.stop - span.start) for span in spans)
-        if self._at[0] != of:
-            found = np.concatenate([first + np.arange(count, dtype=np.int32) for first, count in of])
-            self._at = of, (self.gpu.array(found), int(found.max()))
-        at: tuple[torch.Tensor, int] = self._at[1]
-        return at
+        key = tuple((span.cache.length, span.stop - span.start) for span in spans)
+        if self._last_positions[0] != key:
+            positions = np.concatenate([first + np.arange(count, dtype=np.int32) for first, count in key])
+            self._last_positions = key, (self.gpu.array(positions), int(positions.max()))
+        result: tuple[torch.Tensor, int] = self._last_positions[1]
+        return result
 
     def next_positions(self, cache: Any, tokens: int) -> torch.Tensor:
         """int32[tokens] on the GPU: the positions that a cache's next tokens get."""
         if self._captured_position is not None:
             return self._captured_position[0]
         stop, dtype = cache.length + tokens, self.gpu.torch.int32
-        found: torch.Tensor = self.gpu.torch.arange(cache.length, stop, dtype=dtype, device=self.gpu.place)
-        return found
+        result: torch.Tensor = self.gpu.torch.arange(cache.length, stop, dtype=dtype, device=self.gpu.torch_device)
+        return result
 
     def position_bound(self, cache: Any, tokens: int) -> int:
         """All positions of a cache's next tokens are below this."""
@@ -305,9 +306,9 @@ class CudaWorker(Worker):
         """As `BlockRunner.is_finite`, of an array or a tensor. Waits for the GPU."""
         return super().is_finite(y) if isinstance(y, np.ndarray) else self.tripwire == "off" or bool(y.isfinite().all())
 
-    def _require_finite(self, what: str, y: Any) -> None:
+    def _require_finite(self, source: str, y: Any) -> None:
         if not self.is_finite(y):
-            super()._require_finite(what, self.to_host(y))
+            super()._require_finite(source, self.to_host(y))
 
     def observe(self, name: str, x: Any, *which: int) -> None:
         """As `BlockRunner.observe`; x is copied to the host for it."""
@@ -317,10 +318,10 @@ class CudaWorker(Worker):
     # ------------------------------------------------------------------------------------------------------- products
 
     def _weight(self, linear: blocks.Linear) -> Any:
-        found: Any = self._linears.get(linear.weight)
-        if found is None:
-            found = self._linears[linear.weight] = self._product(linear, self.matrices(linear.weight))
-        return found
+        result: Any = self._linears.get(linear.weight)
+        if result is None:
+            result = self._linears[linear.weight] = self._product(linear, self.matrices(linear.weight))
+        return result
 
     def _product(self, linear: blocks.Linear, matrices: Matrices) -> Any:
         bias = self.vector(linear.bias) if linear.bias else None
@@ -397,9 +398,9 @@ class CudaWorker(Worker):
         return self._gpu_experts.route(part, logits)
 
     def _experts(self, part: blocks.Experts, x: Any) -> Any:
-        """As `BlockRunner._experts`; shared experts are launched here before the CPU computes the routed ones.
+        """As `BlockRunner._experts`; shared experts are launched on the GPU before the CPU computes the routed ones.
 
-        More does not overlap: the next layer needs the results of both.
+        Nothing else overlaps: the next layer needs the results of both.
         """
         in_order = self._checking or self.tripwire == "full" or self.observer is not None  # the order that errors name
         routed_on_cpu = self._holders(part) == {self._host} and not self._offloads(part, len(x))
@@ -408,9 +409,9 @@ class CudaWorker(Worker):
         y = self.norm(part.norm, x)
         chosen, weights = self.route(part, self.linear(part.router, y))
         ids = chosen if isinstance(chosen, np.ndarray) else self.copy_to_cpu(chosen)
-        given = self.copy_to_cpu(y), self.copy_to_cpu(weights)
+        inputs = self.copy_to_cpu(y), self.copy_to_cpu(weights)
         shared = self._shared(part.shared, part.shared_gate, y)
-        return shared + self.copy_from_cpu(self._host.run_experts(part, given[0], ids, given[1]))
+        return shared + self.copy_from_cpu(self._host.run_experts(part, inputs[0], ids, inputs[1]))
 
     def run_experts(self, part: blocks.Experts, y: Any, chosen: Any, weights: Any) -> Any:
         """As `BlockRunner.run_experts`: here, offloaded here, or on the devices of their matrices."""

@@ -1,4 +1,4 @@
-"""Which CPU kernel computes with which type on this machine.
+"""Choose the CPU kernels of matrix products by the type of the weights.
 
 product(type)              matrix-vector product, a C function of cpu/matvec.py; None if the type has no kernel
 batch(type)                batch product: in integers (cpu/gemm.py), or in float32 (cpu/float_gemm.py) for F32, F16
@@ -42,9 +42,9 @@ class Batch(NamedTuple):
 def batch(kind: QuantType) -> Batch:
     """The batch product of a type that has a `product`."""
     number = kind.ggml_type
-    found = FORMATS.get(number)
-    if found is not None:
-        return Batch(True, lambda add: gemm.multiply(number, add), lambda n: gemm.scratch_bytes(found, n))
+    fmt = FORMATS.get(number)
+    if fmt is not None:
+        return Batch(True, lambda add: gemm.multiply(number, add), lambda n: gemm.scratch_bytes(fmt, n))
     return Batch(False, lambda add: float_gemm.multiply(number, add), kernel_sizes.float_scratch_bytes)
 
 
@@ -56,16 +56,16 @@ def linear(tensor: Tensor, threads: int) -> Callable[[FloatArray, FloatArray], N
     rows, n = tensor.shape
     if product(tensor.type) is None or n % 32 or rows % tensor.type.interleave:
         return None
-    how = batch(tensor.type)
-    if not how.quantized:
+    product_of_batch = batch(tensor.type)
+    if not product_of_batch.quantized:
         return None
     ops, data = OpList(threads), tensor.data
     count = ops.keep(np.zeros(1, np.int64))
-    scratch, stride = ops.private_buffer("scratch", how.scratch_bytes(n))
+    scratch, stride = ops.private_buffer("scratch", product_of_batch.scratch_bytes(n))
     tokens = count.ctypes.data
     quantize = ops.add(gemm.quantize_tiles, gemm.QuantizeParameters(x=0, n=n, tokens=tokens, tiles=0), barrier=True)
     multiply = ops.add(
-        how.kernel(0),
+        product_of_batch.kernel(0),
         MultiplyParameters(
             weights=data.ctypes.data, n=n, rows=rows, tokens=tokens, x=0, out=0, bias=0, scratch=scratch,
             private_stride=stride,

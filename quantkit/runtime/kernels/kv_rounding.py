@@ -1,18 +1,18 @@
-"""How a cache rounds the rows it keeps, plainly: runtime/kernels/cpu/kv_rows.py gives the same bytes, faster.
+"""Encode rows of a KV cache, in numpy: the reference implementation of runtime/kernels/cpu/kv_rows.py.
 
-A row is one head's key or value. F16 and BF16 take the nearest number, ties to even. The quantized types go by the
-largest magnitude alone, with no search: a row is written once for every token, and the reference's caches do so too.
+A row is one head's key or value. F16 and BF16 take the nearest number, ties to even. The quantized types derive the
+scale from the largest magnitude, without a search, because rows are encoded for every token; so does ik_llama.cpp.
 Of each block of 32, or of the whole row for Q8_KV, with `extreme` the element of largest magnitude, sign and all (the
 positive one of two), and codes rounded to the nearest integer, ties to even:
 
     q8_0, q8_KV         d = |extreme| / 127          code = x / d                   -127 .. 127
     q6_0, q5_0, q4_0    d = extreme / -2^(bits - 1)  code = x / d + 2^(bits - 1)    0 .. 2^bits - 1
-    q5_1, q4_1          m = least, d = (largest - m) / (2^bits - 1), code = (x - m) / d
+    q5_1, q4_1          m = smallest x, d = (largest x - m) / (2^bits - 1), code = (x - m) / d
     iq4_nl              the entries e nearest to x / d with d = extreme / -127; then d = sum x^3 e / sum x^2 e^2,
                         which is worth 4% of the squared error (of the others at most 1.3%)
 
 d and m are stored as halves (Q8_KV: float32), codes are made with the unrounded ones. A block with a NaN or an Inf gets
-a d of NaN, so that it shows in every result. What the bytes mean is in the types' own files.
+a d of NaN, so that it shows in every result. The byte maps are in `quantkit/types`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ FLOATS = ("f32", "f16", "bf16")
 QUANTIZED = ("q8_0", "q8_KV", "q6_0", "q5_0", "q5_1", "q4_0", "q4_1", "iq4_nl")
 
 CODEBOOK = K4.values[:16].astype(np.float32)
-MIDDLES = (CODEBOOK[1:] + CODEBOOK[:-1]) / 2  # the entry nearest to y is that with the number of middles below y
-LEAST = np.float32(2.0**-120)  # below, 1 / d may be Inf: such a d counts as 0
+MIDPOINTS = (CODEBOOK[1:] + CODEBOOK[:-1]) / 2  # the entry nearest to y is that with the number of middles below y
+MIN_SCALE = np.float32(2.0**-120)  # below, 1 / d may be Inf: such a d counts as 0
 
 
 def encode(name: str, x: np.ndarray) -> np.ndarray:
@@ -55,10 +55,10 @@ def _bfloats(x: np.ndarray) -> np.ndarray:
 
 
 def _inverse(d: np.ndarray) -> np.ndarray:
-    return np.where(np.abs(d) < LEAST, np.float32(0), np.float32(1) / d)
+    return np.where(np.abs(d) < MIN_SCALE, np.float32(0), np.float32(1) / d)
 
 
-def _spoiled(x: np.ndarray) -> np.ndarray:
+def _nan_if_not_finite(x: np.ndarray) -> np.ndarray:
     """float32[rows, 1]: 0, or NaN where a row has an element that is not finite."""
     return (x - x).sum(1, keepdims=True)
 
@@ -66,7 +66,7 @@ def _spoiled(x: np.ndarray) -> np.ndarray:
 def _extreme(x: np.ndarray) -> np.ndarray:
     """float32[rows, 1]."""
     high, low = x.max(1, keepdims=True), x.min(1, keepdims=True)
-    return np.where(high >= -low, high, low) + _spoiled(x)
+    return np.where(high >= -low, high, low) + _nan_if_not_finite(x)
 
 
 def _codes(y: np.ndarray, offset: int, largest: int) -> np.ndarray:
@@ -116,9 +116,9 @@ def _affine(bits: int, pack: Callable[[np.ndarray], np.ndarray]) -> Callable[[np
     levels = (1 << bits) - 1
 
     def encode_blocks(x: np.ndarray) -> np.ndarray:
-        least = x.min(1, keepdims=True)
-        d = (x.max(1, keepdims=True) - least) * np.float32(1 / levels) + _spoiled(x)
-        return np.concatenate([_halves(d, least), pack(_codes((x - least) * _inverse(d), 0, levels))], 1)
+        minimum = x.min(1, keepdims=True)
+        d = (x.max(1, keepdims=True) - minimum) * np.float32(1 / levels) + _nan_if_not_finite(x)
+        return np.concatenate([_halves(d, minimum), pack(_codes((x - minimum) * _inverse(d), 0, levels))], 1)
 
     return encode_blocks
 
@@ -137,7 +137,7 @@ def _six_bits(codes: np.ndarray) -> np.ndarray:
 
 def _iq4_nl(x: np.ndarray) -> np.ndarray:
     first = _extreme(x) * np.float32(-1 / 127)
-    codes = np.searchsorted(MIDDLES, x * _inverse(first), side="left")
+    codes = np.searchsorted(MIDPOINTS, x * _inverse(first), side="left")
     entries = CODEBOOK[np.minimum(codes, 15)]
     weighed = x * x * entries
     size = _halving_sum(weighed * entries)
@@ -165,9 +165,9 @@ _BLOCKS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 
 
 def rotation(n: int) -> np.ndarray:
-    """float32[n, n], n a power of two: Hadamard's matrix over sqrt(n), in the order of Sylvester. Its own inverse.
+    """float32[n, n], n a power of two: the Hadamard matrix, Sylvester's order, over sqrt(n). Its own inverse.
 
-    Rotated, a row's large elements spread over all of them, which a scale for many elements at once is better for.
+    Rotation spreads a row's large elements over all of them, so that one scale fits many elements better.
     """
     h = np.ones((1, 1), np.float32)
     while len(h) < n:
@@ -178,7 +178,7 @@ def rotation(n: int) -> np.ndarray:
 def rotation_block(dim: int) -> int | None:
     """How many elements of a head of `dim` are rotated together; None where the dimensions allow no rotation.
 
-    All where `dim` is a power of two, else the largest of 512, 256, 128, 64 that divides it, as the reference does.
+    All where `dim` is a power of two, else the largest of 512, 256, 128, 64 that divides it, as in ik_llama.cpp.
     """
     if dim & dim - 1 == 0:
         return dim

@@ -1,10 +1,10 @@
-"""What a forward pass computes besides matrix products, in float32: right on every CPU, vectorised by the compiler.
+"""Plain float32 kernels of a forward pass, except matrix products: the reference implementations for all others.
 
     rms_norm      y = x / sqrt(mean(x^2) + eps) * weight
     swiglu        y = gate * sigmoid(gate) * up
     geglu         y = gelu(gate) * up, gelu in its tanh form
     swiglu_oai    y = gate * sigmoid(1.702 gate) * (1 + up), both clamped
-    rope          turns pairs of elements of each head by the angles of their positions
+    rope          rotates pairs of elements of each head by the angles of their positions
     softmax_step  one block of keys of the streaming softmax
     route         which experts a token goes to, and their weights
     short_conv    a causal convolution over the last few tokens, each channel by itself, then x * sigmoid(x)
@@ -12,7 +12,7 @@
     gate          y = x * sigmoid(gate)
     delta_rule    a head of linear attention, token by token
 
-All are sequential over rows; layers.py gives each thread some of them.
+All are sequential over rows; `runtime/blocks` calls them on slices of rows from several threads.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def swiglu_oai(gate, up):
 
 @kernel
 def rope(x, head_dim, cos, sin, positions, step, stride):
-    """Turn the first 2 * cos.shape[1] elements of every head of x float32[tokens, heads * head_dim], in place.
+    """Apply RoPE to the first 2 * cos.shape[1] elements of every head of x float32[tokens, heads * head_dim], in place.
 
     Pair j of a head is its elements (j * step, j * step + stride): ("norm") 2, 1; ("neox") 1, dim/2.
     (a, b) becomes (a cos - b sin, a sin + b cos) with the angle of cos[position, j].
@@ -141,13 +141,12 @@ def _sum(row):
 
 @kernel
 def softmax_step(scores, group, position, window, maxima, sums, acc):
-    """Turn the scores of a block of keys into weights, and rescale what earlier blocks gave to match.
+    """Online-softmax update: turn the scores of a block of keys into weights, and rescale earlier results to match.
 
-    scores float32[tokens * group, keys]: row r belongs to token r // group, which stands at `position` + r // group
-    counted from the block's first key and sees the `window` keys up to and including its own position.
-    maxima, sums float32[rows]: the largest score and the sum of weights so far; acc float32[rows, dim]: the sum of
-    weighted values so far. With the new largest score m: weight = e^(score - m), and what was before shrinks by
-    e^(maximum - m).
+    scores float32[tokens * group, keys]: row r is of token r // group, whose position is `position` + r // group
+    counted from the block's first key. It sees the `window` keys up to and including its own position.
+    maxima, sums float32[rows]: the running maximum and the denominator; acc float32[rows, dim]: the sum of weighted
+    values so far. With the new maximum m: weight = e^(score - m), and earlier sums are multiplied by e^(maximum - m).
     """
     rows, keys = scores.shape
     for r in range(rows):
@@ -159,27 +158,27 @@ def softmax_step(scores, group, position, window, maxima, sums, acc):
         row[stop:] = np.float32(0)
         if start == stop:
             continue
-        seen = row[start:stop]
-        maximum = max(maxima[r], _max(seen))
+        visible = row[start:stop]
+        maximum = max(maxima[r], _max(visible))
         shrink = exp(maxima[r] - maximum) if sums[r] > 0 else np.float32(0)
-        _exp_minus(seen, maximum)
+        _exp_minus(visible, maximum)
         maxima[r] = maximum
-        sums[r] = sums[r] * shrink + _sum(seen)
+        sums[r] = sums[r] * shrink + _sum(visible)
         for i in range(acc.shape[1]):
             acc[r, i] *= shrink
 
 
 @kernel
 def _selection_score(p, bias, e):
-    """What experts are compared by: the probability of e, with the bias where there is one."""
+    """The score by which expert e is ranked: its probability, plus the bias where there is one."""
     return p[e] + bias[e] if bias.shape[0] else p[e]
 
 
 @kernel
-def _keep_groups(p, bias, groups, kept):
-    """Set p to -1 in all but the `kept` best of `groups` groups: by their best expert, with a bias their best two."""
+def _drop_groups(p, bias, groups, groups_used):
+    """Set p to -1 except in the `groups_used` best of `groups` groups: by the best expert, with a bias the best two."""
     size = p.shape[0] // groups
-    for _ in range(groups - kept):
+    for _ in range(groups - groups_used):
         worst, lowest = -1, np.float32(0)
         for group in range(groups):
             first = group * size
@@ -203,8 +202,8 @@ def _keep_groups(p, bias, groups, kept):
 def route(logits, bias, sigmoid, groups, groups_used, used, min_used, min_share, normalise, scale, chosen, weights):
     """Experts of one token, and how many: p = softmax(logits) or sigmoid, the `used` largest, of equal ones the first.
 
-    `bias` float32[experts], or [0] for none, is added to p where experts are compared; only those of the `groups_used`
-    best of `groups` groups of neighbours are, see `_keep_groups`.
+    `bias` float32[experts], or [0] for none, is added to p to rank experts; only experts of the `groups_used` best of
+    `groups` groups of neighbours are chosen, see `_drop_groups`.
     logits float32[experts] are overwritten; chosen int64[used] and weights float32[used] come ordered. Those after the
     first `min_used` whose p is not above `min_share` times the first one's are left out (0 leaves none out). weights
     are p, divided by their sum over those that are left with `normalise`, times `scale`.
@@ -221,11 +220,11 @@ def route(logits, bias, sigmoid, groups, groups_used, used, min_used, min_share,
         for e in range(experts):
             logits[e] /= total
     if groups_used < groups:
-        _keep_groups(logits, bias, groups, groups_used)
+        _drop_groups(logits, bias, groups, groups_used)
     count = 0
     for rank in range(used):
         best, best_score = -1, np.float32(0)
-        for e in range(experts):  # NaN is as good as any: it has to show in the result
+        for e in range(experts):  # a NaN wins, so that it shows in the result
             if logits[e] != np.float32(-1):
                 score = _selection_score(logits, bias, e)
                 if best < 0 or score > best_score or score != score:
@@ -256,8 +255,8 @@ def short_conv(before, x, taps, out):
         row = out[t]
         row[:] = np.float32(0)
         for j in range(kernel_size):
-            at = t + j - (kernel_size - 1)
-            entering = before[t + j] if at < 0 else x[at]
+            token = t + j - (kernel_size - 1)
+            entering = before[t + j] if token < 0 else x[token]
             for c in range(channels):
                 row[c] += taps[j, c] * entering[c]
         for c in range(channels):
@@ -297,34 +296,34 @@ def delta_rule(x, q_at, k_at, v_at, decay, beta, before, after, out, out_at):
     before   float32[head_dim_k, head_dim_v], the state before the first token; after: the one after the last
     out      float32[tokens, n]: the head's own elements are those from out_at on
 
-    With S e^g not yet multiplied out: delta = beta (v - e^g S^T k), S = e^g S + k delta^T, out = S^T q: two passes over
-    the state, the first of which only reads it.
+    delta = beta (v - e^g S^T k), S = e^g S + k delta^T, out = S^T q. These are two passes over the state, of which the
+    first only reads it.
     """
     n_k, n_v = before.shape
     delta = np.empty(n_v, np.float32)
     state = before
     for t in range(x.shape[0]):
-        shrink, row = decay[t], out[t, out_at : out_at + n_v]
+        decay_now, row = decay[t], out[t, out_at : out_at + n_v]
         delta[:] = np.float32(0)
         for i in range(n_k):
-            factor = x[t, k_at + i] * shrink
-            held = state[i]
+            factor = x[t, k_at + i] * decay_now
+            row_before = state[i]
             for j in range(n_v):
-                delta[j] += held[j] * factor
+                delta[j] += row_before[j] * factor
         for j in range(n_v):
             delta[j] = beta[t] * (x[t, v_at + j] - delta[j])
         row[:] = np.float32(0)
         for i in range(n_k):
             key, query = x[t, k_at + i], x[t, q_at + i]
-            held, made = state[i], after[i]
+            row_before, row_after = state[i], after[i]
             for j in range(n_v):
-                new = held[j] * shrink + key * delta[j]
-                made[j] = new
+                new = row_before[j] * decay_now + key * delta[j]
+                row_after[j] = new
                 row[j] += new * query
         state = after
 
 
-_GONE = np.float32(1e-34)  # decays below are none: products with them would be denormal numbers, and slow
+_MIN_DECAY = np.float32(1e-34)  # smaller decays count as 0: products with them would be subnormal numbers, and slow
 
 
 @kernel
@@ -334,7 +333,7 @@ def chunk_weights(keys, queries, decay, beta):
     keys[h, i, j] = k_i . k_j becomes beta_i e^(decay_i - decay_j) k_i . k_j for j < i, else 0; queries[h, i, j] =
     q_i . k_j becomes e^(decay_i - decay_j) q_i . k_j for j <= i, else 0. float32[heads, n, n]; beta float32[heads, n];
     decay float64[heads, n] is the running sum of g.
-    Decays below 1e-34 are none.
+    Decays below 1e-34 count as 0.
     """
     heads, n, _ = keys.shape
     for h in range(heads):
@@ -342,7 +341,7 @@ def chunk_weights(keys, queries, decay, beta):
             of_keys, of_queries = keys[h, i], queries[h, i]
             for j in range(i + 1):
                 shrink = exp(np.float32(decay[h, i] - decay[h, j]))
-                if shrink < _GONE:
+                if shrink < _MIN_DECAY:
                     shrink = np.float32(0)
                 of_queries[j] *= shrink
                 of_keys[j] *= shrink * beta[h, i]
@@ -352,13 +351,15 @@ def chunk_weights(keys, queries, decay, beta):
 
 @kernel(fastmath=_SUMS)
 def solve_unit_triangular(weights, x):
-    """x = (I + weights)^-1 x, in place, head by head; weights float32[heads, n, n], of which only what is left of the
-    diagonal is read, x float32[heads, n, width]."""
+    """x = (I + weights)^-1 x, in place, head by head; x float32[heads, n, width].
+
+    weights float32[heads, n, n], of which only the part below the diagonal is read.
+    """
     heads, n, width = x.shape
     for h in range(heads):
         for i in range(1, n):
             row = x[h, i]
             for j in range(i):
-                factor, done = weights[h, i, j], x[h, j]
+                factor, solved = weights[h, i, j], x[h, j]
                 for c in range(width):
-                    row[c] -= factor * done[c]
+                    row[c] -= factor * solved[c]

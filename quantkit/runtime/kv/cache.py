@@ -1,26 +1,26 @@
-"""The cache: what the layers remember of the tokens seen so far.
+"""The KV cache of one sequence: keys and values of its tokens for each attention layer, states of recurrent layers.
 
-For each layer that attends two arrays of encoded rows, keys after rope:
+An attention layer has two arrays of encoded rows; RoPE is applied to the keys already:
 
     k[layer]   uint8[n_head_kv, n_ctx, row bytes of head_dim_k]
     v[layer]   uint8[n_head_kv, n_ctx, row bytes of head_dim_v]
 
-Of latent attention (runtime/blocks/latent.py) k has one row a token, its latent, and v none.
+With latent attention (runtime/blocks/latent.py) k has one row per token, its latent, and v none.
 
 A row is one head's key or value in the K or V type, rounded as runtime/kernels/kv_rounding.py says. Positions of a
-head stand one after another, so that attention reads memory in order. With khad or vhad the rows were rotated before
-(`rotation`).
+head follow each other, so that attention reads memory in order. With khad or vhad the rows were rotated before
+(`kv_rounding.rotation`).
 
 A recurrent layer (runtime/blocks/recurrent.py) has a state of one size instead, which holds all positions at once:
 
-    states[layer]   LayerState: what entered the convolution last, and the state of each value head
+    states[layer]   LayerState: the last inputs of the convolution, and the state of each value head
 
-Rows of positions can be forgotten one by one, so that a cache is truncated by changing `length`; a state cannot go
-back. It goes back to the beginning, where it is zero, to the place of the last `mark()`, or to what `save()` kept:
+Keys and values are truncated by setting `length`. A state cannot be truncated to any position, only to 0, to the last
+`mark()`, or to what `save()` copied:
 
-    kept = cache.save()      a copy of the whole sequence, keys and values too
-    cache.restore(kept)      into this cache or another of the same model and type
-    cache.mark()             the states alone; truncate() then comes back here, as often as one likes
+    saved = cache.save()     a copy of the whole sequence, keys and values too
+    cache.restore(saved)     into this cache or another of the same model and type
+    cache.mark()             a copy of the states alone; truncate() can return to this length any number of times
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from quantkit.inputs import arguments
 from quantkit.runtime.kv.cache_type import CacheType
 from quantkit.runtime.kv.saved_state import INCOMPLETE, LayerState, State
 
-_MOST_TOKENS = 1 << 31  # of a cache
+_MAX_TOKENS = 1 << 31  # of a cache
 
 
 class CacheShape(NamedTuple):
-    """What decides the sizes of a cache's arrays but for `n_ctx` and the type: caches of one shape are interchangeable.
+    """What decides the sizes of a cache's arrays, apart from `n_ctx` and the type. A model needs caches of its shape.
 
-    devices   of a split model what each device holds, see sharded_cache
+    devices   of a model over several devices: what each has, see `sharded_cache.sharded_shape`
     """
 
     n_layer: int
@@ -63,22 +63,22 @@ class CacheShape(NamedTuple):
 
     def __str__(self) -> str:
         states = f", {len(self.recurrent)} of them recurrent" if self.recurrent else ""
-        where = f" on {', '.join(name for name, *_ in self.devices)}" if self.devices else ""
+        devices = f" on {', '.join(name for name, *_ in self.devices)}" if self.devices else ""
         return (
             f"{self.n_layer} layers{states} of {self.n_head_kv} KV heads, keys of {self.head_dim_k} and values of "
-            f"{self.head_dim_v} elements{where}"
+            f"{self.head_dim_v} elements{devices}"
         )
 
 
 class Cache:
-    """Room for `n_ctx` tokens of one sequence, of which `length` are filled.
+    """A cache of one sequence with room for `n_ctx` tokens, of which `length` are filled.
 
     type         CacheType
     shape        CacheShape: a model takes caches of its own shape only
     rotations    of keys and of values: elements rotated together, 0 for none
     k, v         tuples of arrays: native code has their addresses, so they are never replaced
     state_bytes  of the states of recurrent layers
-    nbytes       of all arrays, but for one state more, which the layer being run works in
+    nbytes       of all arrays, without the spare state that the running layer writes
     """
 
     k: tuple[Any, ...]
@@ -106,9 +106,9 @@ class Cache:
         self.nbytes = self.state_bytes + sum(x.nbytes for x in {id(x): x for x in (*self.k, *self.v)}.values())
 
     def _describe(self, shape: CacheShape, n_ctx: int, kind: CacheType, one_layer: bool = False) -> None:
-        """Set all but the arrays. DataError where `n_ctx` is not from 1 to `_MOST_TOKENS`."""
+        """Set all but the arrays. DataError where `n_ctx` is not from 1 to `_MAX_TOKENS`."""
         self.shape, self.type, self.one_layer = shape, kind, one_layer
-        self._n_ctx, self._length = arguments.integer(n_ctx, "the context of a cache (-c)", 1, _MOST_TOKENS), 0
+        self._n_ctx, self._length = arguments.integer(n_ctx, "the context of a cache (-c)", 1, _MAX_TOKENS), 0
         self.rotations = kind.rotations(shape.head_dim_k, shape.head_dim_v)
 
     @property
@@ -118,7 +118,7 @@ class Cache:
 
     @property
     def length(self) -> int:
-        """Tokens that are filled. It can be set to any number from 0 to `n_ctx`; see `truncate`."""
+        """Number of tokens in the cache. It can be set to any number from 0 to `n_ctx`; see `truncate`."""
         return self._length
 
     @length.setter
@@ -134,7 +134,7 @@ class Cache:
         return str(self.type)
 
     def reserve(self, tokens: int) -> None:
-        """DataError unless there is room for so many more tokens."""
+        """DataError unless there is room for `tokens` more tokens."""
         if self.length + tokens > self.n_ctx:
             raise DataError(
                 f"the cache holds {self.length} of {self.n_ctx} tokens, {tokens} more do not fit; "
@@ -142,9 +142,9 @@ class Cache:
             )
 
     def truncate(self, length: int) -> None:
-        """Forget all tokens after the first `length`.
+        """Remove all tokens after the first `length`.
 
-        DataError where recurrent layers would have to go back to a place of which no state is kept.
+        DataError where recurrent layers have no state of that length.
         """
         length = arguments.integer(length, "the length to truncate a cache to")
         if not 0 <= length <= self.length:
@@ -152,30 +152,30 @@ class Cache:
         if self.states and length:
             is_marked = self._mark is not None and self._mark[0] == length
             if not is_marked and length != self.length:
-                kept = f"0 and the mark at {self._mark[0]}" if self._mark else "0"
+                available = f"0 and the mark at {self._mark[0]}" if self._mark else "0"
                 raise DataError(
-                    f"cannot truncate a cache of {self.length} tokens to {length}: a recurrent layer has no state of "
-                    f"each position, this cache keeps those of {kept}; mark() or save() the place before going on"
+                    f"cannot truncate a cache of {self.length} tokens to {length}: recurrent layers have no state of "
+                    f"each length, only of {available}; call mark() or save() at that length first"
                 )
             for i, state in self._mark[1].items() if is_marked and self._mark else ():
-                self.states[i].take(state)  # also at this length: a pass that failed has moved some states on
+                self.states[i].take(state)  # also at this length: a failed pass has advanced some of the states
         self.length = length
         if self._mark and self._mark[0] > length:
             self._mark = None
 
     def clear(self) -> None:
-        """Forget all tokens and the mark."""
+        """Remove all tokens and the mark."""
         self.length, self._mark = 0, None
 
     def mark(self) -> None:
-        """Keep the states of recurrent layers as they are now, in place of those of an earlier mark."""
+        """Copy the states of recurrent layers as they are now; replaces an earlier mark."""
         if self.states:
             self._mark = self.length, {i: copy.deepcopy(self.state(i)) for i in self.states}
 
     def save(self) -> State:
-        """A copy of all that the cache holds of its sequence."""
+        """A copy of the sequence: keys, values and states of all layers."""
         if self.one_layer:
-            raise DataError("a cache that its layers share cannot be saved: it holds the last layer alone")
+            raise DataError("a cache whose layers share their arrays cannot be saved: it holds the last layer only")
         k, v = ([self._copy(x[:, : self.length]) for x in side] for side in (self.k, self.v))
         return State(self.type, self.length, k, v, {i: copy.deepcopy(self.state(i)) for i in self.states})
 
@@ -183,12 +183,14 @@ class Cache:
         return x.copy()
 
     def restore(self, state: State) -> None:
-        """Hold what was saved, and nothing else. DataError where it is of another kind of cache, or does not fit."""
+        """Replace the content by a saved state. DataError where it is of another kind of cache, or does not fit."""
         if self.one_layer or not isinstance(state, State) or self.type != state.type or not self._fits(state):
             kind = type(state).__name__
-            said = f"of {state.length} tokens saved from a cache of {state.type}" if kind == "State" else f"({kind})"
+            described = (
+                f"of {state.length} tokens saved from a cache of {state.type}" if kind == "State" else f"({kind})"
+            )
             raise DataError(
-                f"a state {said} does not fit this one of {self.type}; both must be of one model and one type"
+                f"a state {described} does not fit this one of {self.type}; both must be of one model and one type"
             )
         if state.length > self.n_ctx:
             raise DataError(f"a state of {state.length} tokens does not fit a cache of {self.n_ctx}; make it larger")
@@ -202,44 +204,44 @@ class Cache:
 
     def _fits(self, state: State) -> bool:
         """Whether a state has the arrays that this cache would save at its length."""
-        n, mine, theirs = state.length, (*self.k, *self.v), (*state.k, *state.v)
-        rows = [(x.shape[0], min(n, x.shape[1]), x.shape[2]) for x in mine]
-        if len(state.k) != len(self.k) or n < 0 or (n <= self.n_ctx and rows != [tuple(x.shape) for x in theirs]):
+        n, own_arrays, saved_arrays = state.length, (*self.k, *self.v), (*state.k, *state.v)
+        rows = [(x.shape[0], min(n, x.shape[1]), x.shape[2]) for x in own_arrays]
+        if len(state.k) != len(self.k) or n < 0 or (n <= self.n_ctx and rows != [tuple(x.shape) for x in saved_arrays]):
             return False
         pairs = [(self.states[i], state.states.get(i)) for i in self.states]
         return len(state.states) == len(pairs) and all(
-            other is not None
-            and other.position == n
-            and (mine.inputs.shape, mine.heads.shape) == (other.inputs.shape, other.heads.shape)
-            for mine, other in pairs
+            saved is not None
+            and saved.position == n
+            and (own_arrays.inputs.shape, own_arrays.heads.shape) == (saved.inputs.shape, saved.heads.shape)
+            for own_arrays, saved in pairs
         )
 
     # ------------------------------------------------------------------------------------------------ recurrent layers
 
     def state(self, layer: int) -> LayerState:
-        """The state of a recurrent layer after `length` tokens, to be read. At the beginning it is zero.
+        """The state of a recurrent layer after `length` tokens, for reading; zero at length 0.
 
-        DataError where the layer has gone on, or another run was cut off, and the state is that of another place.
+        DataError where the state is of another length, because the layer was advanced or a pass was interrupted.
         """
-        found = self.states[layer]
-        if self.length and found.position != self.length and self._spare_of == layer:
+        result = self.states[layer]
+        if self.length and result.position != self.length and self._spare_of == layer:
             assert self._spare is not None
             self._spare_of = None
-            self.states[layer], self._spare = self._spare, found  # the layer is run once more
-            found = self.states[layer]
+            self.states[layer], self._spare = self._spare, result  # the layer is run once more
+            result = self.states[layer]
         if not self.length:
-            found.position = INCOMPLETE
-            found.inputs[:], found.heads[:] = 0, 0
-            found.position = 0
-        if found.position != self.length:
+            result.position = INCOMPLETE
+            result.inputs[:], result.heads[:] = 0, 0
+            result.position = 0
+        if result.position != self.length:
             raise DataError(
-                f"the state of recurrent layer {layer} is that after {found.position} tokens, the cache holds "
-                f"{self.length}: a pass ended early; clear() it, truncate() to the mark, or restore() what save() kept"
+                f"the state of recurrent layer {layer} is that after {result.position} tokens, the cache holds "
+                f"{self.length}: a pass ended early; clear() it, truncate() to the mark, or restore() what save() gave"
             )
-        return found
+        return result
 
     def advance(self, layer: int, tokens: int) -> tuple[LayerState, LayerState]:
-        """The state of a layer, and where the one `tokens` later is to be written; what it was stays until the next."""
+        """(state now, state to write): advance a layer by `tokens`. The old state stays valid until the next call."""
         before = self.state(layer)
         after = self._spare
         assert after is not None
@@ -259,7 +261,7 @@ def _rows(shape: tuple[int, ...], attends: list[bool], one_layer: bool) -> tuple
     try:
         none = np.zeros((shape[0], 0, shape[2]), np.uint8)
         first = np.zeros(shape, np.uint8)
-        return tuple((first if one_layer else np.zeros(shape, np.uint8)) if here else none for here in attends)
+        return tuple((first if one_layer else np.zeros(shape, np.uint8)) if has_rows else none for has_rows in attends)
     except (MemoryError, ValueError):
         size = math.prod(shape) * (1 if one_layer else sum(attends))
         raise DataError(

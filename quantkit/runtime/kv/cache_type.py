@@ -1,4 +1,4 @@
-"""The data types of a KV cache: of keys, of values, and whether each is rotated (`-ctk`, `-ctv`, `-khad`, `-vhad`)."""
+"""`CacheType`: the types of keys and values of a KV cache, and whether they are rotated (-ctk, -ctv, -khad, -vhad)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class CacheType:
 
     @classmethod
     def parse(cls, text: str) -> CacheType:
-        """UnknownNameError on what is no type of cache."""
+        """The CacheType of a text. UnknownNameError for another text."""
         if not isinstance(text, str):
             raise UnknownNameError("cache type", text, _NAMES.values())
         pair, *marks = text.split() or [""]
@@ -52,7 +52,7 @@ class CacheType:
 
         UnsupportedError where these dimensions allow none, or do not fit the types.
         """
-        found = []
+        blocks = []
         for side, name, dim, rotated in (("k", self.k, dim_k, self.khad), ("v", self.v, dim_v, self.vhad)):
             if name in QUANTIZED and dim % 32:
                 raise UnsupportedError(
@@ -65,5 +65,5 @@ class CacheType:
                     f"-{side}had: heads of {dim} elements cannot be rotated: no power of two, nor a multiple of 64; "
                     f"leave -{side}had out"
                 )
-            found.append(block)
-        return found[0], found[1]
+            blocks.append(block)
+        return blocks[0], blocks[1]

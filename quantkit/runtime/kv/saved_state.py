@@ -1,4 +1,4 @@
-"""What a cache holds of a sequence besides rows: states of recurrent layers, and copies that `Cache.save` makes."""
+"""`LayerState`, the state of a recurrent layer, and `State`, the copy of a sequence that `Cache.save` makes."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ INCOMPLETE = -1  # position of a state that is being written: if an interrupt le
 
 @dataclass
 class LayerState:
-    """What a recurrent layer remembers after the first `position` tokens of a sequence.
+    """The state of a recurrent layer after the first `position` tokens of a sequence.
 
-    inputs   float32[kernel - 1, channels]: what entered the convolution for the last tokens, zero before the first
+    inputs   float32[kernel - 1, channels]: inputs of the convolution for the last tokens, zero before the first
     heads    float32[value_heads, head_dim_k, head_dim_v]
     """
 
@@ -47,7 +47,7 @@ class LayerState:
 
 @dataclass(frozen=True)
 class State:
-    """What a cache held of a sequence: `Cache.save` makes it, `Cache.restore` takes it back.
+    """A copy of the sequence in a cache: `Cache.save` makes it, `Cache.restore` copies it back.
 
     k, v     of each layer that attends uint8[n_head_kv, length, row bytes]
     states   of each recurrent layer

@@ -1,6 +1,7 @@
-"""Caches of models that are split: each device has keys and values of its layers, or of its heads of every layer.
+"""`ShardedCache`: the KV cache of a model over several devices.
 
-So with the states of recurrent layers. All devices forget, mark, save and restore together.
+Each device has the keys, values and states of its layers, or of its heads of every layer. All devices truncate, mark,
+save and restore together.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from quantkit.runtime.kv.saved_state import LayerState, State, Zeros
 
 @dataclass
 class DeviceShare:
-    """What a device has of a cache: of each attending layer so many key/value heads, of recurrent ones these sizes.
+    """What a device has of a cache: key/value heads by attention layer, sizes of states by recurrent layer.
 
     zeros   makes its arrays
     """
@@ -32,15 +33,15 @@ class DeviceShare:
     recurrent: dict[int, Recurrence] = field(default_factory=dict)
 
 
-def sharded_shape(hparams: HParams, held: Mapping[str, DeviceShare]) -> CacheShape:
+def sharded_shape(hparams: HParams, shares: Mapping[str, DeviceShare]) -> CacheShape:
     """The shape of a cache over devices, each with what it holds."""
-    devices = [(name, sorted(mine.heads.items()), sorted(mine.recurrent.items())) for name, mine in held.items()]
+    devices = [(name, sorted(share.heads.items()), sorted(share.recurrent.items())) for name, share in shares.items()]
     return CacheShape.of(hparams, tuple(devices))
 
 
 @dataclass(frozen=True)
 class ShardedState:
-    """What a ShardedCache held of a sequence, by name of device."""
+    """A copy of the sequence in a ShardedCache: a State for each device, by its name."""
 
     parts: Mapping[str, State]
 
@@ -58,13 +59,13 @@ class ShardedState:
 class ShardedCache(Cache):
     """Room for `n_ctx` tokens of one sequence over several devices.
 
-    parts    by name of device, what it has: a Cache of its layers and heads, with empty arrays for other layers
-    k, v     are empty, and so are states: nothing here is in one place
+    parts    by name of device: a Cache of its layers and heads, with empty arrays for other layers
+    k, v     empty, and so are `states`: all arrays are in `parts`
     """
 
     def __init__(
         self,
-        held: Mapping[str, DeviceShare],
+        shares: Mapping[str, DeviceShare],
         hparams: HParams,
         n_ctx: int,
         cache_type: CacheType,
@@ -72,9 +73,9 @@ class ShardedCache(Cache):
         one_layer: bool = False,
     ):
         """See Cache."""
-        self._describe(sharded_shape(hparams, held), n_ctx, cache_type, one_layer)
+        self._describe(sharded_shape(hparams, shares), n_ctx, cache_type, one_layer)
         self.k, self.v, self.states = (), (), {}
-        self.parts = {device: _DeviceCache(self, mine, hparams) for device, mine in held.items()}
+        self.parts = {device: _DeviceCache(self, share, hparams) for device, share in shares.items()}
         self.state_bytes = sum(part.state_bytes for part in self.parts.values())
         self.nbytes = sum(part.nbytes for part in self.parts.values())
 
@@ -104,45 +105,45 @@ class ShardedCache(Cache):
         """As `Cache.restore`; the state was saved under the same placement."""
         if not isinstance(state, (State, ShardedState)):
             raise DataError(f"restore takes what save() gave, not a {type(state).__name__}")
-        theirs = state.parts if isinstance(state, ShardedState) else {}
-        if theirs.keys() != self.parts.keys():
+        saved = state.parts if isinstance(state, ShardedState) else {}
+        if saved.keys() != self.parts.keys():
             raise DataError(
-                f"a state of {state.length} tokens was saved from devices {', '.join(theirs) or 'CPU alone'}, this "
+                f"a state of {state.length} tokens was saved from devices {', '.join(saved) or 'CPU alone'}, this "
                 f"cache is on {', '.join(self.parts)}; both must be of one model under one placement"
             )
         self.clear()  # until all is there
         for device, part in self.parts.items():
-            part.restore(theirs[device])
+            part.restore(saved[device])
         self.length = state.length
 
 
 class _DeviceCache(Cache):
     """What one device has of a ShardedCache, whose length is that of all parts: it changes for all at once."""
 
-    def __init__(self, whole: ShardedCache, held: DeviceShare, hparams: HParams):
-        self._whole = whole
-        self._describe(whole.shape, whole.n_ctx, whole.type, whole.one_layer)
-        self._zeros = held.zeros
+    def __init__(self, owner: ShardedCache, share: DeviceShare, hparams: HParams):
+        self._owner = owner
+        self._describe(owner.shape, owner.n_ctx, owner.type, owner.one_layer)
+        self._zeros = share.zeros
         sides = (self.type.k, hparams.head_dim_k), (self.type.v, hparams.head_dim_v)
-        made: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
+        arrays: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
         rows = []
         for layer in range(hparams.n_layer):
-            count = held.heads.get(layer, 0)
+            count = share.heads.get(layer, 0)
             key = (count, -1 if self.one_layer or not count else layer)
-            if key not in made:
+            if key not in arrays:
                 k, v = (
                     self._zeros((count, self.n_ctx, types.layout(name).row_bytes(dim)), "uint8") for name, dim in sides
                 )
-                made[key] = k, v
-            rows.append(made[key])
+                arrays[key] = k, v
+            rows.append(arrays[key])
         self.k, self.v = tuple(k for k, _ in rows), tuple(v for _, v in rows)
-        self._make_states(held.recurrent)
+        self._make_states(share.recurrent)
         self.state_bytes = sum(x.nbytes for x in {id(x): x for x in self.states.values()}.values())
-        self.nbytes = self.state_bytes + sum(k.nbytes + v.nbytes for k, v in made.values())
+        self.nbytes = self.state_bytes + sum(k.nbytes + v.nbytes for k, v in arrays.values())
 
     @property
     def length(self) -> int:
-        return self._whole.length
+        return self._owner.length
 
     @length.setter
     def length(self, value: int) -> None:
@@ -152,15 +153,17 @@ class _DeviceCache(Cache):
         self.states, self._spare, self._spare_of, self._mark = {}, None, None, None
         if not sizes:
             return
-        one, *others = {*sizes.values()}
-        if others:
+        recurrence, *different = {*sizes.values()}
+        if different:
             raise UnsupportedError(
                 "--max-gpu gives a device other heads of each recurrent layer, which have one size of state here; "
                 "leave it out, or take -sm layer"
             )
-        first = LayerState.zero(one, self._zeros)
-        self.states = {layer: first if self.one_layer else LayerState.zero(one, self._zeros) for layer in sorted(sizes)}
-        self._spare = LayerState.zero(one, self._zeros)
+        first = LayerState.zero(recurrence, self._zeros)
+        self.states = {
+            layer: first if self.one_layer else LayerState.zero(recurrence, self._zeros) for layer in sorted(sizes)
+        }
+        self._spare = LayerState.zero(recurrence, self._zeros)
 
     def _copy(self, x: Any) -> Any:
         return x.copy() if isinstance(x, np.ndarray) else x.clone()

@@ -1,8 +1,8 @@
-"""Adding up over devices by torch.distributed, each of which has a thread: NCCL between GPUs, gloo between others.
+"""The all-reduce of -sm graph by torch.distributed: NCCL between GPUs, gloo otherwise. Each device has a thread.
 
-Each device has a process group of its own over one store in memory; nothing global is set up. Sums travel as f32, f16
-or bf16: of GPUs alone from GPU to GPU, else through the host's memory. All threads come together before each sum, so
-that when one has failed the others know, stop with it, and none waits for ever.
+Each device has a process group of its own over one store in memory; nothing global is set up. Sums are transferred as
+f32, f16 or bf16: from GPU to GPU if all devices are GPUs, else through the host's memory. All threads meet at a barrier
+before each sum: when one has failed, the others stop too, and none waits for ever.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ import numpy as np
 from quantkit.errors import QuantkitError, UnknownNameError, UnsupportedError
 
 KINDS = ("f32", "f16", "bf16")
-_LONGEST = datetime.timedelta(hours=1)  # that one device may wait for another
+_TIMEOUT = datetime.timedelta(hours=1)  # that one device may wait for another
 
 T = TypeVar("T")
 
 
 class AllReduce:
-    """Devices that add up, each with a thread.
+    """The all-reduce over a list of devices, each of which has a thread.
 
-    places   of each the torch.device of what it gives; None of one that gives numpy's arrays
-    kind     "f32", "f16" or "bf16": what sums are rounded to on their way
+    devices   for each, the torch.device of its tensors; None for one that gives numpy arrays
+    kind      "f32", "f16" or "bf16": the data type of the all-reduce
     """
 
-    def __init__(self, places: Sequence[Any], kind: str = "f32"):
+    def __init__(self, devices: Sequence[Any], kind: str = "f32"):
         if kind not in KINDS:
             raise UnknownNameError("type of sums over devices", kind, KINDS)
         try:
@@ -43,24 +43,24 @@ class AllReduce:
             ) from None
         self.kind, self._torch = kind, torch
         self._type = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}[kind]
-        self._threads = [ThreadPoolExecutor(1, f"device-{rank}") for rank in range(len(places))]
+        self._threads = [ThreadPoolExecutor(1, f"device-{rank}") for rank in range(len(devices))]
         self._broken = False
-        self._barrier = threading.Barrier(len(places), timeout=_LONGEST.total_seconds())
-        on_gpus = all(place is not None and place.type == "cuda" for place in places)
+        self._barrier = threading.Barrier(len(devices), timeout=_TIMEOUT.total_seconds())
+        on_gpus = all(device is not None and device.type == "cuda" for device in devices)
         name = "ProcessGroupNCCL" if on_gpus else "ProcessGroupGloo"
         if not distributed.is_available() or not hasattr(distributed, name):
-            what = "NCCL, which adds up between GPUs" if on_gpus else "gloo"
-            raise UnsupportedError(f"-sm graph needs a torch built with {what}; take -sm layer")
-        self._groups: Nccl | Gloo = (Nccl if on_gpus else Gloo)(places, self)
+            backend = "NCCL, which adds up between GPUs" if on_gpus else "gloo"
+            raise UnsupportedError(f"-sm graph needs a torch built with {backend}; take -sm layer")
+        self._groups: Nccl | Gloo = (Nccl if on_gpus else Gloo)(devices, self)
 
     def run_on_all(self, task: Callable[[int], T]) -> list[T]:
-        """What `task(rank)` gives on the thread of each device, all at once; the first exception is raised again.
+        """Call `task(rank)` on the threads of all devices at once; returns the results, or raises the first exception.
 
-        All devices do the task or none. An interrupt is raised when they are done: a device that was left in the middle
-        would add its sum to those of the next task.
+        Either all devices run the task or none. An interrupt is raised after they have finished: a device that stopped
+        in the middle would add its sum to those of the next task.
         """
         if self._broken:
-            raise QuantkitError("devices were interrupted twice while they added up, and stopped; load the model again")
+            raise QuantkitError("an all-reduce was interrupted twice and cannot be used any more; load the model again")
         gate, is_open = threading.Event(), False
 
         def run(rank: int) -> T | None:
@@ -88,7 +88,7 @@ class AllReduce:
         return [cast(T, future.result()) for future in futures]
 
     def _wait(self, futures: Sequence[Future[T | None]]) -> None:
-        """Until all are done, also after an interrupt; a second one ends the waiting, and this object."""
+        """Wait for all threads, also after an interrupt. A second interrupt ends the waiting and breaks this object."""
         try:
             wait(futures)
         except BaseException:
@@ -102,23 +102,23 @@ class AllReduce:
         self._barrier.wait()
 
     def sum(self, rank: int, x: Any) -> Any:
-        """The sum of what all devices give, float32 of x's shape, and where x is.
+        """The sum of x over all devices, float32 of x's shape, on x's device.
 
-        Every device calls this as often as the others, on its thread, with arrays of one shape.
+        Every device must call this equally often, on its own thread, with arrays of one shape.
         """
         torch = self._torch
-        given = torch.from_numpy(np.ascontiguousarray(x)) if isinstance(x, np.ndarray) else x
-        flat = given.reshape(-1).to(self._groups.place(rank), self._type, copy=True)
+        tensor = torch.from_numpy(np.ascontiguousarray(x)) if isinstance(x, np.ndarray) else x
+        flat = tensor.reshape(-1).to(self._groups.device_of(rank), self._type, copy=True)
         self.barrier()
         self._groups.allreduce(rank, flat)
-        total = flat.float().reshape(given.shape)
-        return np.asarray(total.numpy()) if given is not x else total.to(given.device)
+        total = flat.float().reshape(tensor.shape)
+        return np.asarray(total.numpy()) if tensor is not x else total.to(tensor.device)
 
 
 class Gloo:
-    """Groups over the host's memory."""
+    """Process groups that add in the host's memory."""
 
-    def __init__(self, places: Sequence[Any], threads: AllReduce):
+    def __init__(self, devices: Sequence[Any], threads: AllReduce):
         import torch.distributed as distributed
 
         store = distributed.HashStore()  # type: ignore[attr-defined]  # torch lists it in no __all__
@@ -127,44 +127,47 @@ class Gloo:
         def group(rank: int) -> Any:
             options = gloo._Options()
             options._devices = [gloo.create_device(hostname="127.0.0.1")]
-            options._timeout = _LONGEST
-            return gloo(store, rank, len(places), options)
+            options._timeout = _TIMEOUT
+            return gloo(store, rank, len(devices), options)
 
         self._of = threads.run_on_all(group)
 
-    def place(self, rank: int) -> Any:
-        """Where `allreduce` wants what a device gives."""
+    def device_of(self, rank: int) -> Any:
+        """The device on which `allreduce` needs its argument."""
         return "cpu"
 
     def allreduce(self, rank: int, x: Any) -> None:
-        """Put the sum in the place of x."""
+        """Replace x by the sum over all devices."""
         self._of[rank].allreduce([x]).wait()
 
 
 class Nccl:
-    """Groups of GPUs, one of each thread. Only tests that find two GPUs run it."""
+    """Process groups between GPUs, one per thread. Only tests that find two GPUs run it."""
 
-    def __init__(self, places: Sequence[Any], threads: AllReduce):
+    def __init__(self, devices: Sequence[Any], threads: AllReduce):
         import torch.distributed as distributed
 
         store = distributed.HashStore()  # type: ignore[attr-defined]  # torch lists it in no __all__
         nccl: Any = distributed.ProcessGroupNCCL
-        self._places, self._threads = places, threads
+        self._torch_devices, self._threads = devices, threads
 
         def group(rank: int) -> Any:
             options = nccl.Options()
-            options._timeout = _LONGEST
-            return nccl(store, rank, len(places), options)
+            options._timeout = _TIMEOUT
+            return nccl(store, rank, len(devices), options)
 
         self._of = threads.run_on_all(group)
 
-    def place(self, rank: int) -> Any:
+    def device_of(self, rank: int) -> Any:
         """The GPU of a rank."""
-        return self._places[rank]
+        return self._torch_devices[rank]
 
     def allreduce(self, rank: int, x: Any) -> None:
-        """As gloo's. A kernel of NCCL waits on its GPU for those of all others, and what is asked of that GPU meanwhile
-        may keep others from being launched (github.com/NVIDIA/nccl/issues/613): all are launched before that."""
+        """Replace x by the sum over all devices.
+
+        An NCCL kernel waits on its GPU for those of all others. Other work on that GPU may meanwhile block their launch
+        (github.com/NVIDIA/nccl/issues/613). So a barrier makes sure that all are launched first.
+        """
         work = self._of[rank].allreduce([x])
         self._threads.barrier()
         work.wait()

@@ -1,10 +1,10 @@
-"""Where the time of a run over several devices goes: seconds of each device by kind of work, bytes moved between them.
+"""The profile of a model over devices: seconds of each device by kind of work, and bytes moved between devices.
 
 products    matrices times activations        experts     the same of routed experts, activation included
 attention   scores, softmax and values        latents     matrices between latents and heads
 norms       norms                             transfer    bringing activations to the device
-waiting     adding up over devices, and waiting for the slowest one of them
-other       rope, routing, activations, keys and values put away, Python: a device's time less all of these
+waiting     all-reduce, and waiting for the slowest device
+other       RoPE, routing, activations, appending to the KV cache, Python: a device's time less all of these
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ class Ledger:
             return sum(sum(kinds.values()) for kinds in rows)
 
     def moved(self, source: str, target: str, nbytes: int) -> None:
-        """So many bytes of activations went from one device to another."""
+        """Count a transfer of `nbytes` bytes of activations from one device to another."""
         with self._lock:
             self.bytes[source, target] += nbytes
             self.transfers[source, target] += 1
 
     def read(self, device: str, nbytes: int) -> None:
-        """A device read so many bytes of weights."""
+        """Count `nbytes` bytes of weights that a device read."""
         with self._lock:
             self.weights[device] += nbytes
 
     def ran(self, tokens: int) -> None:
-        """Count a forward pass of so many tokens."""
+        """Count a forward pass of `tokens` tokens."""
         with self._lock:
             self.passes += 1
             self.tokens += tokens
@@ -65,14 +65,14 @@ class Ledger:
         return sum(self.bytes.values())
 
     def bound(self) -> str:
-        """What takes the most time, in words; "" before anything ran."""
+        """A sentence that names the device and kind of work that take the most time; "" before anything ran."""
         rows = [(seconds, device, kind) for device, kinds in self.seconds.items() for kind, seconds in kinds.items()]
         if not rows:
             return ""
         seconds, device, kind = max(rows)
         total = sum(self.seconds[device].values())
         said = {
-            "waiting": "adding up over devices, and waiting for the slowest of them; shares (-ts) may be uneven",
+            "waiting": "the all-reduce, and waiting for the slowest device; shares (-ts) may be uneven",
             "transfer": "moving activations; put what a layer needs on one device",
             "experts": "the products of routed experts; more of them on a faster device (-ot, --fit) would help",
             "attention": "attention over the cache; a shorter or quantized one (-c, -ctk, -ctv) would help",

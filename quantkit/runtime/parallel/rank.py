@@ -1,7 +1,7 @@
-"""A device of -sm graph: its parts of the tensors that are cut, and whole ones of the rest.
+"""A device of -sm graph (tensor parallel): its shards of the tensors that are split, and the other tensors whole.
 
-A `Rank` hands `mine` of each part of a block to the operations of its worker, and has what that makes added up
-(runtime/parallel/all_reduce.py), on a thread of its own. On a GPU it is a `cuda_rank.CudaRank`.
+A `Rank` computes its shard of each part of a block (`shard_of`) on a thread of its own, and adds the partial result to
+those of the other ranks (runtime/parallel/all_reduce.py). On a GPU it is a `gpu_rank.CudaRank`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from quantkit.runtime.parallel.worker import Context, Worker
 
 
 class Rank(Worker):
-    """What one of the devices computes that share layers.
+    """The worker of one of the devices that share layers.
 
     rank   its number among them
     """
@@ -37,12 +37,12 @@ class Rank(Worker):
         self._checking, self.expert_reduction = owner._checking, owner.expert_reduction
 
     def _sharded(self, owner: BlockRunner, names: Iterable[str]) -> dict[str, Tensor]:
-        """The owner's tensors: of those that are cut, what this device has of them."""
-        found = {name: owner.weights[name] for name in names}
-        for name in found.keys() & self._split.cuts.keys():
+        """The owner's tensors; of those that are split, this device's shard."""
+        tensors = {name: owner.weights[name] for name in names}
+        for name in tensors.keys() & self._split.cuts.keys():
             cut = self._split.cuts[name]
-            found[name] = tensor_shards.ranges(found[name], cut.axis, cut.ranges(self.rank))
-        return found
+            tensors[name] = tensor_shards.ranges(tensors[name], cut.axis, cut.ranges(self.rank))
+        return tensors
 
     def reload(self, owner: BlockRunner, names: Iterable[str]) -> None:
         """Take these tensors from the owner again."""
@@ -79,10 +79,10 @@ class Rank(Worker):
 
     def shard_of(self, part: blocks.Part) -> blocks.Part | None:
         """This device's shard of a part, without the norm that follows the all-reduce; None where it has no share."""
-        of = self._split.cuts
+        cuts = self._split.cuts
 
         def width(linear: blocks.Linear) -> int:
-            return of[linear.weight].width(self.rank)
+            return cuts[linear.weight].width(self.rank)
 
         def last(linear: blocks.Linear) -> blocks.Linear:  # biases of what is added up count once
             return linear if self.rank == 0 else replace(linear, bias=None)
@@ -90,8 +90,8 @@ class Rank(Worker):
         if isinstance(part, blocks.Attention):
             kv_heads = width(part.k) // part.head_dim_k
             heads = kv_heads * (part.heads // part.kv_heads)
-            found = replace(part, heads=heads, kv_heads=kv_heads, out=last(part.out), post_norm=None)
-            return found if heads else None
+            shard = replace(part, heads=heads, kv_heads=kv_heads, out=last(part.out), post_norm=None)
+            return shard if heads else None
         if isinstance(part, blocks.LatentAttention):
             heads = width(part.q) // part.head_dim_k
             return replace(part, heads=heads, out=last(part.out)) if heads else None
@@ -105,12 +105,12 @@ class Rank(Worker):
         assert isinstance(part, blocks.Experts)
         shared = None if part.shared is None else self.shard_of(part.shared)
         assert shared is None or isinstance(shared, blocks.FeedForward)
-        cut = of.get(part.down.weight)
+        cut = cuts.get(part.down.weight)
         down = last(part.down) if cut is not None and cut.axis == 2 else part.down
         return replace(part, shared=shared, down=down)
 
     def run_sharded(self, block: blocks.Block, x: Any, spans: list[Span], all_reduce: AllReduce) -> Any:
-        """What leaves a block of which this device computes its part, on its thread; `x` is the same on all."""
+        """Run this device's shard of a block on its thread. Returns the block's output, the same on all ranks."""
         ledger, name = self._split.ledger, self.device.name
         start, counted = time.perf_counter(), ledger.total(name)
         for part in block.parts:

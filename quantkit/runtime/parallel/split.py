@@ -1,13 +1,12 @@
-"""A model over several devices: who computes what, and what moves between them. Layer by layer.
+"""`Split`: run a model's blocks on several devices, layer by layer.
 
-    -sm layer   each device runs a range of layers; the hidden state moves from one to the next
-    -sm graph   all devices run each layer, on the parts of its tensors that placement/sharding.py gives them; what
-    they make
-                is added up after every part of a block (runtime/parallel/all_reduce.py), so that all have the hidden
-                state
-    -ot         a product, norm or expert whose tensor is elsewhere is computed there; what enters and leaves it moves
+    -sm layer   each device runs a range of layers; the hidden state is moved from one to the next
+    -sm graph   all devices run each layer, on the shards of its tensors that placement/sharding.py gives them. The
+                partial results are added up after every part of a block (runtime/parallel/all_reduce.py), so that all
+                devices have the hidden state
+    -ot         a product, norm or expert is computed on the device of its tensor; its input and output are moved
 
-A `Worker` (runtime/parallel/worker.py) is what a device computes. `Split.ledger` counts time and bytes moved.
+A `Worker` (runtime/parallel/worker.py) computes on one device. `Split.ledger` counts time and bytes moved.
 
 In -sm graph, tensors that rules put elsewhere can be the three matrices of a layer's experts, together on one device;
 layers below -ngl run on the CPU, whole.
@@ -49,11 +48,11 @@ class Split:
     owner      the model: weights by name, how to compute
     caches     the CacheLayout: which device has which part of a cache
     ledger     time and bytes moved
-    reduce     of -sm graph: the type sums over devices travel in; None otherwise
-    offload    from which batch on GPUs compute with experts that stay on the CPU
-    profile    whether GPUs are waited for, so that each kind of work has the time it took
+    reduce     of -sm graph: the all-reduce data type; None otherwise
+    offload    minimum batch size for GPUs to compute with experts that stay on the CPU
+    profile    whether to wait for GPUs after each kind of work, so that the ledger has its time
 
-    Whoever makes it says which workers there are: `new_worker` and `new_rank`, as `workers.py` has them.
+    The caller injects the kinds of workers: `new_worker` and `new_rank`, as in `workers.py`.
     """
 
     def __init__(
@@ -88,7 +87,7 @@ class Split:
             )
             threads = max(1, owner.threads // len(placement.graph))
             self.ranks = [new_rank(i, device, self, owner, threads) for i, device in enumerate(placement.graph)]
-            self._all_reduce = AllReduce([rank.place for rank in self.ranks], reduce)
+            self._all_reduce = AllReduce([rank.torch_device for rank in self.ranks], reduce)
             self._all_reduce.run_on_all(self._enter)
         self.caches = CacheLayout(parts, cached, owner.mla, placement, self._workers, self.ranks)
         self._last_output: tuple[np.ndarray | None, Worker] = (None, self._workers[CPU.name])
@@ -96,7 +95,7 @@ class Split:
         self.runs = self._new_runs()
 
     def _new_runs(self) -> list[tuple[Worker | None, list[blocks.Block]]]:
-        """All blocks in order: neighbours that a worker can replay, with it, and others, with None."""
+        """All blocks in order, as runs of neighbours: (the worker that can replay them, or None; the blocks)."""
 
         def who(block: blocks.Block) -> Worker | None:
             if block.layer in self.placement.shares:
@@ -107,7 +106,7 @@ class Split:
         return [(worker, list(run)) for worker, run in itertools.groupby(self._parts, who)]
 
     def _enter(self, number: int) -> None:
-        """On the thread of a rank: it runs other devices too, where experts are elsewhere."""
+        """Bind a rank's thread to all devices: it uses others too, where experts are elsewhere."""
         for worker in (*self._workers.values(), self.ranks[number]):
             worker.bind_thread()
 
@@ -117,32 +116,32 @@ class Split:
         return self._all_reduce.kind if self._all_reduce else None
 
     def describe(self) -> dict[str, Any]:
-        """What a figure of a run depends on."""
+        """What the figures of a benchmark depend on: split mode, devices, GPUs, offload, all-reduce."""
         placement = self.placement
         counts: dict[str, int] = {}
         for name, device in placement.devices.items():
             names = [d.name for d in placement.graph] if name in placement.sharded else [device.name]
             for each in names:
                 counts[each] = counts.get(each, 0) + 1
-        found: dict[str, Any] = {"split_mode": placement.mode, "devices": counts}
+        result: dict[str, Any] = {"split_mode": placement.mode, "devices": counts}
         workers = (*self._workers.values(), *self.ranks)
         if gpus := {each.device.name: each.hardware for each in workers if each.hardware}:
-            found |= {"gpus": gpus, "offload_threshold": self.offload.threshold}
-            found |= {"not_offloaded": sorted(self.offload.forbidden)} if self.offload.forbidden else {}
+            result |= {"gpus": gpus, "offload_threshold": self.offload.threshold}
+            result |= {"not_offloaded": sorted(self.offload.forbidden)} if self.offload.forbidden else {}
         if placement.graph:
-            found |= {"reduce": self.reduce, "shares": [round(s, 4) for s in next(iter(placement.shares.values()))]}
-        return found
+            result |= {"reduce": self.reduce, "shares": [round(s, 4) for s in next(iter(placement.shares.values()))]}
+        return result
 
     def worker(self, device: Device) -> Worker:
         """The worker of a device."""
         return self._workers[device.name]
 
     def attends(self, layer: int, worker: Worker) -> Worker:
-        """Who has the keys and values of a layer that a worker runs."""
+        """The worker that has the keys and values of a layer that `worker` runs."""
         return worker if self.ranks else self.worker(self.placement.of_cache(layer))
 
     def drop_cached(self, names: Iterable[str]) -> None:
-        """Drop what was made of these tensors: the owner has others."""
+        """Drop what is cached of these tensors, after the owner replaced them."""
         names = list(names)
         for worker in self._workers.values():
             worker.drop_cached(names)
@@ -152,7 +151,7 @@ class Split:
     # ---------------------------------------------------------------------------------------------------------- a pass
 
     def embedded(self, x: np.ndarray) -> np.ndarray:
-        """What the embedding made; where, says its placement."""
+        """Register the output of the embedding, whose placement says on which device it counts as being."""
         worker = self.worker(self.placement[self._head.embedding])
         self._last_output = x, worker if worker.device.runs_here else self._workers[CPU.name]  # rows are gathered here
         self.ledger.ran(len(x))
@@ -176,7 +175,7 @@ class Split:
     def replay(
         self, worker: Worker | None, run: Sequence[blocks.Block], x: np.ndarray, spans: list[Span]
     ) -> np.ndarray | None:
-        """What leaves one of `runs` for one token, all finite; None where the blocks have to go one by one."""
+        """The output of one of `runs` for one token, all finite; None where the blocks have to run one by one."""
         if worker is None or len(x) != 1 or self.profile:
             return None
         worker.sync(self._owner)
@@ -190,15 +189,15 @@ class Split:
         return out
 
     def host(self, x: np.ndarray) -> np.ndarray:
-        """What left a block, in the host's memory: as it is where it is there already."""
+        """The output of a block in the host's memory; not copied if it is there already."""
         return x if isinstance(x, np.ndarray) else self._workers[CPU.name].fetch(x, self._last_output[1])
 
     def is_finite(self, x: np.ndarray) -> bool:
-        """Of what left a block, where it is."""
+        """Whether the output of the last block is finite; checked on its device."""
         return self._last_output[1].is_finite(x)
 
     def project(self, x: np.ndarray) -> np.ndarray:
-        """float32[k, vocab], on the host, of what the last block made."""
+        """Logits float32[k, vocab], on the host, of the output of the last block."""
         for each in (*self._workers.values(), *self.ranks):
             each.sync(self._owner)
         host, head, last = self._workers[CPU.name], self._head, self._cached.n_layer
@@ -208,10 +207,13 @@ class Split:
             assert self._all_reduce is not None
 
             def task(rank: int) -> np.ndarray:
-                mine = self.ranks[rank]
+                rank_worker = self.ranks[rank]
                 if not cut.width(rank):
                     return np.zeros((len(x), 0), np.float32)
-                return host.fetch(mine.linear(head.output, mine.norm(head.norm, mine.fetch(x, source))), mine)
+                return host.fetch(
+                    rank_worker.linear(head.output, rank_worker.norm(head.norm, rank_worker.fetch(x, source))),
+                    rank_worker,
+                )
 
             return np.concatenate(self._all_reduce.run_on_all(task), axis=1)
         worker = self.ranks[0] if last in self.placement.shares else self.worker(self.placement.of_activations(last))
@@ -219,14 +221,14 @@ class Split:
         return host.fetch(worker.linear(head.output, worker.norm(head.norm, x)), worker)
 
     def _source(self, x: np.ndarray) -> Worker:
-        """Where an array is: what left the last block is there, all others are the host's."""
+        """The worker that has an array: that of the last block for its output, the host's for all others."""
         output, worker = self._last_output
         base = getattr(x, "base", None)
         base = x if base is None else base
         return worker if output is not None and (x is output or base is output) else self._workers[CPU.name]
 
     def _run_sharded(self, block: blocks.Block, x: np.ndarray, spans: list[Span]) -> np.ndarray:
-        """A block on all ranks at once; what is given back is the first one's."""
+        """Run a block on all ranks at once; returns the first rank's output."""
         if self._owner.observer is not None and not self._owner._checking:
             raise UnsupportedError(
                 f"{self._owner.path}: what enters whole matrices is observed (imatrix), and -sm graph cuts them; take "
@@ -236,15 +238,15 @@ class Split:
         assert all_reduce is not None
         for rank in self.ranks:
             rank.sync(self._owner)
-        given = self._copies
-        if not given or x is not given[0]:
+        inputs = self._copies
+        if not inputs or x is not inputs[0]:
             source = self._source(x)
-            given = [rank.fetch(x, source) for rank in self.ranks]
+            inputs = [rank.fetch(x, source) for rank in self.ranks]
 
         def task(number: int) -> np.ndarray:
             rank = self.ranks[number]
-            found: np.ndarray = rank.run_sharded(block, given[number], _of_device(spans, rank.device), all_reduce)
-            return found
+            result: np.ndarray = rank.run_sharded(block, inputs[number], _of_device(spans, rank.device), all_reduce)
+            return result
 
         self._copies = all_reduce.run_on_all(task)
         self._last_output = self._copies[0], self.ranks[0]
@@ -252,9 +254,9 @@ class Split:
 
 
 def _of_device(spans: Iterable[Span], device: Device) -> list[Span]:
-    """Spans whose caches are what a device has of them."""
-    found = []
+    """The spans with the device's part of their caches."""
+    device_spans = []
     for span in spans:
         assert isinstance(span.cache, ShardedCache)
-        found.append(Span(span.start, span.stop, span.cache.parts[device.name]))
-    return found
+        device_spans.append(Span(span.start, span.stop, span.cache.parts[device.name]))
+    return device_spans

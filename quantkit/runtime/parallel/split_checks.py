@@ -1,4 +1,4 @@
-"""What a model over several devices cannot do: kinds of blocks, and placements that `-sm graph` cannot follow."""
+"""Checks of a model over several devices: kinds of blocks, and placements that `-sm graph` cannot follow."""
 
 from __future__ import annotations
 

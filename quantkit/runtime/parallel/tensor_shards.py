@@ -1,7 +1,7 @@
-"""BlockRunner of a file's tensors, as tensors: what a device has of a tensor that is cut.
+"""Shards of a file's tensors, as tensors: ranges of rows, columns or experts for tensor parallelism.
 
-A range of rows, or of experts, is a view of the mapping. Columns, and rows of each expert, are copied when they are
-first asked for: whole blocks of every row, or group of interleaved rows, behind its header.
+A range of rows, or of experts, is a view of the mapped file. Columns, and rows of each expert, are copied when they are
+first read: the header and whole blocks of every row, or of every group of interleaved rows.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ def part(tensor: Tensor, axis: int, first: int, stop: int) -> Tensor:
     return _RowsOfEach(tensor, shape, first, stop)
 
 
-def ranges(tensor: Tensor, axis: int, wanted: Sequence[tuple[int, int]]) -> Tensor:
+def ranges(tensor: Tensor, axis: int, bounds: Sequence[tuple[int, int]]) -> Tensor:
     """Several ranges of an axis, one after another: the first or the last of the tensor's axes."""
-    pieces = [part(tensor, axis, first, stop) for first, stop in wanted if stop > first]
+    pieces = [part(tensor, axis, first, stop) for first, stop in bounds if stop > first]
     if len(pieces) < 2:
         return pieces[0] if pieces else part(tensor, axis, 0, 0)
     return _Joined(pieces, axis)
 
 
 class _Joined(Tensor):
-    """Tensors one after another along an axis; copied when the bytes are first asked for."""
+    """Tensors one after another along an axis; copied when the bytes are first read."""
 
     __slots__ = ("_axis", "_pieces")
 
     def __init__(self, pieces: list[Tensor], axis: int):
-        one = pieces[0]
-        shape = (*one.shape[:axis], sum(piece.shape[axis] for piece in pieces), *one.shape[axis + 1 :])
-        super().__init__(one.name, shape, one.type, _nbytes(one.type, shape), 0, one.path)
+        first = pieces[0]
+        shape = (*first.shape[:axis], sum(piece.shape[axis] for piece in pieces), *first.shape[axis + 1 :])
+        super().__init__(first.name, shape, first.type, _nbytes(first.type, shape), 0, first.path)
         self._pieces, self._axis = pieces, axis
 
     @property
@@ -61,12 +61,12 @@ class _Joined(Tensor):
         if self._file.size != self.nbytes:
             kind = self.type
             if self._axis < len(self.shape) - 1:
-                found = np.concatenate([piece.data for piece in self._pieces])
+                joined = np.concatenate([piece.data for piece in self._pieces])
             else:
                 rows = [piece.data.reshape(-1, kind.interleave * piece.row_bytes) for piece in self._pieces]
                 meta = kind.interleave * kind.row_meta_bytes
-                found = np.concatenate([rows[0], *(row[:, meta:] for row in rows[1:])], axis=1)
-            self._file = jit.readonly(np.ascontiguousarray(found).reshape(-1))
+                joined = np.concatenate([rows[0], *(row[:, meta:] for row in rows[1:])], axis=1)
+            self._file = jit.readonly(np.ascontiguousarray(joined).reshape(-1))
         return self._file
 
 
@@ -89,7 +89,7 @@ class _Rows(Tensor):
 
 
 class _Copied(Tensor):
-    """A tensor that is copied out of another one when its bytes are first asked for."""
+    """A tensor that is copied out of another one when its bytes are first read."""
 
     __slots__ = ("_first", "_stop", "_whole")
 
@@ -152,10 +152,10 @@ def _nbytes(kind: QuantType, shape: tuple[int, ...]) -> int:
     return kind.tensor_bytes(shape) if math.prod(shape) else 0
 
 
-def _require_groups(whole: Tensor, first: int, stop: int) -> None:
-    group = whole.type.interleave
+def _require_groups(tensor: Tensor, first: int, stop: int) -> None:
+    group = tensor.type.interleave
     if first % group or stop % group:
         raise DataError(
-            f"{whole.path}: tensor {whole.name}: {whole.type.name} interleaves {group} rows and can be cut between "
+            f"{tensor.path}: tensor {tensor.name}: {tensor.type.name} interleaves {group} rows and can be cut between "
             f"groups, not at {first} and {stop}"
         )

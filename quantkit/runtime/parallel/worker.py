@@ -1,8 +1,8 @@
-"""What one device of a split model computes: parts of blocks, over the tensors that are there.
+"""`Worker`: the part of a split model that one device computes. This class computes on the CPU with numpy arrays.
 
-What is on another device is handed to that one's worker, with what enters and what leaves as counted transfers. A
-device of another kind is a subclass (`cuda_worker.CudaWorker`), which keeps its arrays where it wants, says in
-`receive` and `give` how they come and go, and has kernels for the operations of `block_runner.BlockRunner`.
+An operation whose tensor is on another device is passed to that device's worker; its input and output are transfers,
+which the ledger counts. Another kind of device is a subclass (`gpu_worker.CudaWorker`): it chooses its kind of arrays,
+implements their transfer in `receive` and `to_host`, and overrides the operations of `block_runner.BlockRunner`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from quantkit.runtime.parallel.ledger import Ledger
 
 
 class Context(Protocol):
-    """What a worker asks of the split model that it belongs to (`split.Split`)."""
+    """What a worker needs of the split model that it belongs to (`split.Split`)."""
 
     placement: Placement
     ledger: Ledger
@@ -45,14 +45,14 @@ class Context(Protocol):
 
 
 class Worker(BlockRunner):
-    """What one device computes: parts of blocks, over the tensors that are there.
+    """Computes parts of blocks on one device.
 
-    place   the torch.device of its arrays; None where they are numpy's
+    torch_device   the torch.device of its arrays; None where they are numpy's
 
-    Operations whose tensor is on another device are handed to that one's worker.
+    Operations whose tensor is on another device run by that device's worker.
     """
 
-    place: Any = None
+    torch_device: Any = None
     hardware: str | None = None  # name of the GPU
 
     def __init__(self, device: Device, split: Context, owner: BlockRunner, threads: int):
@@ -70,22 +70,22 @@ class Worker(BlockRunner):
         self._timing = False
 
     def sync(self, owner: BlockRunner) -> None:
-        """Take over what may change while a model is open."""
+        """Copy from the model what may change while it is open: observer, weights, reduction of experts."""
         self.observer, self._checking = owner.observer, owner._checking
         self.expert_reduction, self.weights = owner.expert_reduction, owner.weights
 
     # ------------------------------------------------------------------------------------------------------- transfers
 
     def fetch(self, x: np.ndarray, source: Worker) -> np.ndarray:
-        """x of another device, here."""
+        """x, which is on the device of `source`, on this device; counts the transfer."""
         if source is self:
             return x
         begin = time.perf_counter()
-        here = self.receive(x, source)
+        copy = self.receive(x, source)
         ledger = self._split.ledger
-        ledger.moved(source.device.name, self.device.name, here.nbytes)
+        ledger.moved(source.device.name, self.device.name, copy.nbytes)
         ledger.spent(self.device.name, "transfer", time.perf_counter() - begin)
-        return here
+        return copy
 
     def receive(self, x: np.ndarray, source: Worker) -> np.ndarray:
         """A copy of x of another device on this one."""
@@ -95,13 +95,13 @@ class Worker(BlockRunner):
         """A copy of x of this device in the host's memory."""
         return np.array(x)
 
-    def _run_on(self, other: Worker, task: Callable[..., np.ndarray], *given: np.ndarray) -> np.ndarray:
-        """What `task` of arrays gives that are moved to another device for it, brought back."""
-        return self.fetch(task(*(other.fetch(x, self) for x in given)), other)
+    def _run_on(self, other: Worker, task: Callable[..., np.ndarray], *arrays: np.ndarray) -> np.ndarray:
+        """Move arrays to another device, run `task` with them there, and move the result back."""
+        return self.fetch(task(*(other.fetch(x, self) for x in arrays)), other)
 
     @contextlib.contextmanager
     def _timed(self, kind: str) -> Iterator[None]:
-        """Count what is done inside as this kind of work; what is within that again is not counted twice."""
+        """Context: count the time inside as this kind of work. Nested contexts are not counted twice."""
         if self._timing:
             yield
             return
@@ -114,10 +114,10 @@ class Worker(BlockRunner):
             self._split.ledger.spent(self.device.name, kind, time.perf_counter() - begin)
 
     def bind_thread(self) -> None:
-        """Said once on a thread, other than the main one, before it runs this device."""
+        """Called once on each thread, other than the main one, before it uses this device."""
 
     def synchronize(self) -> None:
-        """Wait for what was begun, where time is to be told of a device that goes on by itself."""
+        """Wait for the device where time is measured. The CPU computes synchronously: nothing to wait for."""
 
     def zeros(self, shape: tuple[int, ...], kind: str) -> Any:
         """An array of this device."""
@@ -132,7 +132,7 @@ class Worker(BlockRunner):
         return False
 
     def replay(self, layers: Sequence[blocks.Block], x: np.ndarray, cache: Cache) -> np.ndarray:
-        """What leaves such blocks for one token, by replaying what was recorded."""
+        """The output of such blocks for one token, by replaying the captured launches."""
         raise NotImplementedError
 
     def require_cache(self, kind: CacheType, heads: int, dim_k: int, dim_v: int) -> None:
@@ -196,7 +196,7 @@ class Worker(BlockRunner):
         return _RoutedHeadProjections(part, self)
 
     def local_head_projections(self, part: blocks.LatentAttention) -> latent.HeadProjections:
-        """The same, computed on this device."""
+        """The matrices between latents and heads, used on this device."""
         return latent.HeadProjections(part, self.weights, self.threads)
 
     def run_part(self, part: blocks.Part, layer: int, x: np.ndarray, spans: list[Span]) -> np.ndarray:
@@ -205,12 +205,12 @@ class Worker(BlockRunner):
             return super().run_part(part, layer, x, spans)
         begin, counted = time.perf_counter(), self._counted()
         out = super().run_part(part, layer, x, spans)
-        rest = time.perf_counter() - begin - (self._counted() - counted)
-        self._split.ledger.spent(self.device.name, "recurrent", max(0.0, rest))
+        uncounted = time.perf_counter() - begin - (self._counted() - counted)
+        self._split.ledger.spent(self.device.name, "recurrent", max(0.0, uncounted))
         return out
 
     def _counted(self) -> float:
-        """Seconds that are counted already, of all that this worker's parts are made by."""
+        """Seconds that the ledger has counted so far, on all devices that this worker uses."""
         return self._split.ledger.total()
 
     def run_experts(self, part: blocks.Experts, y: np.ndarray, chosen: np.ndarray, weights: np.ndarray) -> np.ndarray:
@@ -227,7 +227,7 @@ class Worker(BlockRunner):
     def _experts_apart(
         self, part: blocks.Experts, y: np.ndarray, chosen: np.ndarray, weights: np.ndarray
     ) -> np.ndarray:
-        """The three matrices of an expert are not on one device: each product is where its matrix is."""
+        """`run_experts` where the three matrices are on different devices: each product is computed on its matrix's."""
 
         def matrix(linear: blocks.Linear, number: int) -> experts.Product:
             other = self._of(linear.weight)
@@ -262,35 +262,35 @@ class _RoutedHeadProjections(latent.HeadProjections):
         super().__init__(part, worker.weights, worker.threads)
         self._worker = worker
 
-    def _at(self, absorbed: bool, own: blocks.Linear | None) -> Worker:
-        """Who has the matrix that `of` reads; where it reads k_b and v_b, who has k_b, and v_b is brought there."""
+    def _worker_of(self, absorbed: bool, matrix: blocks.Linear | None) -> Worker:
+        """The worker that has the matrix that `of` reads; if it reads both k_b and v_b, k_b's: v_b is moved there."""
         part, weights = self.part, self._worker.weights
         pair = part.k_b is not None and part.v_b is not None
         if part.kv_b is not None and not (absorbed and pair):
             return self._worker._of(part.kv_b.weight)
-        assert own is not None
+        assert matrix is not None
         assert part.v_b is not None
-        found = self._worker._of(own.weight)
+        worker = self._worker._of(matrix.weight)
         holder = self._worker._of(part.v_b.weight)
-        if not absorbed and holder is not found:
-            self._worker._split.ledger.moved(holder.device.name, found.device.name, weights[part.v_b.weight].nbytes)
-        return found
+        if not absorbed and holder is not worker:
+            self._worker._split.ledger.moved(holder.device.name, worker.device.name, weights[part.v_b.weight].nbytes)
+        return worker
 
     def _run(self, other: Worker, task: Callable[[latent.HeadProjections, np.ndarray], Any], x: np.ndarray) -> Any:
-        """`task` with plain matrices on another device."""
+        """Run `task` on another device, with that device's matrices."""
         x = other.fetch(x, self._worker)
         with other._timed("latents"):
             return task(other.local_head_projections(self.part), x)
 
     def queries(self, q: np.ndarray) -> np.ndarray:
-        other = self._at(True, self.part.k_b)
+        other = self._worker_of(True, self.part.k_b)
         return self._worker.fetch(self._run(other, lambda projections, q: projections.queries(q), q), other)
 
     def values(self, attended: np.ndarray) -> np.ndarray:
-        other = self._at(True, self.part.v_b)
+        other = self._worker_of(True, self.part.v_b)
         return self._worker.fetch(self._run(other, lambda projections, x: projections.values(x), attended), other)
 
     def expanded(self, latents: np.ndarray, first: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        other = self._at(False, self.part.k_b)
+        other = self._worker_of(False, self.part.k_b)
         k, v = self._run(other, lambda projections, c: projections.expanded(c, first, stop), latents)
         return self._worker.fetch(k, other), self._worker.fetch(v, other)

@@ -11,7 +11,9 @@
 | `four_rows` | iq1_s_r4, iq1_m_r4 |
 | `trellis_code`, `trellis_type` | iq1_kt … iq4_kt |
 | `interleave`, `interleave_fields`, `permutation` | all types of interleaved rows |
-| `codebooks`, `super_scale`, `superblock`, `code_bits` | parts that several of these use |
+| `codebooks` | codebooks of the non-linear types and their rounding tables |
+| `superblock`, `super_scale` | loading and storing blocks of 256; the super-scale d of many sub-blocks |
+| `code_bits` | which bits of a block are the code of an element |
 
 Takes and gives numpy arrays of rows. Imports `codegen` and `types.base`; the searches written with SIMD intrinsics
 (`types.native`) are imported when they first run.

@@ -1,9 +1,9 @@
-"""Which bits of a block are the code of an element, for every type whose elements have codes of their own.
+"""Which bits of a block are the code of each element; reading and writing of these codes.
 
 The map is derived from the type's decoder. A bit that changes exactly one element of a block belongs to that element's
-code; of the bits of a code the one that changes its value most is the highest; the values of all codes under one scale
-give their order. So the map holds for each type that has a codec and cannot disagree with it. Types whose codes stand
-for several elements (grids, pairs, trellises) have none: `codes_of` gives None.
+code. Of the bits of a code, the one that changes its value most is the highest. The values of all codes under one scale
+give their order. So the map cannot disagree with the codec. For types whose codes stand for several elements (grids,
+pairs, trellises) `codes_of` gives None.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import numpy as np
 from quantkit.codegen import jit
 from quantkit.codegen.jit import kernel
 
-WIDEST = 8  # bits
-_PROBES = 4  # encoded rows: a bit may have no effect in one of them
+MAX_BITS = 8
+_PROBE_ROWS = 4  # encoded rows: a bit may have no effect in one of them
 
 
 class Codec(Protocol):
-    """What is asked of a type here; `QuantType` has it. `base` itself uses this module, by way of `types.refine`."""
+    """What this module needs of a type; `QuantType` has it. (Importing `types.base` here would be a cycle.)"""
 
     block_size: int
     block_bytes: int
@@ -58,7 +58,7 @@ class Codes(NamedTuple):
 
 @functools.cache
 def codes_of(kind: Codec) -> Codes | None:
-    """The codes of a type; None where they are not of single elements, or wider than WIDEST."""
+    """The codes of a type; None where they are not of single elements, or wider than MAX_BITS."""
     bits = _bits(kind)
     if bits is None:
         return None
@@ -92,7 +92,7 @@ def _are_affine(values: np.ndarray, ladder: np.ndarray) -> bool:
 @functools.cache
 def probes(kind: Codec) -> np.ndarray:
     """uint8[_PROBES, row bytes]: rows of one block, with scales of no special value."""
-    x = np.random.RandomState(1).standard_normal((_PROBES, kind.block_size)).astype(np.float32)
+    x = np.random.RandomState(1).standard_normal((_PROBE_ROWS, kind.block_size)).astype(np.float32)
     return kind.quantize(x, np.ones(kind.block_size, np.float32), threads=1)
 
 
@@ -103,7 +103,7 @@ def changed_elements(kind: Codec) -> np.ndarray:
     y = kind.dequantize(data, size, threads=1)
     address = np.arange(8 * kind.block_bytes)
     changed = np.zeros((len(address), size), bool)
-    with np.errstate(all="ignore"):  # bits of scales may make anything
+    with np.errstate(all="ignore"):  # a flipped bit of a scale may give Inf or NaN
         for row, plain in zip(data, y):
             flipped = np.repeat(row[None], len(address), axis=0)
             flipped[address, kind.row_meta_bytes + address // 8] ^= (1 << address % 8).astype(np.uint8)
@@ -114,14 +114,14 @@ def changed_elements(kind: Codec) -> np.ndarray:
 def _bits(kind: Codec) -> np.ndarray | None:
     """int64[elements, width]: addresses in a block of the bits of each code, the lowest first."""
     changed, size = changed_elements(kind), kind.block_size
-    own = np.flatnonzero(changed.sum(axis=1) == 1)
-    element = changed[own].argmax(axis=1)
+    code_bits = np.flatnonzero(changed.sum(axis=1) == 1)
+    element = changed[code_bits].argmax(axis=1)
     width = np.bincount(element, minlength=size)
-    if not 0 < width[0] <= WIDEST or (width != width[0]).any():
+    if not 0 < width[0] <= MAX_BITS or (width != width[0]).any():
         return None
-    bits = own[np.argsort(element, kind="stable")].reshape(size, width[0])
-    none = _with_codes(kind, bits, 0)
-    effect = np.stack([np.abs(_with_codes(kind, bits, 1 << k) - none) for k in range(width[0])], axis=1)
+    bits = code_bits[np.argsort(element, kind="stable")].reshape(size, width[0])
+    zeros = _with_codes(kind, bits, 0)
+    effect = np.stack([np.abs(_with_codes(kind, bits, 1 << k) - zeros) for k in range(width[0])], axis=1)
     return np.take_along_axis(bits, np.argsort(effect, axis=1, kind="stable"), axis=1)
 
 
@@ -136,12 +136,17 @@ def _with_codes(kind: Codec, bits: np.ndarray, code: int) -> np.ndarray:
 
 def _runs(bits: np.ndarray) -> np.ndarray:
     """`Codes.runs`; the first runs of all elements have the same width."""
-    found = []
-    for of in bits:
-        starts = [k for k in range(len(of)) if k == 0 or of[k] != of[k - 1] + 1 or of[k] % 8 == 0]
-        runs = [(of[a] // 8, of[a] % 8, (1 << (b - a)) - 1) for a, b in zip(starts, [*starts[1:], len(of)])]
-        found.append([*runs, (runs[0][0], 0, 0)][:2] if len(runs) < 3 else [])
-    table = np.array(found, np.int64)  # of codes in more runs there is none
+    table_rows = []
+    for addresses in bits:
+        starts = [
+            k for k in range(len(addresses)) if k == 0 or addresses[k] != addresses[k - 1] + 1 or addresses[k] % 8 == 0
+        ]
+        runs = [
+            (addresses[a] // 8, addresses[a] % 8, (1 << (b - a)) - 1)
+            for a, b in zip(starts, [*starts[1:], len(addresses)])
+        ]
+        table_rows.append([*runs, (runs[0][0], 0, 0)][:2] if len(runs) < 3 else [])
+    table = np.array(table_rows, np.int64)  # of codes in more runs there is none
     assert (table[:, 0, 2] == table[0, 0, 2]).all()
     return table
 

@@ -42,10 +42,10 @@ def bin_of(t: np.float32) -> np.int32:
 
 def _book(levels: list[int], shift: int) -> Book:
     base = np.array(levels, np.float32)
-    both = [base, base + np.float32(shift)]
-    tables = [nearest_table(values) for values in both]
-    rounded = [values[table] for values, table in zip(both, tables)]
-    return Book(len(base), np.concatenate(both), np.concatenate(tables), np.concatenate(rounded))
+    codebooks = [base, base + np.float32(shift)]
+    tables = [nearest_table(values) for values in codebooks]
+    rounded = [values[table] for values, table in zip(codebooks, tables)]
+    return Book(len(base), np.concatenate(codebooks), np.concatenate(tables), np.concatenate(rounded))
 
 
 K2 = _book([-31, -13, 1, 17], 5)

@@ -94,14 +94,14 @@ def _halves(coordinates: np.ndarray) -> np.ndarray:
     """`Grid.halves`: each first half with all its second halves, _CHUNK at a time; the last one pads a chunk."""
     first = coordinates[:, 0] * VALUES + coordinates[:, 1]
     second = coordinates[:, 2] * VALUES + coordinates[:, 3]
-    beside: dict[int, list[int]] = {}  # plain Python: this runs when a type is loaded
-    for row, other in zip(first.tolist(), second.tolist()):
-        beside.setdefault(row, []).append(other)
+    second_rows: dict[int, list[int]] = {}  # plain Python: this runs when a type is loaded
+    for row, second_row in zip(first.tolist(), second.tolist()):
+        second_rows.setdefault(row, []).append(second_row)
     chunks = []
-    for row in sorted(beside):
+    for row in sorted(second_rows):
         code = row // VALUES * 16 + row % VALUES
-        for at in range(0, len(beside[row]), _CHUNK):
-            part = beside[row][at : at + _CHUNK]
+        for start in range(0, len(second_rows[row]), _CHUNK):
+            part = second_rows[row][start : start + _CHUNK]
             chunks.append([row, code, *part, *part[-1:] * (_CHUNK - len(part))])
     return np.array(chunks, np.int32)
 

@@ -56,28 +56,28 @@ class Interleaving(Protocol):
 
 
 class Interleaved(QuantType):
-    """A type that holds another one's rows interleaved, `interleave` of them in a group.
+    """A type that stores the rows of another type interleaved, `interleave` of them in a group.
 
-    A subclass states name, ids, `of` (the base type's class), `interleave` and `fields`; sizes follow from the base.
-    Its arrays hold whole groups, laid out exactly as in a file: uint8[rows, row bytes], rows a multiple of R.
+    A subclass states name, ids, `base_class` (the class of the base type), `interleave` and `fields`. Sizes follow from
+    the base. Its arrays hold whole groups, byte for byte as in a file: uint8[rows, row bytes], rows a multiple of R.
     Encoding gives the bytes of encoding to the base type and interleaving.
     """
 
-    of: ClassVar[type[QuantType]]
+    base_class: ClassVar[type[QuantType]]
     fields: ClassVar[Sequence[Field]] = ()
     signs: ClassVar[Signs | None] = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        cls.base = cls.of.name
+        cls.base = cls.base_class.name
         for name in ("block_size", "block_bytes", "row_meta_bytes", "overflow", "requires_imatrix", "uses_imatrix",
                      "moments_effort"):  # fmt: skip
             if name not in cls.__dict__:
-                setattr(cls, name, getattr(cls.of, name))
+                setattr(cls, name, getattr(cls.base_class, name))
         super().__init_subclass__(**kwargs)
 
     @property
     def base_type(self) -> QuantType:
-        return registry.by_id(self.of.ggml_type)
+        return registry.by_id(self.base_class.ggml_type)
 
     @functools.cached_property
     def permutation(self) -> Interleaving:
@@ -93,9 +93,9 @@ class Interleaved(QuantType):
         return self._moved(data, self, self.base_type, self.permutation.backward, threads, out)
 
     def write_rows(self, data: np.ndarray, forward: bool, descriptor: int, offset: int) -> bool:
-        """Interleave (`forward`) or deinterleave rows straight into a file, from `offset` of a file descriptor on.
+        """Interleave (`forward`) or deinterleave rows and write them to a file descriptor at `offset`, without a copy.
 
-        False where that is not possible or failed; `interleave_rows` or `deinterleave_rows` then has to be used.
+        Returns False where that is not possible or failed: then call `interleave_rows` or `deinterleave_rows`.
         """
         p = self.permutation
         return type(p) is Permutation and p.write_to(data, forward, descriptor, offset)
@@ -143,7 +143,7 @@ class Interleaved(QuantType):
         return self.base_type.uses_second_moments
 
     def refine_rows(self, x: np.ndarray, data: np.ndarray, moments: Moments, effort: int) -> None:
-        """As the base type does it."""
+        """`refine_rows` of the base type, on deinterleaved rows."""
         rows = self.deinterleave_rows(data, threads=1)
         self.base_type.refine_rows(x, rows, moments, effort)
         self.interleave_rows(rows, threads=1, out=data)

@@ -1,4 +1,4 @@
-"""Where the bits of a row-interleaved block go: the vocabulary in which interleaved types are described.
+"""Where the bits of a row-interleaved block go: the classes and patterns by which interleaved types are described.
 
 A type is a list of fields. Each says where a base block keeps the elements of one width, and where the group of R
 interleaved rows keeps them:
@@ -75,18 +75,18 @@ class Lines(NamedTuple):
 
     def addresses(self, rows: int, width: int, count: int) -> np.ndarray:
         """As `Placement.addresses`."""
-        place = {first: (line, t) for line, fields in enumerate(self.pattern) for t, first in enumerate(fields)}
-        span, column = np.divmod(np.arange(count), 4 * len(place))
-        line, t = np.array([place[int(c) - int(c) % 4] for c in column]).T
+        line_of = {first: (line, t) for line, fields in enumerate(self.pattern) for t, first in enumerate(fields)}
+        span, column = np.divmod(np.arange(count), 4 * len(line_of))
+        line, t = np.array([line_of[int(c) - int(c) % 4] for c in column]).T
         byte = 4 * rows * (span * len(self.pattern) + line) + column % 4
         result: np.ndarray = 8 * (self.at + byte + 4 * np.arange(rows)[:, None]) + width * t
         return result
 
 
-QUAD = ((0,),)
-NIB = ((0, 8), (16, 24), (4, 12), (20, 28))
-CRUMB = ((0, 4, 8, 12),)
-PLANE_A = ((0, 4, 8, 12, 16, 20, 24, 28),)
+QUAD = ((0,),)  # bytes
+NIB = ((0, 8), (16, 24), (4, 12), (20, 28))  # 4-bit codes
+CRUMB = ((0, 4, 8, 12),)  # 2-bit codes
+PLANE_A = ((0, 4, 8, 12, 16, 20, 24, 28),)  # single bits, in four orders
 PLANE_B = ((0, 16, 4, 20, 8, 24, 12, 28),)
 PLANE_C = ((0, 8, 4, 12, 16, 24, 20, 28),)
 PLANE_D = ((0, 8, 16, 24, 4, 12, 20, 28),)
@@ -104,7 +104,7 @@ class EvenOdd(NamedTuple):
 
 
 class Field(NamedTuple):
-    """Elements of `width` bits at the bit addresses `base` of a base block, laid out in the group by `group`."""
+    """Elements of `width` bits: at the bit addresses `base` in a base block, at `group.addresses()` in the group."""
 
     width: int
     base: Sequence[int] | np.ndarray
@@ -123,4 +123,4 @@ class Signs(NamedTuple):
 
     def mask(self, skip: int) -> int:
         """All bits of the indices in a word but the lowest `skip` of each."""
-        return sum((0x7F >> skip << skip) << at for at in self.first)
+        return sum((0x7F >> skip << skip) << bit for bit in self.first)

@@ -9,8 +9,8 @@ IQ1_M       16          1, 3 .. 15      a group of 8    a block of 256
 IQ1_M_R4    16          0 .. 15         a group of 8    a row
 
 The sum g + delta is exact; both products are rounded to float32. Here a group's values are the digits less one of its
-*ternary number*, element 0 the last digit; the grid's points are numbered in ascending order of these. `MAP` says
-which of the 6561 numbers are points.
+*ternary number*, element 0 the last digit; the grid's points are numbered in ascending order of these. `POINT_MAP`
+says which of the 6561 numbers are points.
 
 Encode: minimise sum w (x - y)^2 over a *span*, the elements that share d, divided by a power of two.
 
@@ -40,7 +40,7 @@ Lanes = tuple[np.ndarray, ...]  # x, w, scale, cost, code, flip, step, p, r, neg
 Space = tuple[Lanes, np.ndarray, np.ndarray, np.ndarray]  # and P, R and gains by sub-block
 
 # A bit for each ternary number, the least significant of each byte first, in base 85.
-MAP = (
+POINT_MAP = (
     "RV5UKpaMcs2t_fdh9HWf8VD*N6opU}f*?diB^3pr0)ilj7yt-@paUwPh`Xu^kg5v+A^-}ijDnyDKv4)qA&7ub6hcu5iZBS6pa_5}2t^?jg&;^mRR"
     "~1^EW)55iY5RmB&e#Q2;#2@2q-83paMcDswg0+fFKH+2)VkbAj+<ZqOPhseCz7EyMhk5BD%`c4w3>Q03sl$in<Dd0tf&qO5mb9A|NZG0D(Y(s){H"
     "GA^{YIP!)n82}L1Pg`fxmBd9tcgn}ScLQx2!APALE6ap#;xTu1FphyBB2!f($q5>$ZDhP!j2!b#OML+;WAryt6076j!MFA;-0E&Vt2%#_(1yB@%C"
@@ -53,7 +53,7 @@ MAP = (
     "p`2mnO^6a}CHKv4)q0R"
 )
 
-_IS_POINT = np.unpackbits(np.frombuffer(base64.b85decode(MAP), np.uint8), bitorder="little")[:6561].astype(bool)
+_IS_POINT = np.unpackbits(np.frombuffer(base64.b85decode(POINT_MAP), np.uint8), bitorder="little")[:6561].astype(bool)
 POINTS = np.flatnonzero(_IS_POINT)  # the ternary numbers of the grid
 NUMBER = (np.cumsum(_IS_POINT) - 1).astype(np.uint16)  # of the point that a ternary number is
 _DIGITS = np.arange(6561)[:, None] // 3 ** np.arange(8) % 3
@@ -62,23 +62,23 @@ _PACKED = np.zeros(8192, np.uint32)  # the digits of a number, two bits each
 _PACKED[:6561] = (_DIGITS << 2 * np.arange(8)).sum(axis=1)
 _PENALTY = np.full(8192, 1e30, np.float32)
 _PENALTY[POINTS] = 0
-_BITS = np.uint32(8191)  # of an index into these: it tells LLVM that 32 bits hold it
+_BITS = np.uint32(8191)  # mask of an index into these; with it LLVM knows that 32 bits hold the index
 _POWERS = (3 ** np.arange(8)).astype(np.uint32)
-_MINUS = np.uint32(0) - _POWERS  # steps down wrap around
+_NEGATED_POWERS = np.uint32(0) - _POWERS  # steps down wrap around
 _ZERO = np.uint32(3280)  # the ternary number of eight zeros, a point of the grid
 
 CHUNK = 32  # groups searched at a time
 LANES = 64  # each of them under both deltas: lanes 32 on have the negative one
 
-# Efforts: scales of the profile, super-scales, multipliers tried in a round beside the nearest, rounds.
+# For effort fast, normal, best: scales of the profile, super-scales, multipliers tried in a round, rounds.
 _PROFILE = np.array([3, 4, 8])
 _SUPER = np.array([12, 20, 64])
 _TRIES = np.array([1, 3, 5])
 _ROUNDS = np.array([1, 1, 3])
-_LEAST, _MOST = np.float32(0.8), np.float32(1.7)  # the profile's scales, in root mean squares of a sub-block
+_MIN_RATIO, _MAX_RATIO = np.float32(0.8), np.float32(1.7)  # the profile's scales, in root mean squares of a sub-block
 
-_SIGN = np.repeat(np.array([DELTA, -DELTA]), CHUNK)  # delta of each lane
-_BELOW = _SIGN - np.float32(1)
+_LANE_DELTA = np.repeat(np.array([DELTA, -DELTA]), CHUNK)  # delta of each lane
+_LOWEST_LEVEL = _LANE_DELTA - np.float32(1)
 
 
 @kernel
@@ -99,17 +99,17 @@ def _nearest(
     for lane in range(LANES):
         cost[0, lane], code[1, lane] = np.float32(0), _ZERO
     for i in range(8):
-        up, down = _POWERS[i], _MINUS[i]
+        up, down = _POWERS[i], _NEGATED_POWERS[i]
         for lane in range(LANES):
             s = scale[lane]
-            rest = x[i, lane] - s * _SIGN[lane]
-            change = w[i, lane] * s * (s - np.float32(2) * abs(rest))  # from 0 to the level on the side of x
-            unit = up if rest >= np.float32(0) else down
-            back = down if rest >= np.float32(0) else up
-            taken = change < np.float32(0)
+            residual = x[i, lane] - s * _LANE_DELTA[lane]
+            change = w[i, lane] * s * (s - np.float32(2) * abs(residual))  # from 0 to the level on the side of x
+            unit = up if residual >= np.float32(0) else down
+            back = down if residual >= np.float32(0) else up
+            moved_from_zero = change < np.float32(0)
             cost[0, lane] -= min(change, np.float32(0))
-            code[1, lane] = np.uint32(code[1, lane] + (unit if taken else np.uint32(0)))
-            step[i, lane] = back if taken else unit
+            code[1, lane] = np.uint32(code[1, lane] + (unit if moved_from_zero else np.uint32(0)))
+            step[i, lane] = back if moved_from_zero else unit
             flip[i, lane] = abs(change)
     for lane in range(LANES):
         zero, number = cost[0, lane], code[1, lane]
@@ -151,7 +151,7 @@ def _fit(x: np.ndarray, w: np.ndarray, code: np.ndarray, p: np.ndarray, r: np.nd
         sum_p = sum_r = np.float32(0)
         for i in range(8):
             digit = np.uint32((packed >> np.uint32(2 * i)) & np.uint32(3))
-            level = np.float32(np.int32(digit)) + _BELOW[lane]
+            level = np.float32(np.int32(digit)) + _LOWEST_LEVEL[lane]
             weighted = w[i, lane] * level
             sum_p += weighted * x[i, lane]
             sum_r += weighted * level
@@ -160,14 +160,14 @@ def _fit(x: np.ndarray, w: np.ndarray, code: np.ndarray, p: np.ndarray, r: np.nd
 
 @kernel
 def _load_lanes(xs: np.ndarray, w: np.ndarray, first: int, lanes_x: np.ndarray, lanes_w: np.ndarray) -> int:
-    """Copy the groups from `first` on to [element, lane], zeros past the last one. Returns how many."""
+    """Copy the groups from `first` on to [element, lane], zeros past the last one; returns their number."""
     count = min(CHUNK, len(xs) // 8 - first)
     for g in range(CHUNK):
-        at = 8 * (first + min(g, count - 1))
+        start = 8 * (first + min(g, count - 1))
         valid = np.float32(1 if g < count else 0)
         for i in range(8):
-            lanes_x[i, g] = lanes_x[i, g + CHUNK] = xs[at + i] * valid
-            lanes_w[i, g] = lanes_w[i, g + CHUNK] = w[at + i] * valid
+            lanes_x[i, g] = lanes_x[i, g + CHUNK] = xs[start + i] * valid
+            lanes_w[i, g] = lanes_w[i, g + CHUNK] = w[start + i] * valid
     return count
 
 
@@ -204,12 +204,12 @@ def _combine_groups(
 def _root_mean_squares(x: np.ndarray, w: np.ndarray, per: int, groups: int, roots: np.ndarray) -> None:
     """The weighted root mean square of each sub-block, at all of its groups."""
     for g in range(0, groups, per):
-        top = bottom = np.float32(0)
+        squares = weights = np.float32(0)
         for j in range(g, g + per):
             for i in range(8):
-                top += w[i, j] * (x[i, j] * x[i, j])
-                bottom += w[i, j]
-        root = np.sqrt(top / bottom)
+                squares += w[i, j] * (x[i, j] * x[i, j])
+                weights += w[i, j]
+        root = np.sqrt(squares / weights)
         for j in range(g, g + per):
             roots[j] = root
 
@@ -224,14 +224,14 @@ def _profile(
         groups = _load_lanes(xs, w, first, x, weight)
         _root_mean_squares(x, weight, per, groups, roots)
         for k in range(count):
-            factor = _LEAST + (_MOST - _LEAST) * np.float32(k) / np.float32(count - 1)
+            factor = _MIN_RATIO + (_MAX_RATIO - _MIN_RATIO) * np.float32(k) / np.float32(count - 1)
             for g in range(groups):
                 scale[g] = scale[g + CHUNK] = factor * roots[g]
             _nearest(x, weight, scale, cost, code, flip, step)
             _fit(x, weight, code, p, r)
             for g in range(0, groups, per):
-                at = (first + g) // per
-                subs_p[k, at], subs_r[k, at] = _combine_groups(scale[g], g, per, p, r, negative)
+                sub = (first + g) // per
+                subs_p[k, sub], subs_r[k, sub] = _combine_groups(scale[g], g, per, p, r, negative)
 
 
 @kernel
@@ -242,44 +242,44 @@ def _choose(
     rule: int,
     tries: int,
     d: np.float32,
-    near: np.ndarray,
+    initial: np.ndarray,
     codes: np.ndarray,
     negatives: np.ndarray,
     multipliers: np.ndarray,
     space: Lanes,
 ) -> tuple[np.float32, np.float32]:
-    """Multipliers next to `near`, deltas and points, chosen by their exact error under d.
+    """Choose multipliers near `initial`, deltas and points by their exact error under d.
 
-    They go to `multipliers`, `negatives` and `codes`. Returns sum m P, sum m^2 R.
+    Fills `multipliers`, `negatives` and `codes`; returns sum m P and sum m^2 R.
     """
     x, weight, scale, cost, code, flip, step, p, r, negative, _ = space
     sum_p = sum_r = np.float32(0)
     gap = np.float32(2) if rule == ODD else np.float32(1)
-    found = np.empty((3, CHUNK), np.float32)
+    best = np.empty((3, CHUNK), np.float32)
     for first in range(0, len(xs) // 8, CHUNK):
         groups = len(xs) // 8
         if groups > CHUNK:  # else `_profile` has loaded all there is
             groups = _load_lanes(xs, w, first, x, weight)
         for k in range(tries):
-            away = gap * np.float32((k + 1) // 2 * (1 - k % 2 * 2))
+            offset = gap * np.float32((k + 1) // 2 * (1 - k % 2 * 2))
             for g in range(groups):
-                m = nearest_multiplier(near[(first + g) // per] + away, rule)
+                m = nearest_multiplier(initial[(first + g) // per] + offset, rule)
                 scale[g] = scale[g + CHUNK] = d * m
             _nearest(x, weight, scale, cost, code, flip, step)
             _fit(x, weight, code, p, r)
             for g in range(0, groups, per):
                 sub_p, sub_r = _combine_groups(scale[g], g, per, p, r, negative)
                 gain = scale[g] * (sub_p + sub_p - scale[g] * sub_r)
-                if k == 0 or gain > found[0, g]:
-                    found[0, g], found[1, g], found[2, g] = gain, sub_p, sub_r
-                    multipliers[(first + g) // per] = nearest_multiplier(near[(first + g) // per] + away, rule)
+                if k == 0 or gain > best[0, g]:
+                    best[0, g], best[1, g], best[2, g] = gain, sub_p, sub_r
+                    multipliers[(first + g) // per] = nearest_multiplier(initial[(first + g) // per] + offset, rule)
                     for j in range(g, g + per):
                         negatives[first + j] = negative[j]
                         codes[first + j] = code[0, j + CHUNK if negative[j] else j]
         for g in range(0, groups, per):
             m = multipliers[(first + g) // per]
-            sum_p += m * found[1, g]
-            sum_r += m * m * found[2, g]
+            sum_p += m * best[1, g]
+            sum_r += m * m * best[2, g]
     return sum_p, sum_r
 
 
@@ -313,27 +313,27 @@ def search_span(
     """
     lanes, p, r, gains = space
     count, tries = _PROFILE[effort], _TRIES[effort]
-    near = multipliers[2]
-    most, best = np.float32(-1), np.float32(0)
+    initial = multipliers[2]
+    best_gain, best_d = np.float32(-1), np.float32(0)
     for side in range(2 if effort == BEST else 1):
         if side == 1:
             for i in range(len(xs)):
                 xs[i] = -xs[i]
         _profile(xs, w, per, count, p, r, lanes)
-        d = best_super_scale(unit, rule, _SUPER[effort], p[:count], r[:count], gains, near)
+        d = best_super_scale(unit, rule, _SUPER[effort], p[:count], r[:count], gains, initial)
         for _ in range(_ROUNDS[effort]):
-            sum_p, sum_r = _choose(xs, w, per, rule, tries, d, near, codes[1], negatives[1], multipliers[1], lanes)
+            sum_p, sum_r = _choose(xs, w, per, rule, tries, d, initial, codes[1], negatives[1], multipliers[1], lanes)
             refitted = storable(sum_p / sum_r, unit) if sum_p > np.float32(0) else d
             gain = refitted * (sum_p + sum_p - refitted * sum_r)
-            if gain > most:
-                most, best = gain, -refitted if side == 1 else refitted
+            if gain > best_gain:
+                best_gain, best_d = gain, -refitted if side == 1 else refitted
                 _copy_best(codes, negatives, multipliers)
             if refitted == d:
                 break
             d = refitted
-            for s in range(len(near)):
-                near[s] = multipliers[1, s]
-    return storable(best, unit)
+            for s in range(len(initial)):
+                initial[s] = multipliers[1, s]
+    return storable(best_d, unit)
 
 
 @kernel

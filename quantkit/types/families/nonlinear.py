@@ -8,14 +8,17 @@
 Given d, the best multiplier, flag and codes of each sub-block do not depend on other sub-blocks. So the block's error
 is a function of d alone, and this function is searched. The 16 sub-blocks are SIMD lanes: arrays are [element, lane].
 
-1.  *Profile.* For each lane the error removed by the nearest codes, for both signs and books, at scales s on a grid of
-    `q` places to the octave, over the range in which its largest element may come to lie.
-2.  *Estimate.* The places of d * m, m = 1 .. most, for all d of the same grid, are runs of places of the profile. So
-    for every d of a range the sum over the lanes of the best multiplier's gain is nearly free.
-3.  *Exact.* For the d of largest estimate, *rounded to a half first*: the multipliers next to those of the profile,
-    both signs and books, by the exact error of nearest codes; then the least-squares d; again, while it helps.
-4.  *Align.* Where multipliers are finer than places (iq6_k): the d of which the sub-blocks' least-squares scales are
-    most nearly multiples, and step 3 once more.
+Scales are searched on a logarithmic grid: *place* k of the grid is the scale 2^(k / q).
+
+1.  *Profile.* For each lane and place: the gain, that is the error that nearest codes remove, for both signs and books,
+    over the range of scales that the lane's largest element allows.
+2.  *Estimate.* A product d * m of two places is a place: the sum of their numbers. So for each d of a range, the gain
+    of every multiplier is read from the profile, and the best ones are added up over the lanes.
+3.  *Exact.* For the d of largest estimate, *rounded to a half first*: choose among the multipliers next to those of
+    the profile, both signs and both books, by the exact error of nearest codes. Then d becomes the least-squares d.
+    Repeat while the error falls.
+4.  *Align.* Where multipliers are finer than places (iq6_k): the d for which the sub-blocks' least-squares scales are
+    nearest to multiples of d, and step 3 once more.
 5.  *Norm.* Least squares leave the block sqrt(1 - e^2) of its norm, e^2 being the relative error: at 2 bits each
     matrix gives 3 % less than it should, and a layer of several loses more. Multiplying d by 1 + e^2 / 2 corrects this
     and costs e^2 / 4 of the squared error: 1.6 % at 2 bits, negligible at 4. Perplexity decided: with it it is lower
@@ -33,7 +36,7 @@ import numpy as np
 from quantkit.codegen.jit import kernel, shared_subkernel, subkernel
 from quantkit.types.base import BEST, FAST
 from quantkit.types.families.codebooks import BINS, K2, K3, K4, K5, K6, Book
-from quantkit.types.families.superblock import LEAST_HALF, load_block, relative_importance, storable
+from quantkit.types.families.superblock import MIN_HALF, load_block, relative_importance, storable
 
 LANES = 16
 PLACES = 160  # of a profile, at most
@@ -47,14 +50,14 @@ class Format(NamedTuple):
     """The numbers in which the types differ."""
 
     book: int  # where its codebook begins in the tables
-    first: int  # the smallest magnitude of a multiplier,
+    min_multiplier: int  # the smallest magnitude of a multiplier,
     step: int  # the distance to the next
-    most: int  # and the largest that exists in both signs
-    extreme: int  # the largest of all; where above `most`, it exists only as a negative number
-    lo: np.float32  # the largest element of a sub-block becomes this
-    hi: np.float32  # to this many units of the codebook
-    from_ratio: np.float32  # super-scales tried, from and to these multiples of the one under which the sub-block of
-    to_ratio: np.float32  # the largest scale gets the multiplier `most`
+    max_multiplier: int  # and the largest that exists in both signs
+    extreme: int  # the largest of all; where above `max_multiplier`, it exists only as a negative number
+    min_units: np.float32  # the profile's scales let the largest element of a sub-block become this
+    max_units: np.float32  # to this many units of the codebook
+    min_ratio: np.float32  # super-scales tried, from and to these multiples of the one under which the sub-block of
+    max_ratio: np.float32  # the largest scale gets the multiplier `max_multiplier`
     places_per_octave: int  # places of the profile to the octave, for effort normal; half for fast, double for best
     tries: int  # super-scales tried exactly, for effort normal; 1 also makes effort fast faster
     zero_below: np.float32  # a block of smaller magnitudes is stored as zeros: the least super-scale does no better
@@ -167,7 +170,7 @@ def new_plan(f: Format, effort: int) -> Plan:
         else (2 * f.places_per_octave if effort == BEST else f.places_per_octave)
     )
     steps, reach = np.empty((2, 128), np.int64), 0
-    for m in range(f.first, f.most + 1, f.step):
+    for m in range(f.min_multiplier, f.max_multiplier + 1, f.step):
         place = place_of(np.float32(m), q)
         if reach == 0 or steps[0, reach - 1] != place:
             steps[0, reach], steps[1, reach] = place, m
@@ -175,17 +178,17 @@ def new_plan(f: Format, effort: int) -> Plan:
     while reach % 4:
         steps[0, reach], steps[1, reach] = steps[0, reach - 1], steps[1, reach - 1]
         reach += 1
-    count = (place_of(f.to_ratio / f.from_ratio, q) + 31) // 32 * 32
+    count = (place_of(f.max_ratio / f.min_ratio, q) + 31) // 32 * 32
     places, below = (
-        min(place_of(f.hi / f.lo, q) + 1, PLACES),
-        place_of(f.from_ratio, q) - place_of(np.float32(f.most), q),
+        min(place_of(f.max_units / f.min_units, q) + 1, PLACES),
+        place_of(f.min_ratio, q) - place_of(np.float32(f.max_multiplier), q),
     )
     tries, width, rounds, fits = f.tries, 1, 2, 128
     if effort == FAST:
         tries, width, fits = 1, min(f.tries, 2) - 1, 0
     elif effort == BEST:
         tries, width, rounds, fits = 6, 2, 4, 256
-    if f.most < FINE_MULTIPLIERS:
+    if f.max_multiplier < FINE_MULTIPLIERS:
         fits = 0
     elif effort != FAST:
         width += 2
@@ -281,13 +284,13 @@ def _error_of_zeros(x: np.ndarray, errors: np.ndarray) -> None:
 @subkernel
 def _start_profile(f: Format, plan: Plan, space: Space) -> None:
     """The first place of each lane's profile, and the scale there."""
-    tops, first = space.lanes[0], space.lanes[4]
-    tops[:] = np.float32(2.0**-40)
+    maxima, first = space.lanes[0], space.lanes[4]
+    maxima[:] = np.float32(2.0**-40)
     for j in range(LANES):
         for s in range(LANES):
-            tops[s] = max(tops[s], abs(space.x[0, j, s]))
+            maxima[s] = max(maxima[s], abs(space.x[0, j, s]))
     for s in range(LANES):
-        place = place_of(tops[s] / f.hi, plan.q)
+        place = place_of(maxima[s] / f.max_units, plan.q)
         space.starts[0, s] = place
         first[s] = scale_at(place, plan.q)
 
@@ -339,7 +342,7 @@ def _estimate_gains(f: Format, plan: Plan, d0: int, space: Space) -> None:
     makes negative scales, as under positive super-scales, totals[1] where it makes positive ones."""
     profile, totals, count, at = space.profile, space.totals, plan.scales, space.at
     totals[:2] = np.float32(0)
-    best, both = totals[2], totals[3]
+    best, best_with_extreme = totals[2], totals[3]
     for s in range(LANES):
         best[:] = np.float32(0)
         either = profile[2, s]
@@ -351,42 +354,50 @@ def _estimate_gains(f: Format, plan: Plan, d0: int, space: Space) -> None:
                 for k in range(4):
                     at[k] = np.uint64(min(max(first + plan.steps[0, i + k], 0), COUNT + plan.places))
                 _max_of_four(best, either, at[0], at[1], at[2], at[3], count)
-        if f.extreme == f.most:
+        if f.extreme == f.max_multiplier:
             for g in range(count):
                 totals[0, g] += best[g]
             continue
-        place = np.uint64(min(max(first + plan.extreme, 0), COUNT + plan.places))
+        extreme_start = np.uint64(min(max(first + plan.extreme, 0), COUNT + plan.places))
         for side in range(2):
             for g in range(count):
-                both[g] = best[g]
-            _max_of_four(both, profile[1 - side, s], place, place, place, place, count)
+                best_with_extreme[g] = best[g]
+            _max_of_four(
+                best_with_extreme,
+                profile[1 - side, s],
+                extreme_start,
+                extreme_start,
+                extreme_start,
+                extreme_start,
+                count,
+            )
             for g in range(count):
-                totals[side, g] += both[g]
+                totals[side, g] += best_with_extreme[g]
 
 
 @subkernel
 def _likely_multipliers(f: Format, plan: Plan, place: int, side: int, space: Space) -> None:
     """chosen[0, 0]: the magnitudes of the best multipliers, by the profile, under the super-scale at `place`."""
-    profile, near = space.profile, space.chosen[0, 0]
+    profile, likely = space.profile, space.chosen[0, 0]
     for s in range(LANES):
-        best, choice = np.float32(0), f.first
+        best, choice = np.float32(0), f.min_multiplier
         first = place - space.starts[0, s]
         for i in range(plan.reach):
-            at = first + plan.steps[0, i]
-            if 0 <= at < plan.places and profile[2, s, COUNT + at] > best:
-                best, choice = profile[2, s, COUNT + at], plan.steps[1, i]
-        if f.extreme > f.most:
-            at = first + plan.extreme
-            if 0 <= at < plan.places and profile[1 - side, s, COUNT + at] > best:
+            index = first + plan.steps[0, i]
+            if 0 <= index < plan.places and profile[2, s, COUNT + index] > best:
+                best, choice = profile[2, s, COUNT + index], plan.steps[1, i]
+        if f.extreme > f.max_multiplier:
+            index = first + plan.extreme
+            if 0 <= index < plan.places and profile[1 - side, s, COUNT + index] > best:
                 choice = f.extreme
-        near[s] = choice
+        likely[s] = choice
 
 
 @subkernel
 def _choose_multipliers(f: Format, plan: Plan, d: np.float32, side: int, space: Space) -> np.float32:
     """Fill chosen[1] with the multipliers (magnitudes) next to chosen[0, 0], and books, of least error; return it."""
     scales, twice, best, sums = space.lanes[1], space.lanes[2], space.lanes[3], space.sums
-    near, tried, magnitudes, books = space.chosen[0, 0], space.chosen[0, 1], space.chosen[1, 0], space.chosen[1, 1]
+    likely, tried, magnitudes, books = space.chosen[0, 0], space.chosen[0, 1], space.chosen[1, 0], space.chosen[1, 1]
     if f.step == 1:  # there is a multiplier 0
         _error_of_zeros(space.x, best)
     else:
@@ -394,13 +405,13 @@ def _choose_multipliers(f: Format, plan: Plan, d: np.float32, side: int, space: 
     magnitudes[:], books[:] = np.int32(0), np.int32(0)
     for k in range(-plan.width, plan.width + 1):
         for s in range(LANES):
-            m = min(max(near[s] + np.int32(k * f.step), np.int32(f.first)), np.int32(f.extreme))
+            m = min(max(likely[s] + np.int32(k * f.step), np.int32(f.min_multiplier)), np.int32(f.extreme))
             tried[s] = m
             scales[s] = d * np.float32(m)
             twice[s] = np.float32(2) / scales[s]
         _errors(space.x, scales, twice, f.book, sums)
         for b in range(4):
-            excluded = np.int32(f.extreme) if f.extreme > f.most and b // 2 == side else np.int32(0)
+            excluded = np.int32(f.extreme) if f.extreme > f.max_multiplier and b // 2 == side else np.int32(0)
             for s in range(LANES):
                 better = (sums[b, s] < best[s]) & (tried[s] != excluded)
                 magnitudes[s] = tried[s] if better else magnitudes[s]
@@ -413,10 +424,10 @@ def _choose_multipliers(f: Format, plan: Plan, d: np.float32, side: int, space: 
 
 
 @subkernel
-def _sums(f: Format, d: np.float32, which: int, space: Space) -> None:
+def _sums(f: Format, d: np.float32, row: int, space: Space) -> None:
     """Fill sums[0] with sum w x c and sums[1] with sum w c^2 of each lane, for codes under d and chosen[which]."""
     x, twice, sums = space.x, space.lanes[2], space.sums
-    magnitudes, books = space.chosen[which, 0], space.chosen[which, 1]
+    magnitudes, books = space.chosen[row, 0], space.chosen[row, 1]
     for s in range(LANES):
         twice[s] = np.float32(2) / (d * np.float32(magnitudes[s])) if magnitudes[s] else np.float32(0)
     sums[:2] = np.float32(0)
@@ -441,19 +452,19 @@ def _refit(f: Format, d: np.float32, space: Space) -> np.float32:
 
 @subkernel
 def _refine(
-    f: Format, plan: Plan, d: np.float32, unit: np.float32, side: int, least: np.float32, space: Space
+    f: Format, plan: Plan, d: np.float32, unit: np.float32, side: int, least_error: np.float32, space: Space
 ) -> tuple[np.float32, np.float32]:
-    """Choose multipliers and refit d while the error falls; keep in chosen[2] what is better than `least`.
+    """Choose multipliers and refit d while the error falls; store in chosen[2] what has less error than `least_error`.
 
-    Returns the least error and its super-scale, 0 where nothing was better.
+    Returns the least error and its super-scale, which is 0 where nothing was better.
     """
     chosen = space.chosen
-    found = np.float32(0)
+    best_d = np.float32(0)
     last = np.float32(np.inf)
     for _ in range(plan.rounds):
         error = _choose_multipliers(f, plan, d, side, space)
-        if error < least:
-            least, found = error, d
+        if error < least_error:
+            least_error, best_d = error, d
             for s in range(LANES):
                 chosen[2, 0, s], chosen[2, 1, s] = chosen[1, 0, s], chosen[1, 1, s]
         if error >= last:
@@ -464,22 +475,22 @@ def _refine(
             break
         d = storable(refitted, unit)
         for s in range(LANES):
-            chosen[0, 0, s] = max(chosen[1, 0, s], np.int32(f.first))
-    return least, found
+            chosen[0, 0, s] = max(chosen[1, 0, s], np.int32(f.min_multiplier))
+    return least_error, best_d
 
 
 @subkernel
 def _align_scale(f: Format, plan: Plan, d: np.float32, unit: np.float32, space: Space) -> np.float32:
     """The super-scale near d of which the least-squares scales of the sub-blocks are nearest to being multiples.
 
-    Their multipliers go to chosen[0, 0]. For fine multipliers, where the profile's places are too wide to tell.
+    Their multipliers go to chosen[0, 0]. For fine multipliers, where the profile's places are too wide.
     """
-    ideal, weight, near, rests = space.sums[0], space.sums[1], space.chosen[0, 0], space.sums[2]
+    ideal, weight, multipliers, errors = space.sums[0], space.sums[1], space.chosen[0, 0], space.sums[2]
     _sums(f, d, 2, space)
     for s in range(LANES):
         fits = space.chosen[2, 0, s] != 0 and ideal[s] > np.float32(0)
         ideal[s] = ideal[s] / weight[s] if fits else np.float32(0)
-    least, choice = np.float32(np.inf), d
+    least_error, best_d = np.float32(np.inf), d
     previous = np.float32(0)
     for g in range(plan.fits):
         factor = np.float32(0.9) + np.float32(0.25) * (np.float32(g) + np.float32(0.5)) / np.float32(plan.fits)
@@ -489,23 +500,23 @@ def _align_scale(f: Format, plan: Plan, d: np.float32, unit: np.float32, space: 
         previous, inverse = tried, np.float32(1) / tried
         for s in range(LANES):
             m = (ideal[s] * inverse + np.float32(12582912)) - np.float32(12582912)
-            rest = ideal[s] - tried * min(max(m, np.float32(f.first)), np.float32(f.extreme))
-            rests[s] = weight[s] * (rest * rest)
+            residual = ideal[s] - tried * min(max(m, np.float32(f.min_multiplier)), np.float32(f.extreme))
+            errors[s] = weight[s] * (residual * residual)
         total = np.float32(0)
         for s in range(LANES):
-            total += rests[s]
-        if total < least:
-            least, choice = total, tried
+            total += errors[s]
+        if total < least_error:
+            least_error, best_d = total, tried
     for s in range(LANES):
-        m = np.int32(ideal[s] / choice + np.float32(0.5))
-        near[s] = min(max(m, np.int32(f.first)), np.int32(f.extreme))
-    return choice
+        m = np.int32(ideal[s] / best_d + np.float32(0.5))
+        multipliers[s] = min(max(m, np.int32(f.min_multiplier)), np.int32(f.extreme))
+    return best_d
 
 
 @subkernel
 def _exclude_unstorable(plan: Plan, d0: int, unit: np.float32, totals: np.ndarray) -> None:
     """Where halves are further apart than places, exclude the places that are not halves."""
-    ulp = np.float32(LEAST_HALF) / unit
+    ulp = np.float32(MIN_HALF) / unit
     if scale_at(d0, plan.q) < np.float32(2 * plan.q) * ulp:
         for g in range(plan.scales):
             d = scale_at(d0 + g, plan.q)
@@ -515,12 +526,12 @@ def _exclude_unstorable(plan: Plan, d0: int, unit: np.float32, totals: np.ndarra
 
 @subkernel
 def _pop_best(count: int, totals: np.ndarray) -> tuple[int, int]:
-    """Place and sign of the super-scale of largest estimate, which is removed from the list with its neighbours."""
+    """Place and sign of the super-scale of largest estimate. Removes it and its neighbours from the list."""
     best, choice, side = np.float32(-1), -1, 0
-    for turn in range(2):
+    for sign in range(2):
         for g in range(count):
-            if totals[turn, g] > best:
-                best, choice, side = totals[turn, g], g, turn
+            if totals[sign, g] > best:
+                best, choice, side = totals[sign, g], g, sign
     totals[:2, max(choice - 1, 0) : choice + 2] = np.float32(-1)
     return choice, side
 
@@ -536,7 +547,7 @@ def search(
     space.chosen[2] = np.int32(0)
     d0 = _profile(f, plan, space) + plan.below
     _estimate_gains(f, plan, d0, space)
-    least, d, sign = np.float32(np.inf), np.float32(0), 0
+    least_error, d, sign = np.float32(np.inf), np.float32(0), 0
     _exclude_unstorable(plan, d0, unit, space.totals)
     for i in range(plan.tries):
         choice, side = _pop_best(plan.scales, space.totals)
@@ -544,20 +555,20 @@ def search(
             break
         start = storable(scale_at(d0 + choice, plan.q), unit)
         if choice < 0:  # not one half among them: the next above
-            ulp = np.float32(LEAST_HALF) / unit
+            ulp = np.float32(MIN_HALF) / unit
             start = storable(np.ceil(scale_at(d0, plan.q) / ulp) * ulp, unit)
         _likely_multipliers(f, plan, place_of(start, plan.q), side, space)
-        least, found = _refine(f, plan, start, unit, side, least, space)
-        if found > np.float32(0):
-            d, sign = found, side
+        least_error, refined = _refine(f, plan, start, unit, side, least_error, space)
+        if refined > np.float32(0):
+            d, sign = refined, side
     if plan.fits and d > np.float32(0):
         start = _align_scale(f, plan, d, unit, space)
         if start != d:
-            least, found = _refine(f, plan, start, unit, sign, least, space)
-            d = found if found > np.float32(0) else d
+            least_error, refined = _refine(f, plan, start, unit, sign, least_error, space)
+            d = refined if refined > np.float32(0) else d
     _final_codes(f, d, sign, space, multipliers, flags, codes)
     if d > np.float32(0):
-        d = storable(d * _norm_correction(least, space), unit)
+        d = storable(d * _norm_correction(least_error, space), unit)
     return (d if sign == 0 else -d) * unit
 
 

@@ -19,13 +19,13 @@ from quantkit.types.families.interleave_fields import Field, Signs
 CHUNK = 16  # bytes of a block that are read and written together
 LANES = 16  # blocks that are moved at a time
 
-_MOST_MOVES = 14  # of a word in one pass; a word that takes more may take fewer in two passes
+_MAX_MOVES = 14  # of a word in one pass; a word that needs more may need fewer in two passes
 
 # ------------------------------------------------------------------------------------------------------------ compiling
 
 
 def bit_map(fields: Sequence[Field], rows: int, block_bytes: int) -> np.ndarray:
-    """int64[8 * rows * block_bytes]: for each bit of an interleaved block its place in the R base blocks end to end.
+    """int64[8 * rows * block_bytes]: for each bit of an interleaved block its position in the R base blocks.
 
     TypeError unless the fields name every bit of both sides exactly once.
     """
@@ -46,21 +46,21 @@ def chunks(nbytes: int, phase: int = 0) -> np.ndarray:
 
     They follow each other from byte `phase` on; ones at the block's ends, which may overlap, come before them.
     """
-    whole = range(min(phase, nbytes - CHUNK), nbytes - CHUNK + 1, CHUNK)
-    ends = [0] * (whole[0] > 0) + [nbytes - CHUNK] * (whole[-1] + CHUNK < nbytes)
-    return np.array([*ends, *whole], np.int64)
+    inner = range(min(phase, nbytes - CHUNK), nbytes - CHUNK + 1, CHUNK)
+    ends = [0] * (inner[0] > 0) + [nbytes - CHUNK] * (inner[-1] + CHUNK < nbytes)
+    return np.array([*ends, *inner], np.int64)
 
 
-def bit_places(offsets: np.ndarray, nbytes: int) -> np.ndarray:
-    """int64[8 * nbytes]: the place of each bit of a block in its chunks, end to end; of two places the later one."""
-    found = np.full(8 * nbytes, -1, np.int64)
-    for chunk, at in enumerate(offsets):
-        found[8 * at : 8 * (at + CHUNK)] = 8 * CHUNK * chunk + np.arange(8 * CHUNK)
-    return found
+def bit_positions(offsets: np.ndarray, nbytes: int) -> np.ndarray:
+    """int64[8 * nbytes]: the position of each bit of a block in its concatenated chunks; the last one of several."""
+    positions = np.full(8 * nbytes, -1, np.int64)
+    for chunk, offset in enumerate(offsets):
+        positions[8 * offset : 8 * (offset + CHUNK)] = 8 * CHUNK * chunk + np.arange(8 * CHUNK)
+    return positions
 
 
 def _run_starts(ordered: np.ndarray) -> np.ndarray:
-    """Where runs of equal numbers begin. (np.unique loads numpy.ma, which takes longer than the whole module.)"""
+    """Where runs of equal numbers begin. (np.unique would import numpy.ma, which takes longer than this module.)"""
     return np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]]))
 
 
@@ -70,9 +70,9 @@ def _one_pass(source: np.ndarray, target: np.ndarray) -> tuple[np.ndarray, np.nd
     Bits are numbered through words of 32. Neighbours that stay neighbours move together.
     """
     key = np.sort((target // 32 << 42) | (source // 32 << 10) | ((target - source) % 32 << 5) | target % 32)
-    at = _run_starts(key >> 5)
-    masks = np.bitwise_or.reduceat(np.uint32(1) << (key & 31).astype(np.uint32), at)
-    move = key[at]
+    run_starts = _run_starts(key >> 5)
+    masks = np.bitwise_or.reduceat(np.uint32(1) << (key & 31).astype(np.uint32), run_starts)
+    move = key[run_starts]
     first = _run_starts(move >> 42)
     per_word = np.diff(first, append=len(move))
     table, classes = [], []
@@ -92,7 +92,7 @@ def _rotations(shifts: np.ndarray) -> np.ndarray:
 
 
 def _intermediate(origin: np.ndarray) -> np.ndarray:
-    """An intermediate place for each bit origin[i], on its way to bit i of a word, that takes few moves in and out.
+    """An intermediate position for each bit origin[i], on its way to bit i of a word, that takes few moves in and out.
 
     Candidates are the orders of 32 bits that permute the binary digits of their numbers: transpositions of bit
     matrices, by which the two layouts of a field differ.
@@ -113,18 +113,18 @@ def moves(source: np.ndarray, target: np.ndarray, words: tuple[int, int]) -> tup
     origin[target] = source
     of_word = origin.reshape(-1, 32)
     from_one = (of_word >= 0).all(axis=1) & (of_word // 32 == of_word[:, :1] // 32).all(axis=1)
-    through = np.flatnonzero(from_one & (_rotations(np.arange(32) - of_word) > _MOST_MOVES))
+    through = np.flatnonzero(from_one & (_rotations(np.arange(32) - of_word) > _MAX_MOVES))
     if not len(through):
         return *_one_pass(source, target), 0
     bits = [tuple(word) for word in (of_word[through] % 32).tolist()]
     intermediate = {each: _intermediate(np.array(each)) for each in set(bits)}
     between = np.ravel([32 * (words[1] + i) + intermediate[each] for i, each in enumerate(bits)])
-    there = _one_pass(of_word[through].ravel(), between)
+    into_extra = _one_pass(of_word[through].ravel(), between)
     ends = np.ravel(32 * through[:, None] + np.arange(32))
-    rest = ~np.isin(target // 32, through)
-    source = np.concatenate([source[rest], 32 * words[0] + between])
-    from_there = _one_pass(source, np.concatenate([target[rest], ends]))
-    table, classes = (np.concatenate(both) for both in zip(there, from_there))
+    direct = ~np.isin(target // 32, through)
+    source = np.concatenate([source[direct], 32 * words[0] + between])
+    out_of_extra = _one_pass(source, np.concatenate([target[direct], ends]))
+    table, classes = (np.concatenate(parts) for parts in zip(into_extra, out_of_extra))
     return table, classes, len(through)
 
 
@@ -168,10 +168,10 @@ class Permutation:
         self._base = chunks(nbytes, phase=int(min(largest.base)) // 8 % 4)  # so that its words move whole
         in_group = chunks(rows * nbytes)
         self._group = _with_prefetch(in_group)
-        of_block, row_bits = bit_places(self._base, nbytes), 8 * CHUNK * len(self._base)
+        of_block, row_bits = bit_positions(self._base, nbytes), 8 * CHUNK * len(self._base)
         row, bit = np.divmod(bit_map(fields, rows, block_bytes), 8 * block_bytes)
         base = np.concatenate([row_bits * row + of_block[8 * block_bytes * i + bit] for i in range(self.fold)])
-        group = bit_places(in_group, rows * nbytes)
+        group = bit_positions(in_group, rows * nbytes)
         at = of_block[8 * np.array(signs.words)] if signs else np.empty(0, np.int64)
         if (at % 32).any():
             raise TypeError("the words with indices of signs are not aligned with the words of the largest field")
@@ -185,8 +185,8 @@ class Permutation:
     def _chunks_in_rows(self, row_bytes: int) -> np.ndarray:
         """`_with_prefetch` of R base blocks under each other, from the first one's start."""
         if row_bytes not in self._in_rows:
-            made = _with_prefetch(self._base, self.rows, row_bytes)
-            self._in_rows.setdefault(row_bytes, made)  # another thread's stays: a function may be using its address
+            offsets = _with_prefetch(self._base, self.rows, row_bytes)
+            self._in_rows.setdefault(row_bytes, offsets)  # another thread's stays: a function may be using its address
         return self._in_rows[row_bytes]
 
     def forward(self, data: np.ndarray, out: np.ndarray) -> None:
@@ -212,19 +212,19 @@ class Permutation:
         self._check(data, data)
         from quantkit.types.native.permute import permute_to_file
 
-        nbytes, missed = self.rows * data.shape[1], np.empty(1, np.int64)
+        nbytes, unwritten = self.rows * data.shape[1], np.empty(1, np.int64)
         slices = min(groups, -(-data.nbytes // SLICE_BYTES))
-        made = np.empty(-(-groups // slices) * nbytes, np.uint8)
+        buffer = np.empty(-(-groups // slices) * nbytes, np.uint8)
         direction = self._forward if forward else self._backward
-        in_rows, in_groups = (data, made) if forward else (made, data)
-        given, space = self._arguments(direction, in_rows.ctypes.data, in_groups.ctypes.data, data.shape[1], groups)
-        permute_to_file(pwrite, descriptor, offset, slices, missed.ctypes.data, *given, space.ctypes.data)
-        return not missed[0]
+        in_rows, in_groups = (data, buffer) if forward else (buffer, data)
+        arguments, space = self._arguments(direction, in_rows.ctypes.data, in_groups.ctypes.data, data.shape[1], groups)
+        permute_to_file(pwrite, descriptor, offset, slices, unwritten.ctypes.data, *arguments, space.ctypes.data)
+        return not unwritten[0]
 
     def _check(self, data: np.ndarray, out: np.ndarray) -> None:
         """TypeError unless the arrays are safe for a function that gets their addresses."""
-        whole = len(data) % self.rows == 0 and (data.shape[1] - self.header) % self.block_bytes == 0
-        if data.shape != out.shape or not whole or not (data.flags.c_contiguous and out.flags.c_contiguous):
+        whole_groups = len(data) % self.rows == 0 and (data.shape[1] - self.header) % self.block_bytes == 0
+        if data.shape != out.shape or not whole_groups or not (data.flags.c_contiguous and out.flags.c_contiguous):
             raise TypeError(
                 f"uint8{data.shape} and uint8{out.shape} are not both contiguous and groups of {self.rows} rows, each "
                 f"of {self.header} + a multiple of {self.block_bytes} bytes"
@@ -249,8 +249,8 @@ class Permutation:
         from quantkit.types.native.permute import permute  # loads llvmlite
 
         starts = rows.ctypes.data + header, groups.ctypes.data + header_bytes
-        given, space = self._arguments(direction, *starts, rows.shape[1], len(groups))
-        permute(*given, space.ctypes.data)
+        arguments, space = self._arguments(direction, *starts, rows.shape[1], len(groups))
+        permute(*arguments, space.ctypes.data)
 
     def _arguments(
         self, direction: _Direction, rows: int, groups: int, row_bytes: int, count: int

@@ -22,7 +22,7 @@ Arrays are float32 and flat, so that one loop runs through them:
 
     data[tile]         element j of a lane at [j * LANES + lane], its weight at [(32 + j) * LANES + lane]
     state              candidate c (of 4) of a lane, value v at [v + c * LANES + lane], v as named below
-    q[tile], r[tile]   profile: place k, candidate c at [k * WIDTH + c * LANES + lane]; c % 2 its sign, c // 2 its book
+    q[tile], r[tile]   profile: entry k, candidate c at [k * WIDTH + c * LANES + lane]; c % 2 its sign, c // 2 its book
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import numpy as np
 
 from quantkit.codegen.jit import kernel, subkernel
 from quantkit.types.families.codebooks import BINS, K2, K3, K4, K5, nearest_table
-from quantkit.types.families.superblock import LEAST_WEIGHT, power_below, storable
+from quantkit.types.families.superblock import MIN_WEIGHT, power_below, storable
 
 LANES = 16
 WIDTH = 4 * LANES  # candidates measured at once
@@ -61,18 +61,18 @@ _TWO, _MIDDLE, _LAST = np.float32(2), np.float32(BINS // 2), np.float32(BINS - 1
 _INFINITE = np.float32(np.inf)
 _ROUND = np.float32(3 << 22)  # adding and subtracting it rounds |t| < 2^22 to an integer, ties to even
 _MULTIPLIER_LIMIT = np.float32(1 << 20)  # multipliers are clipped to it before they are rounded
-_FLOAT_MAX, _LEAST_FLOAT = np.float32(3.4e38), np.float32(2.0**-149)
-_LEAST_UNIT, _MOST_UNIT = np.float32(2.0**-100), np.float32(2.0**120)  # they and their inverses are normal numbers
+_FLOAT_MAX, _MIN_FLOAT = np.float32(3.4e38), np.float32(2.0**-149)
+_MIN_UNIT, _MAX_UNIT = np.float32(2.0**-100), np.float32(2.0**120)  # they and their inverses are normal numbers
 _GAUSSIAN = np.float32(np.pi / 2)  # variance / (mean magnitude)^2
-_FLOOR = np.float32(2.0**-60)  # least weight: keeps R above zero
-_LEAST_SUM = np.float32(2.0**-80)  # against division by zero in lanes without a group
+_MIN_WEIGHT = np.float32(2.0**-60)  # least weight: keeps R above zero
+_MIN_SUM = np.float32(2.0**-80)  # against division by zero in lanes without a group
 
 # By effort.
-_PLACES = (4, 6, 16)  # entries of a profile for each sign of two books,
-_SCALES_PER_PLACE = 2  # of which each place keeps the best
+_PROFILE_ENTRIES = (4, 6, 16)  # entries of a profile for each sign and book
+_SCALES_PER_ENTRY = 2  # scales tried for each entry, which keeps the best
 _TRIES = (8, 24, 32)  # super-scales estimated before each exact search
 _STARTS = (1, 1, 6)  # exact searches, each from the best of its own range of super-scales
-_LEAST, _MOST = np.float32(0.8), np.float32(1.3)  # super-scales tried, in multiples of the typical one
+_MIN_RATIO, _MAX_RATIO = np.float32(0.8), np.float32(1.3)  # super-scales tried, in multiples of the typical one
 _ROUNDS = (1, 2, 6)  # exact choices in each
 
 
@@ -88,8 +88,8 @@ class Rules(NamedTuple):
     span: int  # groups that share a d, 0 for all of the row
     half: bool  # d is stored as a half
     extreme: np.float32  # code value of largest magnitude
-    near: np.float32  # the profile puts a group's largest element at this many code units
-    far: np.float32  # to this many
+    min_units: np.float32  # the profile puts a group's largest element at this many code units
+    max_units: np.float32  # to this many
     variance_weight: np.float32  # this and the next shape the weights without importance, see `_set_weights`
     robust_variance: bool
 
@@ -98,12 +98,12 @@ class Space(NamedTuple):
     """Work space of a search, allocated once a call of the encoder."""
 
     data: np.ndarray  # [tiles, 64 * LANES]
-    tops: np.ndarray  # [lanes] largest magnitude of a group
-    q: np.ndarray  # [tiles, places * WIDTH]
+    maxima: np.ndarray  # [lanes] largest magnitude of a group
+    q: np.ndarray  # [tiles, entries * WIDTH]
     r: np.ndarray
     state: np.ndarray  # [STATE_SIZE]
     multiplier: np.ndarray  # [2, lanes]: under the tried d; under the best
-    book: np.ndarray  # [2, lanes], likewise: its place in the tables of codes
+    book: np.ndarray  # [2, lanes], likewise: where its book begins in the tables of codes
     p: np.ndarray  # [lanes] sums under the tried d
     s: np.ndarray
     gain: np.ndarray
@@ -112,22 +112,22 @@ class Space(NamedTuple):
     typical: np.ndarray  # the d under which the span's largest fitted scale has the largest multiplier
     tried: np.ndarray  # d that is being tried
     estimate: np.ndarray  # its estimated gain
-    first: np.ndarray  # d of largest estimate
+    best_tried: np.ndarray  # d of largest estimate
     best_estimate: np.ndarray  # and that estimate
-    most: np.ndarray  # largest gain
+    best_gain: np.ndarray  # largest gain so far
     d: np.ndarray  # and the d that has it; 0 where zeros are best
 
 
 @subkernel
-def _places(rules: Rules, effort: int) -> int:
+def _entries(rules: Rules, effort: int) -> int:
     """Entries of the profile for each of 4 candidates; with one book there are twice as many for each sign."""
-    return _PLACES[effort] if rules.books == 2 else (2 * _PLACES[effort] + 2) // 3
+    return _PROFILE_ENTRIES[effort] if rules.books == 2 else (2 * _PROFILE_ENTRIES[effort] + 2) // 3
 
 
 @kernel
 def new_space(n: int, rules: Rules, effort: int) -> Space:
     """The arrays for searching rows of n elements."""
-    places = _places(rules, effort)
+    entries = _entries(rules, effort)
     tiles = (n // 32 + LANES - 1) // LANES
     lanes = tiles * LANES
     spans = n // 32 // rules.span if rules.span else 1
@@ -137,8 +137,8 @@ def new_space(n: int, rules: Rules, effort: int) -> Space:
     return Space(
         np.zeros((tiles, 64 * LANES), np.float32),
         np.zeros(lanes, np.float32),
-        np.zeros((tiles, places * WIDTH), np.float32),
-        np.zeros((tiles, places * WIDTH), np.float32),
+        np.zeros((tiles, entries * WIDTH), np.float32),
+        np.zeros((tiles, entries * WIDTH), np.float32),
         np.zeros(STATE_SIZE, np.float32),
         np.zeros((2, lanes), np.float32),
         np.zeros((2, lanes), np.float32),
@@ -162,21 +162,21 @@ def new_space(n: int, rules: Rules, effort: int) -> Space:
 
 @subkernel
 def _load(x: np.ndarray, first_group: int, space: Space) -> np.float32:
-    """Load a span, float32[n], into `data` and `tops` from group `first_group` on. Returns its `unit`."""
+    """Load a span, float32[n], into `data` and `maxima` from group `first_group` on. Returns its `unit`."""
     largest = _ZERO
     for i in range(len(x)):
         largest = max(largest, abs(x[i]))
-    unit = min(max(power_below(largest), _LEAST_UNIT), _MOST_UNIT)
+    unit = min(max(power_below(largest), _MIN_UNIT), _MAX_UNIT)
     inverse = _ONE / unit
     for g in range(len(x) // 32):
         group = first_group + g
         tile, lane = space.data[group // LANES], group % LANES
-        top = _ZERO
+        maximum = _ZERO
         for j in range(32):
             value = x[32 * g + j] * inverse
             tile[j * LANES + lane] = value
-            top = max(top, abs(value))
-        space.tops[group] = top
+            maximum = max(maximum, abs(value))
+        space.maxima[group] = maximum
     return unit
 
 
@@ -191,28 +191,28 @@ def _set_weights(importance: np.ndarray, first_group: int, groups: int, rules: R
     largest = _ZERO
     for i in range(32 * first_group, 32 * (first_group + groups) if len(importance) else 0):
         largest = max(largest, importance[i])
-    given = largest > _ZERO
+    has_importance = largest > _ZERO
     for block in range(first_group // 8, (first_group + groups) // 8):
-        in_block, sizes, squares = _ZERO, _ZERO, _ZERO
+        block_max, sizes, squares = _ZERO, _ZERO, _ZERO
         for i in range(256):
             group = 8 * block + i // 32
             value = space.data[group // LANES, i % 32 * LANES + group % LANES]
             sizes += abs(value)
             squares += value * value
-            if given:
-                in_block = max(in_block, importance[256 * block + i] / largest)
+            if has_importance:
+                block_max = max(block_max, importance[256 * block + i] / largest)
         size, variance = sizes / np.float32(256), squares / np.float32(256)
         if rules.robust_variance:
             variance = _GAUSSIAN * size * size
-        least = np.float32(LEAST_WEIGHT) * max(in_block, np.float32(LEAST_WEIGHT))
+        min_weight = np.float32(MIN_WEIGHT) * max(block_max, np.float32(MIN_WEIGHT))
         for group in range(8 * block, 8 * block + 8):
             tile, lane = space.data[group // LANES], group % LANES
             for j in range(32):
-                if given:
-                    weight = max(importance[32 * group + j] / largest, least)
+                if has_importance:
+                    weight = max(importance[32 * group + j] / largest, min_weight)
                 else:
                     weight = rules.variance_weight * variance + tile[j * LANES + lane] * tile[j * LANES + lane]
-                tile[(32 + j) * LANES + lane] = max(weight, _FLOOR)
+                tile[(32 + j) * LANES + lane] = max(weight, _MIN_WEIGHT)
 
 
 @kernel
@@ -220,8 +220,8 @@ def storable_scale(d: np.float32, unit: np.float32, rules: Rules) -> np.float32:
     """The super-scale nearest to d, in units, that a file can hold and that leaves all values finite."""
     if rules.half:
         return storable(d, unit)
-    most = _FLOAT_MAX / (rules.extreme * max(rules.highest, -rules.lowest))
-    value = min(max(abs(d) * unit, _LEAST_FLOAT), most) / unit
+    max_scale = _FLOAT_MAX / (rules.extreme * max(rules.highest, -rules.lowest))
+    value = min(max(abs(d) * unit, _MIN_FLOAT), max_scale) / unit
     return value if d >= _ZERO else -value
 
 
@@ -253,8 +253,8 @@ def _pairs() -> np.ndarray:
     for values in (K4.values[:16], K4.values[16:]):
         of_parity = np.array([np.flatnonzero(ones == odd)[nearest_table(values[ones == odd])] for odd in (0, 1)])
         odd = ones[nearest_table(values)]
-        near, other = of_parity[odd, np.arange(BINS)], of_parity[1 - odd, np.arange(BINS)]
-        packed.append(values[near] + 128 + (values[other] + 128) * 256 + other * 65536 + odd * (1 << 20))
+        nearest, other = of_parity[odd, np.arange(BINS)], of_parity[1 - odd, np.arange(BINS)]
+        packed.append(values[nearest] + 128 + (values[other] + 128) * 256 + other * 65536 + odd * (1 << 20))
     return np.concatenate(packed).astype(np.int32)
 
 
@@ -310,32 +310,32 @@ def _measure(data: np.ndarray, rules: Rules, state: np.ndarray) -> None:
 
 
 @subkernel
-def _profile(space: Space, rules: Rules, places: int) -> None:
-    """Fill the profile: scales that put a group's largest element at `near` to `far` code units.
+def _profile(space: Space, rules: Rules, entries: int) -> None:
+    """Fill the profile: scales that put a group's largest element at `min_units` to `max_units` code units.
 
-    Each place keeps the better, by the gain R q^2 at its own optimum, of _SCALES_PER_PLACE scales.
+    Each entry keeps, of _SCALES_PER_ENTRY scales, the one of largest gain R q^2 at its own optimum.
     """
-    state, count = space.state, places * _SCALES_PER_PLACE
+    state, count = space.state, entries * _SCALES_PER_ENTRY
     for tile in range(len(space.data)):
-        tops = space.tops[tile * LANES : tile * LANES + LANES]
+        maxima = space.maxima[tile * LANES : tile * LANES + LANES]
         for k in range(count):
             for c in range(4):
-                at = np.float32(k) + (_ZERO if rules.books == 2 else np.float32(0.5) * np.float32(c // 2))
-                units = rules.near + (rules.far - rules.near) * at / np.float32(count - 1)
+                step = np.float32(k) + (_ZERO if rules.books == 2 else np.float32(0.5) * np.float32(c // 2))
+                units = rules.min_units + (rules.max_units - rules.min_units) * step / np.float32(count - 1)
                 sign = np.float32(1 - c % 2 * 2)
                 for lane in range(LANES):
-                    scale = sign * max(tops[lane], _FLOOR) / units
+                    scale = sign * max(maxima[lane], _MIN_WEIGHT) / units
                     state[SCALE + c * LANES + lane] = scale
                     state[INVERSE + c * LANES + lane] = _TWO / scale
                     state[OFFSET + c * LANES + lane] = np.float32(rules.table + BINS * (c // 2) * (rules.books - 1))
             _measure(space.data[tile], rules, state)
-            first = k // _SCALES_PER_PLACE * WIDTH
+            first = k // _SCALES_PER_ENTRY * WIDTH
             q, r = space.q[tile, first : first + WIDTH], space.r[tile, first : first + WIDTH]
-            anew = k % _SCALES_PER_PLACE == 0
+            is_first = k % _SCALES_PER_ENTRY == 0
             for i in range(WIDTH):
-                best, known = state[P + i] / max(state[R + i], _LEAST_SUM), q[i]
-                better = anew or state[P + i] * best > r[i] * known * known
-                q[i] = best if better else known
+                best, previous = state[P + i] / max(state[R + i], _MIN_SUM), q[i]
+                better = is_first or state[P + i] * best > r[i] * previous * previous
+                q[i] = best if better else previous
                 r[i] = state[R + i] if better else r[i]
 
 
@@ -362,7 +362,7 @@ def _nearest_multiplier(q: np.float32, inverse_d: np.float32, rules: Rules) -> n
 
 
 @subkernel
-def _estimate_gains(groups: int, rules: Rules, places: int, space: Space) -> None:
+def _estimate_gains(groups: int, rules: Rules, entries: int, space: Space) -> None:
     """Fill `estimate` of every span under `tried`: the summed gain of its lanes' best profile entries."""
     state = space.state
     for span in range(len(space.estimate)):
@@ -372,7 +372,7 @@ def _estimate_gains(groups: int, rules: Rules, places: int, space: Space) -> Non
         _set_scales(tile, space)
         for i in range(WIDTH):
             state[GAIN + i] = -_INFINITE
-        for k in range(places):
+        for k in range(entries):
             for i in range(WIDTH):
                 best = q[k * WIDTH + i]
                 s = state[D + i] * _nearest_multiplier(best, state[INVERSE_D + i], rules)
@@ -385,19 +385,19 @@ def _estimate_gains(groups: int, rules: Rules, places: int, space: Space) -> Non
 
 
 @subkernel
-def _best_multipliers(q: np.ndarray, r: np.ndarray, rules: Rules, places: int, state: np.ndarray) -> None:
+def _best_multipliers(q: np.ndarray, r: np.ndarray, rules: Rules, entries: int, state: np.ndarray) -> None:
     """MULTIPLIER of largest estimate under D of every lane of a tile, for each sign and book."""
     for i in range(WIDTH):
         state[GAIN + i] = -_INFINITE
-    for k in range(places):
+    for k in range(entries):
         for i in range(WIDTH):
             best = q[k * WIDTH + i]
             m = _nearest_multiplier(best, state[INVERSE_D + i], rules)
             s = state[D + i] * m
             gain = r[k * WIDTH + i] * s * (best + best - s)
-            most, found = state[GAIN + i], state[MULTIPLIER + i]
-            state[GAIN + i] = max(gain, most)
-            state[MULTIPLIER + i] = m if gain > most else found
+            best_gain, best_m = state[GAIN + i], state[MULTIPLIER + i]
+            state[GAIN + i] = max(gain, best_gain)
+            state[MULTIPLIER + i] = m if gain > best_gain else best_m
 
 
 @subkernel
@@ -418,23 +418,23 @@ def _keep_best(tile: int, space: Space) -> None:
     state = space.state
     for c in range(4):
         for lane in range(LANES):
-            i, at = c * LANES + lane, tile * LANES + lane
+            i, index = c * LANES + lane, tile * LANES + lane
             s = state[SCALE + i]
             gain = s * (state[P + i] + state[P + i] - s * state[R + i])
-            if gain > space.gain[at]:
-                space.gain[at], space.p[at], space.s[at] = gain, state[P + i], state[R + i]
-                space.multiplier[0, at], space.book[0, at] = state[MULTIPLIER + i], state[OFFSET + i]
+            if gain > space.gain[index]:
+                space.gain[index], space.p[index], space.s[index] = gain, state[P + i], state[R + i]
+                space.multiplier[0, index], space.book[0, index] = state[MULTIPLIER + i], state[OFFSET + i]
 
 
 @subkernel
-def _choose_multipliers(rules: Rules, places: int, space: Space) -> None:
+def _choose_multipliers(rules: Rules, entries: int, space: Space) -> None:
     """Choose multiplier and book of every lane under `tried`, by exact gains."""
     state = space.state
     for lane in range(len(space.gain)):
         space.gain[lane] = -_INFINITE
     for tile in range(len(space.data)):
         _set_scales(tile, space)
-        _best_multipliers(space.q[tile], space.r[tile], rules, places, state)
+        _best_multipliers(space.q[tile], space.r[tile], rules, entries, state)
         for i in range(WIDTH):
             state[OFFSET + i] = np.float32(rules.table + BINS * (i // (2 * LANES)) * (rules.books - 1))
         _measure_candidates(rules, space.data[tile], state)
@@ -452,25 +452,25 @@ def _choose_multipliers(rules: Rules, places: int, space: Space) -> None:
 
 
 @subkernel
-def _typical_scales(groups: int, rules: Rules, places: int, space: Space) -> None:
+def _typical_scales(groups: int, rules: Rules, entries: int, space: Space) -> None:
     """Fill `typical`: the d of each span whose largest multiplier gives the largest scale that a group of it fits."""
     for span in range(len(space.typical)):
-        space.typical[span] = _FLOOR
+        space.typical[span] = _MIN_WEIGHT
     for group in range(groups):
         q, r = space.q[group // LANES], space.r[group // LANES]
-        most, wanted = _ZERO, _ZERO
-        for k in range(4 * places):
+        best_gain, best_scale = _ZERO, _ZERO
+        for k in range(4 * entries):
             i = k * LANES + group % LANES
             gain = r[i] * q[i] * q[i]
-            if gain > most:
-                most, wanted = gain, abs(q[i])
+            if gain > best_gain:
+                best_gain, best_scale = gain, abs(q[i])
         span = space.span_of[group]
-        space.typical[span] = max(space.typical[span], wanted / max(rules.highest, -rules.lowest))
+        space.typical[span] = max(space.typical[span], best_scale / max(rules.highest, -rules.lowest))
 
 
 @subkernel
 def _initial_scales(
-    low: np.float32, high: np.float32, tries: int, groups: int, rules: Rules, places: int, space: Space
+    low: np.float32, high: np.float32, tries: int, groups: int, rules: Rules, entries: int, space: Space
 ) -> None:
     """Set `tried` of every span to the d of largest estimate among `low` to `high` times the typical one.
 
@@ -485,12 +485,12 @@ def _initial_scales(
             factor = -factor
         for span in range(len(space.d)):
             space.tried[span] = storable_scale(factor * space.typical[span], space.unit[span], rules)
-        _estimate_gains(groups, rules, places, space)
+        _estimate_gains(groups, rules, entries, space)
         for span in range(len(space.d)):
             if space.estimate[span] > space.best_estimate[span]:
-                space.best_estimate[span], space.first[span] = space.estimate[span], space.tried[span]
+                space.best_estimate[span], space.best_tried[span] = space.estimate[span], space.tried[span]
     for span in range(len(space.d)):
-        space.tried[span] = space.first[span]
+        space.tried[span] = space.best_tried[span]
 
 
 @subkernel
@@ -499,25 +499,25 @@ def _record_and_refit(groups: int, rules: Rules, space: Space) -> bool:
 
     Returns whether any d changed.
     """
-    moved = False
+    changed = False
     span_groups = rules.span if rules.span else groups
     for span in range(len(space.d)):
-        total, above, below = _ZERO, _ZERO, _ZERO
+        total, numerator, denominator = _ZERO, _ZERO, _ZERO
         for lane in range(span * span_groups, (span + 1) * span_groups):
             m = space.multiplier[0, lane]
             total += space.gain[lane]
-            above += m * space.p[lane]
-            below += m * m * space.s[lane]
+            numerator += m * space.p[lane]
+            denominator += m * m * space.s[lane]
         d = space.tried[span]
-        if total > space.most[span]:
-            space.most[span], space.d[span] = total, d
+        if total > space.best_gain[span]:
+            space.best_gain[span], space.d[span] = total, d
             for lane in range(span * span_groups, (span + 1) * span_groups):
                 space.multiplier[1, lane], space.book[1, lane] = space.multiplier[0, lane], space.book[0, lane]
-        ratio = above / (below * d) if below > _ZERO else _ONE
+        ratio = numerator / (denominator * d) if denominator > _ZERO else _ONE
         if np.float32(0.5) < ratio < np.float32(2):
             space.tried[span] = storable_scale(d * ratio, space.unit[span], rules)
-        moved |= space.tried[span] != d
-    return moved
+        changed |= space.tried[span] != d
+    return changed
 
 
 @kernel
@@ -528,22 +528,22 @@ def search(x: np.ndarray, importance: np.ndarray, rules: Rules, effort: int, spa
     """
     groups = len(x) // 32
     span_groups = rules.span if rules.span else groups
-    places, tries, starts = _places(rules, effort), _TRIES[effort], _STARTS[effort]
+    entries, tries, starts = _entries(rules, effort), _TRIES[effort], _STARTS[effort]
     for span in range(len(space.d)):
         first = span * span_groups
         space.unit[span] = _load(x[32 * first : 32 * (first + span_groups)], first, space)
         _set_weights(importance, first, span_groups, rules, space)
-        space.most[span], space.d[span] = _ZERO, _ZERO
+        space.best_gain[span], space.d[span] = _ZERO, _ZERO
     for group in range(groups):
         space.multiplier[1, group], space.book[1, group] = rules.step - _ONE, np.float32(rules.table)
-    _profile(space, rules, places)
-    _typical_scales(groups, rules, places, space)
-    width = (_MOST - _LEAST) / np.float32(starts)
+    _profile(space, rules, entries)
+    _typical_scales(groups, rules, entries, space)
+    width = (_MAX_RATIO - _MIN_RATIO) / np.float32(starts)
     for start in range(starts):
-        low = _LEAST + width * np.float32(start)
-        _initial_scales(low, low + width, tries, groups, rules, places, space)
+        low = _MIN_RATIO + width * np.float32(start)
+        _initial_scales(low, low + width, tries, groups, rules, entries, space)
         for _ in range(_ROUNDS[effort]):
-            _choose_multipliers(rules, places, space)
+            _choose_multipliers(rules, entries, space)
             if not _record_and_refit(groups, rules, space):
                 break
 
@@ -569,7 +569,7 @@ def even_group_codes(group: int, space: Space, codes: np.ndarray) -> None:
     twice = _TWO / scale if scale != _ZERO else _ZERO
     tile, lane = space.data[group // LANES], group % LANES
     for k in range(8):
-        odd, least, at, code = False, _INFINITE, 0, np.uint8(0)
+        odd, least_loss, replaced, code = False, _INFINITE, 0, np.uint8(0)
         for e in range(4):
             j = 2 * k + e // 2 + 16 * (e % 2)
             x, w = tile[j * LANES + lane], tile[(32 + j) * LANES + lane]
@@ -578,10 +578,10 @@ def even_group_codes(group: int, space: Space, codes: np.ndarray) -> None:
             other = np.float32((pair >> np.int32(8)) & np.int32(255)) - _CENTRE
             odd ^= (pair >> np.int32(20)) == np.int32(1)
             loss = scale * (scale * (w * (other - value) * (other + value)) - _TWO * (w * x * (other - value)))
-            if loss < least:
-                least, at, code = loss, j, np.uint8((pair >> np.int32(16)) & np.int32(15))
+            if loss < least_loss:
+                least_loss, replaced, code = loss, j, np.uint8((pair >> np.int32(16)) & np.int32(15))
         if odd:
-            codes[at] = code
+            codes[replaced] = code
 
 
 @kernel

@@ -14,9 +14,9 @@ import numpy as np
 from quantkit.codegen.half import float_to_half, half_to_float
 from quantkit.codegen.jit import kernel, subkernel
 
-LEAST_HALF = 2.0**-24
-GREATEST_HALF = 65504.0
-LEAST_WEIGHT = 2.0**-20  # of the block's largest: a column that the calibration never saw is still encoded sanely
+MIN_HALF = 2.0**-24
+MAX_HALF = 65504.0
+MIN_WEIGHT = 2.0**-20  # of the block's largest: a column that the calibration never saw is still encoded sanely
 
 
 @kernel
@@ -46,7 +46,7 @@ def load_block(x: np.ndarray, xs: np.ndarray, minimum: np.float32) -> tuple[np.f
 
 @kernel
 def relative_importance(importance: np.ndarray, first: int, w: np.ndarray) -> bool:
-    """Weights of a block relative to its largest, at least LEAST_WEIGHT; 1 without importance or where it is all zero.
+    """Weights of a block relative to its largest, at least MIN_WEIGHT; 1 without importance or where it is all zero.
 
     `importance` is float32[n] (the block starts at `first`) or float32[0]. Returns whether it is used. ik_llama.cpp's
     weights are q sqrt(v + x^2); with them, or with weights between them and q, models diverge more from the original
@@ -60,24 +60,24 @@ def relative_importance(importance: np.ndarray, first: int, w: np.ndarray) -> bo
         w[:] = np.float32(1)
         return False
     for i in range(len(w)):
-        w[i] = max(importance[first + i] / largest, np.float32(LEAST_WEIGHT))
+        w[i] = max(importance[first + i] / largest, np.float32(MIN_WEIGHT))
     return True
 
 
 @kernel
 def storable(d: np.float32, unit: np.float32) -> np.float32:
     """The half nearest to |d| * unit that is neither 0 nor Inf, with the sign of d, divided by `unit`."""
-    magnitude = min(max(abs(d) * unit, np.float32(LEAST_HALF)), np.float32(GREATEST_HALF))
+    magnitude = min(max(abs(d) * unit, np.float32(MIN_HALF)), np.float32(MAX_HALF))
     value: np.float32 = half_to_float(float_to_half(magnitude)) / unit
     return value if d >= np.float32(0) else -value
 
 
 @kernel
-def put_half(out: np.ndarray, at: int, value: np.float32) -> None:
+def put_half(out: np.ndarray, offset: int, value: np.float32) -> None:
     """Write a float32 that a half can hold as two bytes."""
     half = float_to_half(value)
-    out[at] = np.uint8(half)
-    out[at + 1] = np.uint8(half >> np.uint16(8))
+    out[offset] = np.uint8(half)
+    out[offset + 1] = np.uint8(half >> np.uint16(8))
 
 
 @subkernel

@@ -7,7 +7,7 @@ Under a given d the nearest code of x is 0 where |x| < d / 2, else the sign of x
 take A^2 / Q off the error. Thresholds on a coarse grid in units of the row's mean find the highest local
 maximum (rows with outlier columns have two). Then d -> A / Q of the elements above d / 2 climbs it; no step loses.
 
-Rows that are ternary already, {-a, 0, a}, as in the models for which these types are made, keep their a exactly.
+Rows that are ternary already, {-a, 0, a}, as in BitNet models, keep their a exactly.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _MAGNITUDE, _EXPONENT = np.int32(0x7FFFFFFF), np.int32(0x7F800000)
 _ZERO, _ONE, _HALF = np.float32(0), np.float32(1), np.float32(0.5)
 
 # Sums are of integers, which compilers may add in any order: weights and w |x| in units of 2^-20 of the row's largest,
-# over spans of 1024 elements in 32 bits. That is also the least weight: a column never seen still counts.
+# over spans of 1024 elements in 32 bits. 2^-20 is also the smallest weight: a column that calibration never saw counts.
 _UNITS = np.float32(2.0**20)
 _SPAN = 1024
-_LEAST_UNIT = np.float32(2.0**-100)  # of |x|: below it the inverse may overflow
+_MIN_UNIT = np.float32(2.0**-100)  # of |x|: below it the inverse may overflow
 
 # Thresholds in units of the row's weighted mean of |x|, upwards. A normal distribution has its best at 0.77.
 _GRID = np.array([0.5, 1, 2, 4], np.float32)
 _FINE_GRID = np.geomspace(0.35, 12, 24).astype(np.float32)
-_FALLEN = np.float32(0.6)  # of the best gain: below it the scan of the grid ends
+_STOP_RATIO = np.float32(0.6)  # of the best gain: below it the scan of the grid ends
 _STEPS = 1, 2, 8  # of the climb, by effort
 
 
@@ -53,15 +53,16 @@ def find_scale(x: np.ndarray, w: np.ndarray, effort: int) -> np.float32:
     """The scale d of a row; 0 where it is all zero."""
     bits = x.view(np.int32)
     largest = np.int32(0)
-    above_zero = np.uint32(0xFFFFFFFF)
+    min_nonzero_less_1 = np.uint32(0xFFFFFFFF)
     for j in range(bits.size):
         magnitude = np.int32(bits[j] & _MAGNITUDE)
         largest = np.int32(max(largest, magnitude))
-        above_zero = np.uint32(min(above_zero, np.uint32(np.uint32(magnitude) - np.uint32(1))))  # of 0: the largest
-    most = np.int32(largest).view(np.float32)
-    if most == _ZERO or np.uint32(largest) == np.uint32(above_zero + np.uint32(1)):  # zeros, or ternary
-        return most
-    inverse = _HALF / max(np.int32(largest & _EXPONENT).view(np.float32), _LEAST_UNIT)  # |x| * inverse < 1
+        # 0 wraps around to the largest uint32
+        min_nonzero_less_1 = np.uint32(min(min_nonzero_less_1, np.uint32(np.uint32(magnitude) - np.uint32(1))))
+    max_value = np.int32(largest).view(np.float32)
+    if max_value == _ZERO or np.uint32(largest) == np.uint32(min_nonzero_less_1 + np.uint32(1)):  # zeros, or ternary
+        return max_value
+    inverse = _HALF / max(np.int32(largest & _EXPONENT).view(np.float32), _MIN_UNIT)  # |x| * inverse < 1
     mean = _sum_above(x, w, inverse, -_ONE)[0]
     best = scale = _ZERO
     grid = _FINE_GRID if effort == BEST else _GRID
@@ -69,7 +70,7 @@ def find_scale(x: np.ndarray, w: np.ndarray, effort: int) -> np.float32:
         fitted, gain = _sum_above(x, w, inverse, grid[k] * mean)
         if gain > best:
             best, scale = gain, fitted
-        if gain < _FALLEN * best and effort != BEST:
+        if gain < _STOP_RATIO * best and effort != BEST:
             break
     for _ in range(_STEPS[effort]):
         scale = _sum_above(x, w, inverse, _HALF * scale)[0]

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from quantkit.codegen.jit import kernel
-from quantkit.types.families.superblock import LEAST_WEIGHT
+from quantkit.types.families.superblock import MIN_WEIGHT
 
 MULTIPLIER = 3417055213
 OFFSET = 4096
@@ -73,7 +73,7 @@ def weigh(x: np.ndarray, importance: np.ndarray, w: np.ndarray) -> bool:
         largest = max(largest, importance[i])
     if largest > np.float32(0):
         for i in range(n):
-            w[i] = max(importance[i] / largest, np.float32(LEAST_WEIGHT))
+            w[i] = max(importance[i] / largest, np.float32(MIN_WEIGHT))
         return True
     for first in range(0, n, 256):
         squares = np.float32(0)
@@ -92,17 +92,17 @@ def code_values(bits: int, group: int, offset: int) -> np.ndarray:
     return (((each * _BYTES) >> _TOP).astype(np.int32) - _MIDDLE).astype(np.int8)
 
 
-class Kind(NamedTuple):
-    """The properties of a type and an effort that the search uses; flags are 0 or 1."""
+class SearchParameters(NamedTuple):
+    """What the search needs to know of a type (fields of `TrellisType`) and an effort (fields of `Plan`)."""
 
-    group: int
-    folded: int
-    both: int
-    zero: int
+    group: int  # elements
+    folded: int  # the next three are 0 or 1
+    symmetric: int
+    has_zero: int
     tables: int
     clusters: int
     scales: int
     rank: int
     finalists: int
     final_rank: int
-    ds: int
+    row_scales: int

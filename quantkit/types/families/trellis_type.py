@@ -16,7 +16,7 @@ import numpy as np
 from quantkit.codegen.array_cache import disk_cached
 from quantkit.codegen.jit import readonly
 from quantkit.types.base import BEST, QuantType
-from quantkit.types.families.trellis_code import BOOK, OFFSET, Kind, code_values
+from quantkit.types.families.trellis_code import BOOK, OFFSET, SearchParameters, code_values
 
 if TYPE_CHECKING:
     from quantkit.types.refine import Moments
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 
 class Plan(NamedTuple):
-    """How thoroughly an effort searches; `types/native/trellis_search.py` explains the steps."""
+    """The search of one effort; `types/native/trellis_search.py` explains the steps."""
 
     scales: int  # of each sub-block's profile, a multiple of 8
-    rank: int  # of clusters or boxes looked into there; 0: the profile is assumed
-    finalists: int  # multipliers matched again,
-    final_rank: int  # in so many
-    ds: int
+    rank: int  # clusters or boxes searched for each; 0: an average profile is assumed
+    finalists: int  # multipliers of a sub-block whose groups are matched again,
+    final_rank: int  # with this rank
+    row_scales: int  # d that are tried so
     tables: int = 2  # at most
 
 
@@ -42,9 +42,9 @@ class TrellisType(QuantType):
     group: ClassVar[int] = 8
     index_bits: ClassVar[int] = 16
     offsets: ClassVar[tuple[int, ...]] = (OFFSET,)  # of the tables a sub-block may choose from
-    folded: ClassVar[bool] = False  # magnitudes of values, signs beside
-    both: ClassVar[bool] = False  # each of `steps` exists with either sign
-    zero: ClassVar[bool] = False  # there is a multiplier 0
+    folded: ClassVar[bool] = False  # points are magnitudes; signs are stored apart
+    symmetric: ClassVar[bool] = False  # each of `steps` exists with either sign
+    has_zero: ClassVar[bool] = False  # there is a multiplier 0
     steps: ClassVar[np.ndarray] = BOOK[np.argsort(np.abs(BOOK))]  # multipliers by magnitude
     clusters: ClassVar[int] = 1024  # parts of the index where groups have 8 elements
     largest: ClassVar[tuple[float, float]] = (90, 90)  # a sub-block's, in units of its own scale, without and with
@@ -64,8 +64,8 @@ class TrellisType(QuantType):
         values = np.stack([code_values(bits, self.group, offset) for offset in self.offsets])
         signs, tables = 256 if self.folded else 0, 8 if len(self.offsets) > 1 else 0
         blocks = self._blocks(1 + groups * bits, signs, tables)
-        found = find_bits(blocks[0], blocks[1:])
-        of_points, of_signs, of_tables = np.split(found, [groups * bits, groups * bits + signs])
+        bit_addresses = find_bits(blocks[0], blocks[1:])
+        of_points, of_signs, of_tables = np.split(bit_addresses, [groups * bits, groups * bits + signs])
         values = np.abs(values) if self.folded else values
         return make_codes(4, self.block_bytes, values, of_points.reshape(groups, bits), of_signs, of_tables)
 
@@ -78,8 +78,8 @@ class TrellisType(QuantType):
             np.zeros((rows, groups), np.uint16),
         )
         multipliers, table = np.zeros((rows, 8), np.int16), np.zeros((rows, 8), np.uint8)
-        at = np.arange(points - 1)
-        numbers[1 + at, at // self.index_bits] = 1 << at % self.index_bits
+        bit = np.arange(points - 1)
+        numbers[1 + bit, bit // self.index_bits] = 1 << bit % self.index_bits
         x[points + np.arange(signs), np.arange(signs)] = -1
         table[points + signs + np.arange(tables), np.arange(tables)] = 1
         out = np.zeros((rows, self.row_meta_bytes + self.block_bytes), np.uint8)
@@ -91,14 +91,14 @@ class TrellisType(QuantType):
         from quantkit.types.native import trellis_search as search
 
         fields, largest = cls._fields_of(*x.shape), np.array(cls.largest, np.float32)
-        search.search(x, importance, cls._kind(effort), largest, cls.steps, _index(cls), *fields)
+        search.search(x, importance, cls._search_parameters(effort), largest, cls.steps, _index(cls), *fields)
         cls._pack(x, *fields, out)
 
     @classmethod
-    def _kind(cls, effort: int) -> Kind:
+    def _search_parameters(cls, effort: int) -> SearchParameters:
         *plan, tables_tried = cls.plans[effort]
-        flags = (int(cls.folded), int(cls.both), int(cls.zero))
-        return Kind(*(cls.group, *flags, min(len(cls.offsets), tables_tried), cls.clusters, *plan))
+        flags = (int(cls.folded), int(cls.symmetric), int(cls.has_zero))
+        return SearchParameters(*(cls.group, *flags, min(len(cls.offsets), tables_tried), cls.clusters, *plan))
 
     @classmethod
     def _fields_of(cls, rows: int, n: int) -> tuple[np.ndarray, ...]:
@@ -112,7 +112,7 @@ _indices: dict[str, tuple[np.ndarray, ...]] = {}
 
 
 def _index(cls: type[TrellisType]) -> tuple[np.ndarray, ...]:
-    """The index of a type's points; made by the first thread that needs it, or found on disk."""
+    """The index of a type's points, built by the first thread that needs it, or read from the cache on disk."""
     with _building:
         if cls.name not in _indices:
             from quantkit.types.native import trellis_index

@@ -42,17 +42,17 @@ def _transposed(ir: IrBuilder, rows: list[Value]) -> list[Value]:
 def _gather(ir, lanes, offsets, count, words, following):
     """words int32[count, 4, 16]: from each of the 16 addresses at `lanes`, the unit at each of int64[count] offsets.
 
-    On the way, cache lines are asked for of what begins at `following`, at as many further offsets.
+    Meanwhile the cache lines at `following` + as many further offsets are prefetched.
     """
-    at = [ir.load(I64, lanes + 8 * lane) for lane in range(LANES)]
+    addresses = [ir.load(I64, lanes + 8 * lane) for lane in range(LANES)]
     with ir.loop(0, count) as unit:
         offset = ir.load(I64, offsets + unit * 8)
         ahead = following + ir.load(I64, offsets + (count + unit) * 8)
         for line in range(0, LANES * _UNIT, 64):
-            ir.prefetch(ahead + line, near=False)
+            ir.prefetch(ahead + line, to_l1=False)
         rows = []
         for i in range(4):
-            parts = [ir.load(_FOUR, at[4 * q + i] + offset) for q in range(4)]
+            parts = [ir.load(_FOUR, addresses[4 * q + i] + offset) for q in range(4)]
             rows.append(ir.join(ir.join(*parts[:2]), ir.join(*parts[2:])))
         for j, word in enumerate(_transposed(ir, rows)):
             ir.store(word, words + unit * (4 * _VECTOR) + j * _VECTOR)
@@ -60,13 +60,13 @@ def _gather(ir, lanes, offsets, count, words, following):
 
 def _scatter(ir, words, lanes, offsets, count):
     """Write what `gather` reads."""
-    at = [ir.load(I64, lanes + 8 * lane) for lane in range(LANES)]
+    addresses = [ir.load(I64, lanes + 8 * lane) for lane in range(LANES)]
     with ir.loop(0, count) as unit:
         offset = ir.load(I64, offsets + unit * 8)
-        found = [ir.load(_WORDS, words + unit * (4 * _VECTOR) + j * _VECTOR) for j in range(4)]
-        for i, row in enumerate(_transposed(ir, found)):
+        vectors = [ir.load(_WORDS, words + unit * (4 * _VECTOR) + j * _VECTOR) for j in range(4)]
+        for i, row in enumerate(_transposed(ir, vectors)):
             for q in range(4):
-                ir.store(ir.part(row, 4 * q, 4), at[4 * q + i] + offset)
+                ir.store(ir.part(row, 4 * q, 4), addresses[4 * q + i] + offset)
 
 
 def _move(ir, source, target, classes, count, table):
@@ -77,59 +77,58 @@ def _move(ir, source, target, classes, count, table):
     """
     entry = ir.variable(table)
 
-    def moved(at: Value) -> Value:
-        number, rotation, mask = (ir.load(I32, at + 4 * i) for i in range(3))
-        found = ir.load(_WORDS, source + number.unsigned(I64) * _VECTOR)
-        return ir.call("llvm.fshl.v16i32", _WORDS, found, found, ir.splat(rotation, LANES)) & ir.splat(mask, LANES)
+    def moved(word_entry: Value) -> Value:
+        number, rotation, mask = (ir.load(I32, word_entry + 4 * i) for i in range(3))
+        value = ir.load(_WORDS, source + number.unsigned(I64) * _VECTOR)
+        return ir.call("llvm.fshl.v16i32", _WORDS, value, value, ir.splat(rotation, LANES)) & ir.splat(mask, LANES)
 
     with ir.loop(0, count) as kind:
         moves, words = (ir.load(I64, classes + kind * 16 + 8 * i) for i in range(2))
-        for known in range(1, _UNROLLED + 1):
-            with ir.builder.if_then(ir.builder.icmp_signed("==", moves.ir, ir.integer(known).ir)), ir.loop(0, words):
-                at = entry.get()
-                total = functools.reduce(operator.or_, [moved(at + (4 + 12 * i)) for i in range(known)])
-                ir.store(total, target + ir.load(I32, at).unsigned(I64) * _VECTOR)
-                entry.set(at + (4 + 12 * known))
+        for move_count in range(1, _UNROLLED + 1):
+            with (
+                ir.builder.if_then(ir.builder.icmp_signed("==", moves.ir, ir.integer(move_count).ir)),
+                ir.loop(0, words),
+            ):
+                word_entry = entry.get()
+                total = functools.reduce(operator.or_, [moved(word_entry + (4 + 12 * i)) for i in range(move_count)])
+                ir.store(total, target + ir.load(I32, word_entry).unsigned(I64) * _VECTOR)
+                entry.set(word_entry + (4 + 12 * move_count))
         with ir.builder.if_then(ir.builder.icmp_signed(">", moves.ir, ir.integer(_UNROLLED).ir)), ir.loop(0, words):
-            at = entry.get()
+            word_entry = entry.get()
             total = ir.variable(ir.zero(_WORDS))
             with ir.loop(0, moves) as i:
-                total.set(total.get() | moved(at + (i * 12 + 4)))
-            ir.store(total.get(), target + ir.load(I32, at).unsigned(I64) * _VECTOR)
-            entry.set(at + (moves * 12 + 4))
+                total.set(total.get() | moved(word_entry + (i * 12 + 4)))
+            ir.store(total.get(), target + ir.load(I32, word_entry).unsigned(I64) * _VECTOR)
+            entry.set(word_entry + (moves * 12 + 4))
 
 
 def _running_xor(ir, words, numbers, count, by_one, by_two, by_four):
     """In the numbered words, t ^= t << 1 & by_one, then the same with 2 and 4."""
     masks = [(shift, ir.splat(mask.narrow(I32), LANES)) for shift, mask in ((1, by_one), (2, by_two), (4, by_four))]
     with ir.loop(0, count) as i:
-        at = words + ir.load(I64, numbers + i * 8) * _VECTOR
-        t = ir.load(_WORDS, at)
+        address = words + ir.load(I64, numbers + i * 8) * _VECTOR
+        t = ir.load(_WORDS, address)
         for shift, mask in masks:
             t = t ^ ((t << shift) & mask)
-        ir.store(t, at)
+        ir.store(t, address)
 
 
-def _both(ir, a, b):
-    return Value(ir, ir.builder.and_(a.ir, b.ir))
+def _set_addresses(ir, lanes, group, i, shape, source, target):
+    """Store the addresses of the next sixteen blocks, int64[2, 16], at `lanes`, and advance `group` and `i` past them.
 
-
-def _point(ir, lanes, group, i, shape, source, target):
-    """Set the addresses, int64[2, 16] at `lanes`, of sixteen blocks from the i-th of a group on, and go past them.
-
-    For want of more, of the last again. `group` and `i` are variables, the others triples as `permute` has them.
+    Past the end the last block is repeated. `group` and `i` are variables, the others triples as `permute` has them.
     """
     groups, blocks, fold = shape
     first, second = (ir.variable(ir.integer(0)) for _ in range(2))
     last = blocks - fold
-    with ir.loop(lanes, lanes + 8 * LANES, 8) as place:
+    with ir.loop(lanes, lanes + 8 * LANES, 8) as slot:
         is_there = ir.less(group.get(), groups)
-        at = i.get() * fold
-        at = ir.choose(ir.less(at, last), at, last)
+        block = i.get() * fold
+        block = ir.choose(ir.less(block, last), block, last)
         for (begin, group_bytes, pitch), latest, offset in ((source, first, 0), (target, second, 8 * LANES)):
-            address = begin + group.get() * group_bytes + at * pitch
+            address = begin + group.get() * group_bytes + block * pitch
             latest.set(ir.choose(is_there, address, latest.get()))
-            ir.store(latest.get(), place + offset)
+            ir.store(latest.get(), slot + offset)
         following = i.get() + 1
         is_next = ir.less(following * fold, blocks)
         i.set(ir.choose(is_next, following, ir.integer(0)))
@@ -137,7 +136,7 @@ def _point(ir, lanes, group, i, shape, source, target):
 
 
 def work_space(units: int, between: int) -> int:
-    """Bytes that `permute` works in, for so many units of source and target together and words between the two."""
+    """Bytes of `permute`'s work space, by the units of source and target together and the words between the two."""
     return 2 * 8 * LANES + ((units + 1) * 4 + between) * _VECTOR
 
 
@@ -145,29 +144,28 @@ def work_space(units: int, between: int) -> int:
 def permute(
     ir, source, source_group, source_pitch, source_units, source_unit_count,
     target, target_group, target_pitch, target_units, target_unit_count,
-    groups, blocks, fold, classes, class_count, table, signs, sign_count, by_one, by_two, by_four, before, space,
+    groups, blocks, fold, classes, class_count, table, signs, sign_count, by_one, by_two, by_four, signs_first, space,
 ):  # fmt: skip
-    """Move the bits of `groups` groups of `blocks` blocks; `fold` neighbouring blocks, of at least as many, go as one.
+    """Permute the bits of `groups` groups of `blocks` blocks; `fold` <= `blocks` neighbours are moved as one.
 
     source, target               address of the first block, bytes of a group, bytes from block to block
-    source_units, target_units   int64[2, count]: offsets of the units of a block; those of the stretch, as long as a
-                                 unit of every lane, of which each has lines asked for while it is read, in the next
-                                 sixteen blocks. (They go to the second cache: the first is full of these sixteen.)
+    source_units, target_units   int64[2, count]: offsets of the units of a block; offsets in the next sixteen blocks of
+                                 what is prefetched while a unit is read (to the L2 cache: L1 holds these sixteen)
     classes, table               the moves
-    signs, by_*, before          words that _running_xor changes, its masks, whether of the source or of the target
-    space                        of `work_space` bytes
+    signs, by_*, signs_first     words that _running_xor changes, its masks, 1 for words of the source, else 0
+    space                        `work_space` bytes
     """
     words = (space + (2 * 8 * LANES + _VECTOR - 1)) & -_VECTOR  # vectors across two cache lines are slow
     moved = words + source_unit_count * (4 * _VECTOR)
     group, i = ir.variable(ir.integer(0)), ir.variable(ir.integer(0))
-    places = (groups, blocks, fold), (source, source_group, source_pitch), (target, target_group, target_pitch)
+    shape_and_sides = (groups, blocks, fold), (source, source_group, source_pitch), (target, target_group, target_pitch)
     with ir.loop(0, groups * ((blocks + fold - 1) / fold), LANES):
-        _point(ir, space, group, i, *places)
+        _set_addresses(ir, space, group, i, *shape_and_sides)
         following = source + group.get() * source_group + i.get() * (fold * source_pitch)
         _gather(ir, space, source_units, source_unit_count, words, following)
-        _running_xor(ir, words, signs, sign_count * before, by_one, by_two, by_four)
+        _running_xor(ir, words, signs, sign_count * signs_first, by_one, by_two, by_four)
         _move(ir, words, moved, classes, class_count, table)
-        _running_xor(ir, moved, signs, sign_count * (ir.integer(1) - before), by_one, by_two, by_four)
+        _running_xor(ir, moved, signs, sign_count * (ir.integer(1) - signs_first), by_one, by_two, by_four)
         _scatter(ir, moved, space + 8 * LANES, target_units, target_unit_count)
 
 
@@ -176,11 +174,11 @@ def permute_to_file(
     ir, pwrite, file, offset, slices, missed,
     source, source_group, source_pitch, source_units, source_unit_count,
     target, target_group, target_pitch, target_units, target_unit_count,
-    groups, blocks, fold, classes, class_count, table, signs, sign_count, by_one, by_two, by_four, before, space,
+    groups, blocks, fold, classes, class_count, table, signs, sign_count, by_one, by_two, by_four, signs_first, space,
 ):  # fmt: skip
-    """The same in `slices` slices: each is made at `target` and written to a file while it is in the cache.
+    """`permute` in `slices` slices: each is permuted to `target` and written to a file while it is in the cache.
 
-    pwrite, file, offset   the address of the C library's function, the descriptor, where the first group goes
+    pwrite, file, offset   address of the C function, file descriptor, offset of the first group in the file
     missed                 address of an int64: the bytes that could not be written
     """
     missing = ir.variable(ir.integer(0))
@@ -189,7 +187,7 @@ def permute_to_file(
         permute.body(
             ir, source + first * source_group, source_group, source_pitch, source_units, source_unit_count,
             target, target_group, target_pitch, target_units, target_unit_count, last - first, blocks, fold,
-            classes, class_count, table, signs, sign_count, by_one, by_two, by_four, before, space,
+            classes, class_count, table, signs, sign_count, by_one, by_two, by_four, signs_first, space,
         )  # fmt: skip
         write(ir, (pwrite, file), target, (last - first) * target_group, offset + first * target_group, missing)
     ir.store(missing.get(), missed)

@@ -22,7 +22,7 @@ import numpy as np
 
 from quantkit.codegen.jit import subkernel
 from quantkit.codegen.simd import load_int, store_int
-from quantkit.types.families.trellis_code import Kind
+from quantkit.types.families.trellis_code import SearchParameters
 from quantkit.types.native.trellis_index import LEAVES, NODES, address
 from quantkit.types.native.trellis_simd import (
     at_least,
@@ -45,14 +45,14 @@ _NODE_RANK = 6
 
 
 class Space(NamedTuple):
-    """Addresses."""
+    """Addresses of the work space and of the index."""
 
     scores: int
     a: int  # sums of the points measured last
     b: int
     runs: int  # int64[:, 2]: number in the index of a run of their chunks of 16, and number of its first one here
     nodes: int  # of the boxes found
-    near: int  # float32[groups of a sub-block, 2, clusters]: A and B of centroids
+    centroids: int  # float32[groups of a sub-block, 2, clusters]: A and B of centroids
     coarse: int  # the index
     points: int
     firsts: int
@@ -67,8 +67,8 @@ class Row(NamedTuple):
     by: np.ndarray  # float32[groups, 2]: what makes sum w v^2 of A and 2 sum w x v of B
 
 
-def scratch_for(kind: Kind, index: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
-    """What a `Space` points into: scores and sums, those of centroids, runs, nodes."""
+def scratch_for(kind: SearchParameters, index: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
+    """The arrays that a `Space` points into: scores and sums, those of centroids, runs, nodes."""
     count = index[2].shape[1]
     return (np.empty((3, count + 64), np.float32), np.empty((4, 2, kind.clusters), np.float32),
             np.empty((count // 16 + 1, 2), np.int64), np.empty(NODES, np.int64))  # fmt: skip
@@ -77,10 +77,10 @@ def scratch_for(kind: Kind, index: tuple[np.ndarray, ...]) -> tuple[np.ndarray, 
 @subkernel
 def space_of(scratch, index):
     coarse, points, _, firsts, _ = index
-    scores, near, runs, nodes = scratch
+    scores, centroids, runs, nodes = scratch
     return Space(
         address(scores[0]), address(scores[1]), address(scores[2]), address(runs), address(nodes),
-        address(near), address(coarse), address(points), address(firsts),
+        address(centroids), address(coarse), address(points), address(firsts),
     )  # fmt: skip
 
 
@@ -97,26 +97,28 @@ def round_weights(group, row):
     """Integer weights of all groups."""
     for g in range(len(row.by)):
         x, w, ints = row.x[group * g : group * g + group], row.w[group * g : group * g + group], row.ints[g]
-        most_u = most_t = np.float32(0)
+        max_u = max_t = np.float32(0)
         for j in range(group):
-            most_u, most_t = max(most_u, w[j]), max(most_t, abs(w[j] * x[j]))
-        by_u = np.float32(1) / most_u if most_u > _LEAST else np.float32(0)
-        by_t = _LARGEST_T / most_t if most_t > _LEAST else np.float32(0)
+            max_u, max_t = max(max_u, w[j]), max(max_t, abs(w[j] * x[j]))
+        by_u = np.float32(1) / max_u if max_u > _LEAST else np.float32(0)
+        by_t = _LARGEST_T / max_t if max_t > _LEAST else np.float32(0)
         for j in range(group):
             relative = w[j] * by_u
             ints[0, j] = np.int16(relative * _LARGEST_U + np.float32(0.5))
             ints[1, j] = np.int16(np.floor(w[j] * x[j] * by_t + np.float32(0.5)))
             ints[2, j] = max(np.int16(np.sqrt(relative) * _LARGEST_R), np.int16(1))
-        row.by[g, 0], row.by[g, 1] = most_u / _LARGEST_U, (most_t + most_t) / _LARGEST_T
+        row.by[g, 0], row.by[g, 1] = max_u / _LARGEST_U, (max_t + max_t) / _LARGEST_T
 
 
 @subkernel
-def _candidates_in_clusters(space, near, ints, clusters, twice, square, rank):
-    """Measure the points of the best clusters under a scale; how many chunks of 16."""
-    least = score(near, near + 4 * clusters, clusters // 16, twice, square, rank, space.scores)
+def _candidates_in_clusters(space, centroid_addresses, ints, clusters, doubled, square, rank):
+    """Compute A and B of the points of the best clusters under a scale; returns the number of chunks of 16."""
+    threshold = score(
+        centroid_addresses, centroid_addresses + 4 * clusters, clusters // 16, doubled, square, rank, space.scores
+    )
     count, run = 0, space.runs
     for first in range(0, clusters, 64):
-        mask = at_least(space.scores + 4 * first, least)
+        mask = at_least(space.scores + 4 * first, threshold)
         while mask != 0:
             entry = space.firsts + 8 * (first + lowest(mask))
             mask &= mask - 1
@@ -135,25 +137,25 @@ def _candidates_in_clusters(space, near, ints, clusters, twice, square, rank):
 
 @subkernel
 def _candidates_in_boxes(space, table, ints, rank):
-    """The same for groups of 4, in the boxes nearest to z."""
+    """`_candidates_in_clusters` for groups of 4: the points in the boxes nearest to z."""
     coarse, scores = space.coarse + table * (8 * (NODES + NODES * LEAVES)), space.scores
     r, z = ints + 32, ints + 48
     box_distances(coarse, coarse + 4 * NODES, NODES // 16, z, r, scores)
     mask = at_least(scores, ranked(scores, NODES // 16, _NODE_RANK))
     low = coarse + 8 * NODES
     high = low + 4 * NODES * LEAVES
-    found = 0
+    nodes = 0
     while mask != 0:
         first = LEAVES * lowest(mask)
         mask &= mask - 1
-        store_int(first, space.nodes + 8 * found)
-        box_distances(low + 4 * first, high + 4 * first, LEAVES // 16, z, r, scores + 4 * LEAVES * found)
-        found += 1
-    least = ranked(scores, LEAVES // 16 * found, rank)
-    fill(scores + 4 * LEAVES * found, LEAVES // 16)
+        store_int(first, space.nodes + 8 * nodes)
+        box_distances(low + 4 * first, high + 4 * first, LEAVES // 16, z, r, scores + 4 * LEAVES * nodes)
+        nodes += 1
+    threshold = ranked(scores, LEAVES // 16 * nodes, rank)
+    fill(scores + 4 * LEAVES * nodes, LEAVES // 16)
     count = 0
-    for first in range(0, LEAVES * found, 64):
-        mask = at_least(scores + 4 * first, least)
+    for first in range(0, LEAVES * nodes, 64):
+        mask = at_least(scores + 4 * first, threshold)
         while mask != 0:
             i = first + lowest(mask)
             mask &= mask - 1
@@ -168,12 +170,12 @@ def _candidates_in_boxes(space, table, ints, rank):
 
 @subkernel
 def candidate_sums(kind, space, row, g, table, s, rank):
-    """Measure the points of group g that are worth it under scale s; how many chunks of 16."""
+    """Compute A and B of the candidates of group g under scale s; returns the number of chunks of 16."""
     group, ints = kind.group, row.ints[g]
     if group == 8:
-        near = space.near + 8 * kind.clusters * (g % 4)
-        twice, square = s * row.by[g, 1], s * s * row.by[g, 0]
-        return _candidates_in_clusters(space, near, address(ints), kind.clusters, twice, square, rank)
+        centroid_addresses = space.centroids + 8 * kind.clusters * (g % 4)
+        doubled, square = s * row.by[g, 1], s * s * row.by[g, 0]
+        return _candidates_in_clusters(space, centroid_addresses, address(ints), kind.clusters, doubled, square, rank)
     inverse = np.float32(1) / s
     for j in range(group):
         z = min(max(row.x[group * g + j] * inverse, -_FURTHEST), _FURTHEST)
@@ -186,5 +188,5 @@ def centroid_sums(kind, space, row, groups):
     """A and B of all centroids under the weights of a sub-block's groups."""
     if kind.group == 8:
         for g in groups:
-            ints, a = address(row.ints[g]), space.near + 8 * kind.clusters * (g % 4)
+            ints, a = address(row.ints[g]), space.centroids + 8 * kind.clusters * (g % 4)
             point_sums(4, space.coarse, kind.clusters // 16, ints, ints + 16, a, a + 4 * kind.clusters)

@@ -22,15 +22,20 @@ def _halves(points: np.ndarray, parts: int) -> np.ndarray:
     """Parts of one size of int8 points, int64[parts, size]: halved where they are widest, again and again."""
     members, columns = np.arange(len(points))[None], points.T.astype(np.int32)
     while len(members) < parts:
-        of, size = columns[:, members], members.shape[1]
-        spread = size * (of * of).sum(axis=2, dtype=np.int64) - of.sum(axis=2, dtype=np.int64) ** 2
-        key = of[spread.argmax(axis=0), np.arange(len(members))].astype(np.int8)  # which numpy sorts by counting
+        coordinates, size = columns[:, members], members.shape[1]
+        spread = (
+            size * (coordinates * coordinates).sum(axis=2, dtype=np.int64)
+            - coordinates.sum(axis=2, dtype=np.int64) ** 2
+        )
+        key = coordinates[spread.argmax(axis=0), np.arange(len(members))].astype(
+            np.int8
+        )  # which numpy sorts by counting
         members = np.take_along_axis(members, key.argsort(axis=1, kind="stable"), axis=1).reshape(-1, size // 2)
     return members
 
 
 def _shuffled(count: int) -> np.ndarray:
-    """A permutation that spreads neighbours: lanes are to be samples of all clusters or boxes."""
+    """A permutation that spreads neighbours, so that each SIMD lane gets a sample of all clusters or boxes."""
     return (np.arange(count, dtype=np.uint32) * np.uint32(2654435761)).argsort()
 
 
@@ -41,19 +46,19 @@ def _interleaved(points: np.ndarray) -> np.ndarray:
 
 @kernel(inline="always")
 def address(array):
-    """Where an array's elements are.
+    """The address of an array's elements.
 
-    numba frees an array after its last use, of which this may be one: the array must be the caller's, who holds it.
+    numba frees an array after its last use, which this may be: the caller of the kernel must hold the array.
     """
     return np.int64(array.ctypes.data)
 
 
 @subkernel
-def find(scores, most):
-    """The first of float32 scores, a multiple of 64, that is at least `most`; there is one."""
+def find(scores, threshold):
+    """Index of the first of float32 scores (a multiple of 64) that is at least `threshold`; there must be one."""
     first = 0
     while True:
-        mask = at_least(scores + 4 * first, most)
+        mask = at_least(scores + 4 * first, threshold)
         if mask != 0:
             return first + lowest(mask)
         first += 64
@@ -67,11 +72,11 @@ def _assign(points, centroids, u, t, space, nearest):
     """
     count, group = points.shape
     chunks = len(centroids)
-    at, a, b, scores = address(centroids), address(space[0]), address(space[1]), address(space[2])
+    centroid_address, a, b, scores = address(centroids), address(space[0]), address(space[1]), address(space[2])
     for i in range(count):
         for j in range(group):
             t[j] = points[i, j]
-        point_sums(4, at, chunks, address(u), address(t), a, b)
+        point_sums(4, centroid_address, chunks, address(u), address(t), a, b)
         nearest[i] = find(scores, score(a, b, chunks, np.float32(2), np.float32(1), 1, scores))
 
 
@@ -98,10 +103,10 @@ def _clusters(table: np.ndarray, count: int) -> tuple[np.ndarray, ...]:
     nearest = _nearest(table, centroids)
     sizes = np.bincount(nearest, minlength=count)
     chunks = -(-sizes // 16)
-    place = np.arange(16 * chunks.sum()) - np.repeat(16 * (np.cumsum(chunks) - chunks), 16 * chunks)
-    owner = np.repeat(np.arange(count), 16 * chunks)
+    position = np.arange(16 * chunks.sum()) - np.repeat(16 * (np.cumsum(chunks) - chunks), 16 * chunks)
+    cluster_of = np.repeat(np.arange(count), 16 * chunks)
     begin = np.cumsum(sizes) - sizes
-    order = nearest.argsort(kind="stable")[begin[owner] + np.where(place < sizes[owner], place, 0)]
+    order = nearest.argsort(kind="stable")[begin[cluster_of] + np.where(position < sizes[cluster_of], position, 0)]
     return _interleaved(centroids), order, np.concatenate([[0], np.cumsum(chunks)])
 
 

@@ -76,8 +76,8 @@ def box_distances(ir, low, high, count, z, r, out):
         for half in range(16 // lanes):
             total = ir.zero(vector(lanes, I32))
             for p in range(2):
-                at = i * _ROW + (32 * p + 2 * lanes * half)
-                gap = larger(_bytes(ir, low + at) - zs[p], zs[p] - _bytes(ir, high + at))
+                offset = i * _ROW + (32 * p + 2 * lanes * half)
+                gap = larger(_bytes(ir, low + offset) - zs[p], zs[p] - _bytes(ir, high + offset))
                 gap = larger(gap, ir.zero(gap.type)) * rs[p]
                 total = total - ir.multiply_pairs(gap, gap)
             ir.store(total.real(), out + (i * _ROW + 4 * lanes * half))
@@ -87,41 +87,41 @@ def _ranked(ir, m, rank):
     """The rank-th largest of 16 lanes."""
     larger = ir.zero(vector(16, I32))
     for k in range(16):
-        here = Value(ir, ir.builder.fcmp_ordered(">", ir.splat(m.lane(k), 16).ir, m.ir))
-        larger = larger + here.unsigned(I32)
+        is_larger = Value(ir, ir.builder.fcmp_ordered(">", ir.splat(m.lane(k), 16).ir, m.ir))
+        larger = larger + is_larger.unsigned(I32)
     first = ir.less(larger, ir.splat(rank.narrow(I32), 16))
     return ir._fold(ir.choose(first, m, ir.constant(_F, -_LOWEST)), ir.min)
 
 
-def _gain(ir, a, b, i, twice, square):
-    return ir.load(_F, b + i * _ROW) * twice - ir.load(_F, a + i * _ROW) * square
+def _gain(ir, a, b, i, doubled, square):
+    return ir.load(_F, b + i * _ROW) * doubled - ir.load(_F, a + i * _ROW) * square
 
 
 @simd_intrinsic("float32")
 def score(
-    ir: IrBuilder, a: Value, b: Value, count: Value, twice: float, square: float, rank: Value, out: Value
+    ir: IrBuilder, a: Value, b: Value, count: Value, doubled: float, square: float, rank: Value, out: Value
 ) -> Value:
     """Store twice B - square A of 16 * count points; return the `rank`-th largest of the lanes' largest.
 
     `count` is a multiple of 4.
     """
-    twice, square = ir.splat(twice, 16), ir.splat(square, 16)  # type: ignore[arg-type,assignment]  # the annotation `float` makes it a float32 value
-    most = [ir.variable(ir.constant(_F, _LOWEST)) for _ in range(4)]
+    doubled, square = ir.splat(doubled, 16), ir.splat(square, 16)  # type: ignore[arg-type,assignment]  # the annotation `float` makes it a float32 value
+    maxima = [ir.variable(ir.constant(_F, _LOWEST)) for _ in range(4)]
     with ir.loop(0, count, 4) as i:
-        for k, so_far in enumerate(most):
-            s = _gain(ir, a, b, i + k, twice, square)
+        for k, so_far in enumerate(maxima):
+            s = _gain(ir, a, b, i + k, doubled, square)
             ir.store(s, out + (i + k) * _ROW)
             so_far.set(ir.max(so_far.get(), s))
-    return _ranked(ir, ir.max(ir.max(most[0].get(), most[1].get()), ir.max(most[2].get(), most[3].get())), rank)
+    return _ranked(ir, ir.max(ir.max(maxima[0].get(), maxima[1].get()), ir.max(maxima[2].get(), maxima[3].get())), rank)
 
 
 @simd_intrinsic("float32")
 def ranked(ir, scores, count, rank):
     """The `rank`-th largest of the lanes' largest of 16 * count scores."""
-    most = ir.variable(ir.constant(_F, _LOWEST))
+    maxima = ir.variable(ir.constant(_F, _LOWEST))
     with ir.loop(0, count) as i:
-        most.set(ir.max(most.get(), ir.load(_F, scores + i * _ROW)))
-    return _ranked(ir, most.get(), rank)
+        maxima.set(ir.max(maxima.get(), ir.load(_F, scores + i * _ROW)))
+    return _ranked(ir, maxima.get(), rank)
 
 
 @simd_intrinsic("void")
@@ -130,22 +130,22 @@ def add_largest(ir, a, b, count, factors, gains):
 
     `factors`, float32[2, 8], are twice and square of each.
     """
-    twice, square = ([ir.splat(ir.load(F32, factors + 4 * (8 * row + k)), 16) for k in range(8)] for row in (0, 1))
-    most = [ir.variable(ir.constant(_F, _LOWEST)) for _ in range(8)]
+    doubled, square = ([ir.splat(ir.load(F32, factors + 4 * (8 * row + k)), 16) for k in range(8)] for row in (0, 1))
+    maxima = [ir.variable(ir.constant(_F, _LOWEST)) for _ in range(8)]
     with ir.loop(0, count) as i:
-        for k, so_far in enumerate(most):
-            so_far.set(ir.max(so_far.get(), _gain(ir, a, b, i, twice[k], square[k])))
-    for k, so_far in enumerate(most):
+        for k, so_far in enumerate(maxima):
+            so_far.set(ir.max(so_far.get(), _gain(ir, a, b, i, doubled[k], square[k])))
+    for k, so_far in enumerate(maxima):
         ir.store(ir.load(F32, gains + 4 * k) + ir.largest(so_far.get()), gains + 4 * k)
 
 
 @simd_intrinsic("int64")
-def at_least(ir: IrBuilder, scores: Value, least: float) -> Value:
+def at_least(ir: IrBuilder, scores: Value, threshold: float) -> Value:
     """Bit i: whether scores[i] >= least, of 64."""
-    bound, mask = ir.splat(least, 16), ir.integer(0)  # type: ignore[arg-type]
+    bound, mask = ir.splat(threshold, 16), ir.integer(0)  # type: ignore[arg-type]
     for i in range(4):
-        where = ir.builder.fcmp_ordered(">=", ir.load(_F, scores + i * _ROW).ir, bound.ir)
-        mask = mask | Value(ir, ir.builder.bitcast(where, I16)).unsigned(I64) << 16 * i
+        reached = ir.builder.fcmp_ordered(">=", ir.load(_F, scores + i * _ROW).ir, bound.ir)
+        mask = mask | Value(ir, ir.builder.bitcast(reached, I16)).unsigned(I64) << 16 * i
     return mask
 
 

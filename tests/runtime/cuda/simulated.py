@@ -1,4 +1,4 @@
-"""A GPU that numba's simulator plays: kernels run on torch's tensors in the host's memory.
+"""A GPU simulated by numba's simulator: kernels run on torch tensors in the host's memory.
 
 `play(monkeypatch)` is the one place that puts it where models look for GPUs. Nothing in the package knows of it.
 """
@@ -43,9 +43,9 @@ class _Stream:
 
 
 class _Tape(TorchDispatchMode):
-    """All that torch computes, to be done again with what tensors hold then: a CUDA graph, which has no host code.
+    """A simulated CUDA graph: records the torch operations, and replays them on the tensors' current contents.
 
-    Nothing may be asked of the GPU or sent to it meanwhile.
+    Nothing may wait for the GPU or be copied to it meanwhile.
     """
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class SimulatedGpu(Gpu):
         if index >= self.count:
             raise UnsupportedError(f"no CUDA GPU number {index}: there are {self.count}, counted from 0")
         self.torch, self.index, self.name = torch, index, "numba's simulator"
-        self.place = torch.device("cpu")
+        self.torch_device = torch.device("cpu")
         self.launched: dict[str, int] = {}
         self.threads: list[threading.Thread] = []  # whose GPU this is
         self.tape: _Tape | None = None
@@ -149,14 +149,14 @@ class SimulatedGpu(Gpu):
 
 
 def _small() -> dict[tuple[Any, str], Any]:
-    """What modules of kernels have instead for blocks of one warp: a simulated block costs as much as its threads."""
-    found: dict[tuple[Any, str], Any] = {(device, "_GRID_Y"): 2, (elementwise, "WARPS"): 1}
+    """Constants of kernel modules for blocks of one warp: the time of a simulated block grows with its threads."""
+    result: dict[tuple[Any, str], Any] = {(device, "_GRID_Y"): 2, (elementwise, "WARPS"): 1}
     for module in (activations, attention, elementwise, floats, weights):
-        found[module, "THREADS"] = 32
+        result[module, "THREADS"] = 32
         for name, value in vars(module).items():  # kernels that have such numbers in them, once more
             if hasattr(value, "cache_clear") and value.__module__ == module.__name__:
-                found[module, name] = functools.cache(value.__wrapped__)
-    return found | {
+                result[module, name] = functools.cache(value.__wrapped__)
+    return result | {
         (attention, "ROWS"): 2,
         (weights, "WARPS"): 1,
         (weights, "ROWS_OF_BLOCK"): 2,
@@ -168,7 +168,7 @@ _SMALL = _small()
 
 
 def play(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """GPUs 0 and 1 are simulated from now on; gives the function that opens them."""
+    """Simulate GPUs 0 and 1 from now on; returns the function that opens them."""
     opened = functools.cache(SimulatedGpu)
     monkeypatch.setattr(gpu_worker, "gpu", opened)
     for (module, name), value in _SMALL.items():
@@ -177,20 +177,20 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decoding, products, norms and routing by torch instead of kernels: most of what simulating a model takes."""
+    """Decoding, products, norms and routing by torch instead of kernels, which would take most of the time."""
 
     def whole(self: Matrices) -> Any:
-        found = vars(self).get("_whole")
-        if found is None:
+        result = vars(self).get("_whole")
+        if result is None:
             rows = self.kind.dequantize(self.data.numpy().reshape(-1, self.row_bytes), self.n).reshape(
                 self.count, self.rows, self.n
             )
-            found = self._whole = torch.from_numpy(rows)  # type: ignore[attr-defined]
-        return found
+            result = self._whole = torch.from_numpy(rows)  # type: ignore[attr-defined]
+        return result
 
     def decoded(self: Matrices, start: int = 0, stop: int | None = None, matrix: int = 0, exact: bool = False) -> Any:
-        found = whole(self)[matrix, start:stop]
-        return found if exact else found.bfloat16()
+        result = whole(self)[matrix, start:stop]
+        return result if exact else result.bfloat16()
 
     def product(self: Matrices, x: Any, ids: Any, share: int, tokens: int, out: Any) -> None:
         vectors = x.reshape(-1, tokens, self.n)[torch.arange(len(ids)) // share]

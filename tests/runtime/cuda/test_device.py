@@ -1,4 +1,4 @@
-"""The host's side: what it says without a GPU, how parameters are packed, and products on a GPU where there is one."""
+"""The host's part: errors without a GPU, packing of parameters, and products on a GPU where there is one."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def test_a_driver_that_is_not_there(monkeypatch) -> None:
 
 
 def test_missing_packages(monkeypatch) -> None:
-    found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "numba_cuda" else found(name))
+    original = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "numba_cuda" else original(name))
     with pytest.raises(UnsupportedError, match=r"numba_cuda cannot be imported; pip install 'quantkit\[cuda\]'"):
         Gpu()
 
@@ -89,7 +89,7 @@ def test_a_gpu_that_is_not_there_or_too_old(monkeypatch) -> None:
 
 
 def test_parameters() -> None:
-    """Arrays are seven of eight bytes; numbers stand in the low bytes of theirs."""
+    """An array argument is seven fields of eight bytes; a number is in the low bytes of its field."""
     packed = driver.slots(["u16[]", "i32", "f32", "i64"], [(4096, 12), -3, 1.5, 1 << 40])
     assert struct.unpack("<7q", packed[:56]) == (0, 0, 12, 2, 4096, 12, 2)
     assert struct.unpack_from("<i", packed, 56) == (-3,)
@@ -131,7 +131,7 @@ class OnCpu:
 
     import torch
 
-    place = torch.device("cpu")
+    torch_device = torch.device("cpu")
     array, empty, matrices = Gpu.array, Gpu.empty, Gpu.matrices
 
 
@@ -201,13 +201,13 @@ def test_products_on_a_gpu(gpu: Gpu, name: str, tokens: int) -> None:
     rng = np.random.default_rng(0)
     data = kind.quantize(rng.standard_normal((72, 512)).astype(np.float32))
     x = rng.standard_normal((tokens, 512)).astype(np.float32)
-    found = gpu.matrices(data, kind, 72, 512)(gpu.array(x)).cpu().numpy()
+    result = gpu.matrices(data, kind, 72, 512)(gpu.array(x)).cpu().numpy()
     right = x @ kind.dequantize(data, 512, products=True).T
-    assert np.sqrt(np.mean((found - right) ** 2) / np.mean(right**2)) < 0.01
+    assert np.sqrt(np.mean((result - right) ** 2) / np.mean(right**2)) < 0.01
 
 
 @pytest.mark.gpu
-def test_a_graph_reads_what_changed(gpu: Gpu) -> None:
+def test_a_graph_reads_changed_tensors(gpu: Gpu) -> None:
     kind = types.get("q4_K")
     matrices = gpu.matrices(kind.quantize(np.ones((16, 256), np.float32)), kind, 16, 256)
     x, out = gpu.empty(1, 256), gpu.empty(1, 16)

@@ -1,4 +1,4 @@
-"""What a GPU that is asked for cannot do is said before a model is read: no kernel runs here."""
+"""Options that a GPU cannot serve are errors before a model is read. No kernel runs in these tests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_without_a_driver(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("how", "message"),
     [({"devices": "cuda:7"}, "no CUDA GPU number 7: there are 2"),
      ({"devices": "cuda:0,cuda:1", "split_mode": "graph", "cache_type": "f16 khad"}, "CUDA0: caches on a GPU"),
      ({"devices": "cuda:0,cuda:1", "split_mode": "graph", "kv_on_cpu": True}, "-nkvo: with -sm graph"),
@@ -37,9 +37,9 @@ def test_without_a_driver(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
      ({"cache_type": "f16 khad"}, "CUDA0: caches on a GPU are not rotated .*[(]-nkvo"),
      ({"devices": "cuda:0=1MiB"}, r"CUDA0.*-c|CUDA0.*memory")],
 )  # fmt: skip
-def test_what_cannot_be(how: dict[str, Any], said: str, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be(how: dict[str, Any], message: str, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     play(monkeypatch)
-    with pytest.raises(QuantkitError, match=said):
+    with pytest.raises(QuantkitError, match=message):
         load(tiny, **{"devices": "cuda:0", **how})
 
 
@@ -67,8 +67,8 @@ def test_types_that_have_no_kernels(tiny: Path, tmp_path: Path, monkeypatch: pyt
 def test_memory_that_is_free_is_what_a_gpu_has(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     play(monkeypatch)
     monkeypatch.setattr(SimulatedGpu, "memory", 1 << 20)
-    (_, found) = map(gpu_worker.with_memory, parse_devices("cuda:0"))
-    assert found.memory == 1 << 20
+    (_, result) = map(gpu_worker.with_memory, parse_devices("cuda:0"))
+    assert result.memory == 1 << 20
     assert gpu_worker.with_memory(parse_devices("cuda:0=2GiB")[1]).memory == 2 << 30
     with pytest.raises(DataError, match="CUDA0"):
         load(tiny, devices="cuda:0")

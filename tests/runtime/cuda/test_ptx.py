@@ -19,7 +19,7 @@ if SIMULATED:
     pytest.skip("the simulator compiles nothing", allow_module_level=True)
 
 OF_TYPES = list(kernels.of_types().items())
-OTHERS = list(kernels.others())
+NOT_OF_A_TYPE = list(kernels.not_of_a_type())
 
 
 def check(kernel: Kernel, target: tuple[int, int]) -> None:
@@ -31,16 +31,16 @@ def check(kernel: Kernel, target: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("place", range(len(OF_TYPES)), ids=[name for name, _ in OF_TYPES])
 def test_a_kernel_of_each_type_compiles(place: int) -> None:
-    """Of every second the product with a vector, of the others the decoder, for the three targets in turn."""
-    wanted = "matvec", "_1"
+    """The product with a vector of every second type, the decoder of the others; the three targets alternate."""
+    expected = "matvec", "_1"
     if place % 2:
-        wanted = "dequantize", "_bf16"
+        expected = "dequantize", "_bf16"
     made = kernels.of_type(OF_TYPES[place][1])
-    check(next(k for k in made if k.name.startswith(wanted[0]) and k.name.endswith(wanted[1])), TARGETS[place % 3])
+    check(next(k for k in made if k.name.startswith(expected[0]) and k.name.endswith(expected[1])), TARGETS[place % 3])
 
 
 # Attention takes two seconds to compile: one of two of its kinds; all are with -m full.
-QUICK = [k for i, k in enumerate(OTHERS) if i % 2 == 0 or not k.name.startswith("attend")]
+QUICK = [k for i, k in enumerate(NOT_OF_A_TYPE) if i % 2 == 0 or not k.name.startswith("attend")]
 
 
 @pytest.mark.parametrize("place", range(len(QUICK)), ids=[kernel.name for kernel in QUICK])
@@ -58,7 +58,7 @@ def test_all_kernels_of_a_type_compile(name: str, target: tuple[int, int]) -> No
 
 @pytest.mark.full
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("kernel", OTHERS, ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("kernel", NOT_OF_A_TYPE, ids=lambda kernel: kernel.name)
 def test_all_other_kernels_compile(kernel: Kernel, target: tuple[int, int]) -> None:
     check(kernel, target)
 
@@ -68,19 +68,19 @@ def test_machine_code_spills_nothing(name: str) -> None:
     """And 16 bytes are loaded at once where a block's size allows it, as q4_K's 144 bytes do."""
     kernel = next(k for k in kernels.of_type(kernels.of_types()[name]) if k.name.startswith("matvec"))
     ptx = kernel.ptx((9, 0))
-    code, said = link(ptx, (9, 0))
+    code, message = link(ptx, (9, 0))
     assert code.startswith(b"\x7fELF")
-    assert re.search(r"\b0 bytes spill stores", said), said
+    assert re.search(r"\b0 bytes spill stores", message), message
     assert ("ld.global.nc.v4" in ptx) is (name == "q4_K")
     assert ptx.count("dp4a.s32.s32") == 16
 
 
 def test_machine_code_is_kept(tmp_path, monkeypatch) -> None:
-    """On disk, with the name of its entry; what is there is not made again."""
+    """On disk, with the name of its entry; a stored one is not compiled again."""
     from quantkit.runtime.kernels.cuda import kernel as module
 
     monkeypatch.setattr(module, "_folder", lambda capability: tmp_path / "sm_90")
-    kernel = next(kernels.others())
+    kernel = next(kernels.not_of_a_type())
     code, entry = kernel.cubin((9, 0))
     assert code.startswith(b"\x7fELF")
     assert entry.encode() in code

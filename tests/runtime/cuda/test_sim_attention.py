@@ -20,7 +20,7 @@ def normal(*shape: int, seed: int = 0) -> np.ndarray:
 
 
 def cache_of(kind: str, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Bytes of float32[heads, n_ctx, dim] in a type, and the values that they hold."""
+    """float32[heads, n_ctx, dim] encoded in a type, and the decoded values."""
     packed = kv_rounding.encode(kind, rows.reshape(-1, rows.shape[-1]))
     return packed, types.get(kind).dequantize(packed, rows.shape[-1], threads=1).reshape(rows.shape)
 
@@ -109,7 +109,7 @@ def test_rows_of_caches(run: Run, kind: str) -> None:
     np.testing.assert_array_equal(cache, right)
 
 
-def test_what_there_is_no_kernel_for() -> None:
+def test_attention_without_a_kernel() -> None:
     with pytest.raises(UnsupportedError, match="q4_K; use one of"):
         attention.attend("q4_K", "f16", 256, 128)
     with pytest.raises(UnsupportedError, match="heads of 80 elements in q8_0"):

@@ -22,10 +22,10 @@ def test_all_that_the_bench_measures(monkeypatch: pytest.MonkeyPatch, capsys: py
     out = capsys.readouterr().out
     figures = json.loads(out.splitlines()[-1])
     assert status == 0, out
-    got = figures["types"]["q8_0"]
-    assert got["exact"]
-    assert 0 < got["exact_logits"] < 1e-4
-    assert 0 < got["fast_logits"] < 0.05  # prompts are multiplied in bfloat16
+    result = figures["types"]["q8_0"]
+    assert result["exact"]
+    assert 0 < result["exact_logits"] < 1e-4
+    assert 0 < result["fast_logits"] < 0.05  # prompts are multiplied in bfloat16
     assert figures["models"]["q8_0"].keys() == {"pp", "tg", "bytes", "tg_of_copy", "pp_of_gemm"}
     ways = figures["experts"]
     assert list(ways) == ["CPU", "hybrid", "streamed", "GPU", "graph"]

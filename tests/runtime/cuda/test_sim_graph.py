@@ -31,18 +31,18 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A random model of each architecture, in float32, with something of each layer for two devices."""
     from quantkit.pipelines.convert import convert_checkpoint
 
-    found = {}
+    result = {}
     for arch in ("llama", "qwen3moe", "deepseek2", "qwen35moe"):
         directory = tmp_path_factory.mktemp(arch)
         checkpoints.tiny(directory / "hf", "float32", arch, **(SMALL if arch in ("llama", "qwen3moe") else {}))
         convert_checkpoint(directory / "hf", directory / "model.gguf", "f32")
-        found[arch] = directory / "model.gguf"
-    return found
+        result[arch] = directory / "model.gguf"
+    return result
 
 
 @pytest.fixture
 def two(gpus: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """How to load a model over two GPUs; the simulator runs only kernels that torch has nothing for."""
+    """Arguments that load a model over two GPUs; the simulator runs only kernels that torch has no function for."""
     if gpus < 2:
         pytest.skip(f"-sm graph shares layers among 2 GPUs, there are {gpus}")
     if SIMULATED:
@@ -53,13 +53,13 @@ def two(gpus: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def check(path: Path, tolerance: float = 1e-4, tokens: np.ndarray = TOKENS, **how: Any) -> Model:
     """A model run so gives the logits of the CPU: a prompt at once, then token by token."""
     same = ("mla", "cache_type", "numerics", "expert_reduction")
-    wanted = load(path, **{key: how[key] for key in same if key in how}).logits(tokens)
+    expected = load(path, **{key: how[key] for key in same if key in how}).logits(tokens)
     model = load(path, **how)
     cache = model.new_cache(len(tokens))
-    found = [model.forward(tokens[:-2], cache), *(model.forward(tokens[i:][:1], cache) for i in (-2, -1))]
-    error = float(np.abs(np.concatenate(found) - wanted).max())
+    result = [model.forward(tokens[:-2], cache), *(model.forward(tokens[i:][:1], cache) for i in (-2, -1))]
+    error = float(np.abs(np.concatenate(result) - expected).max())
     print(f"{path.parent.name} {how}: {error:.2e}")
-    assert error < tolerance * max(1.0, float(np.std(wanted)))
+    assert error < tolerance * max(1.0, float(np.std(expected)))
     return model
 
 
@@ -74,9 +74,9 @@ CASES = [("llama", {}), ("qwen3moe", {}), ("qwen35moe", {}), *(("deepseek2", {"m
 def test_layers_shared_by_gpus(arch: str, how: dict[str, Any], two: dict[str, Any], models: dict[str, Path]) -> None:
     model = check(models[arch], tokens=TOKENS[: 4 if arch == "qwen3moe" else 6], **two, **how)
     assert model.split is not None
-    said = model.split.describe()
-    assert set(said["gpus"]) == {"CUDA0", "CUDA1"}
-    assert (said["reduce"], said["shares"]) == ("f32", [0.5, 0.5])
+    message = model.split.describe()
+    assert set(message["gpus"]) == {"CUDA0", "CUDA1"}
+    assert (message["reduce"], message["shares"]) == ("f32", [0.5, 0.5])
     ledger = model.split.ledger
     assert ledger.weights["CUDA0"] > 0 < ledger.weights["CUDA1"]
     assert "waiting" in ledger.seconds["CUDA1"]
@@ -109,7 +109,9 @@ def test_layers_shared_by_gpus(arch: str, how: dict[str, Any], two: dict[str, An
     ],
     ids=str,
 )
-def test_ways_to_share(arch: str, how: dict[str, Any], two: dict[str, Any], models: dict[str, Path]) -> None:
+def test_tensors_that_can_and_cannot_be_sharded(
+    arch: str, how: dict[str, Any], two: dict[str, Any], models: dict[str, Path]
+) -> None:
     rough = {"numerics": 0.05, "reduce_type": 0.1, "cache_type": 0.02}
     model = check(models[arch], max((rough[key] for key in how if key in rough), default=1e-4), **two | how)
     assert model.split is not None
@@ -124,26 +126,26 @@ def test_prompts_and_sequences_on_shared_layers(two: dict[str, Any], models: dic
     """More tokens than a product from packed weights takes, experts left out by each GPU, and caches that go back."""
     tokens = np.random.default_rng(5).integers(0, 320, 20)
     model, plain = load(models["qwen3moe"], **two), load(models["qwen3moe"])
-    found = []
+    result = []
     for each in (plain, model):
         cache = each.new_cache(24)
         first = each.forward(tokens, cache)
         cache.truncate(10)
-        found.append(np.concatenate([first, each.forward(tokens[10:12], cache)]))
-        found[-1] = np.concatenate([found[-1], each.forward_sequences(tokens.reshape(2, 10), slice(-2, None))[1]])
-    assert np.abs(found[0] - found[1]).max() < 1e-4
+        result.append(np.concatenate([first, each.forward(tokens[10:12], cache)]))
+        result[-1] = np.concatenate([result[-1], each.forward_sequences(tokens.reshape(2, 10), slice(-2, None))[1]])
+    assert np.abs(result[0] - result[1]).max() < 1e-4
 
 
 @pytest.mark.parametrize("arch", ["llama", pytest.param("qwen35moe", marks=pytest.mark.full)])
 def test_states_are_saved_and_restored_when_sliced(arch: str, two: dict[str, Any], models: dict[str, Path]) -> None:
-    wanted, model = load(models[arch]).logits(TOKENS[:3]), load(models[arch], **two)
+    expected, model = load(models[arch]).logits(TOKENS[:3]), load(models[arch], **two)
     cache, other = model.new_cache(8), model.new_cache(8)
     model.forward(TOKENS[:2], cache)
-    kept: Any = cache.save()
-    assert {name for name, part in kept.parts.items() if part.nbytes} == {"CUDA0", "CUDA1"}
+    saved: Any = cache.save()
+    assert {name for name, part in saved.parts.items() if part.nbytes} == {"CUDA0", "CUDA1"}
     model.forward(TOKENS[3:4], cache)
-    other.restore(kept)
-    assert np.abs(model.forward(TOKENS[2:3], other) - wanted[2:]).max() < 1e-4
+    other.restore(saved)
+    assert np.abs(model.forward(TOKENS[2:3], other) - expected[2:]).max() < 1e-4
 
 
 def test_a_bad_tensor_is_named_and_nobody_waits(two: dict[str, Any], models: dict[str, Path], tmp_path: Path) -> None:
@@ -170,8 +172,10 @@ def test_bytes_of_each_gpu_are_those_of_a_plan(arch: str, two: dict[str, Any], m
         assert isinstance(rank, CudaRank)
         planned_here = loads[rank.device.name]
         assert cache.parts[rank.device.name].nbytes == planned_here.cache
-        held = sum(m.data.numel() for m in rank._matrices.values()) + sum(v.nbytes for v in rank._vectors.values())
+        held_bytes = sum(m.data.numel() for m in rank._matrices.values()) + sum(
+            v.nbytes for v in rank._vectors.values()
+        )
         if arch in ("llama", "deepseek2"):  # no norm where no head is; k_b and v_b, not kv_b, which is theirs again
-            assert 0.8 * planned_here.weights < held <= planned_here.weights
+            assert 0.8 * planned_here.weights < held_bytes <= planned_here.weights
         else:
-            assert held == planned_here.weights
+            assert held_bytes == planned_here.weights

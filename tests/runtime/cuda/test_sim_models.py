@@ -52,21 +52,21 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
 def check(path: Path, tolerance: float = 1e-4, tokens: np.ndarray = TOKENS, **how: Any) -> Model:
     """A model run so gives the logits of the CPU: a prompt at once, then one token."""
     same = ("mla", "cache_type", "numerics", "expert_reduction")
-    wanted = load(path, **{key: how[key] for key in same if key in how}).logits(tokens)
+    expected = load(path, **{key: how[key] for key in same if key in how}).logits(tokens)
     model = load(path, **how)
     cache = model.new_cache(len(tokens))
     prompt = model.forward(tokens[:-1], cache)
-    found = np.concatenate([prompt, model.forward(tokens[-1:], cache)])
-    assert np.abs(found - wanted).max() < tolerance * max(1.0, float(np.std(wanted)))
+    result = np.concatenate([prompt, model.forward(tokens[-1:], cache)])
+    assert np.abs(result - expected).max() < tolerance * max(1.0, float(np.std(expected)))
     return model
 
 
 def test_a_model_on_a_gpu(gpus: int, make: Make) -> None:
     model = check(make("llama"), devices="cuda:0", tokens=TOKENS[:4])
     assert model.split is not None
-    said = model.split.describe()
-    assert said["devices"] == {"CPU": 1, "CUDA0": 20}  # embeddings are gathered on the CPU
-    assert set(said["gpus"]) == {"CUDA0"}
+    message = model.split.describe()
+    assert message["devices"] == {"CPU": 1, "CUDA0": 20}  # embeddings are gathered on the CPU
+    assert set(message["gpus"]) == {"CUDA0"}
     width = 4 * model.hparams.n_embd
     moved = model.split.ledger.bytes
     assert moved["CPU", "CUDA0"] == 2 * 4 * width  # embeddings, and what the output norm gets
@@ -88,12 +88,12 @@ def test_experts_on_the_cpu_and_the_rest_on_gpus(gpus: int, make: Make) -> None:
 
 
 def test_experts_of_the_cpu_are_streamed_for_large_batches(gpus: int, make: Make) -> None:
-    """From 3 tokens on, of which each of the 6 experts gets one."""
+    """From 3 tokens on: each of the 6 experts gets one of them."""
     rules = "exps=CPU,output=CPU,attn=CPU"
     how = {"devices": "cuda:0", "override_tensor": rules, "gpu_layers": 1, "kv_on_cpu": True}
     model = load(make("qwen3moe"), offload=Offload(threshold=1), **how)
-    wanted = load(make("qwen3moe")).logits(TOKENS[:3])
-    assert np.abs(model.logits(TOKENS[:3]) - wanted).max() < 1e-4
+    expected = load(make("qwen3moe")).logits(TOKENS[:3])
+    assert np.abs(model.logits(TOKENS[:3]) - expected).max() < 1e-4
     assert model.split is not None
     part = model.blocks[1].parts[1]
     assert isinstance(part, blocks.Experts)
@@ -126,28 +126,28 @@ def test_packed_weights_on_a_gpu(gpus: int, make: Make) -> None:
     assert {name for name in model.placement.devices if not model.placement.on_cpu(name)} == {
         name for name in model.weights if name.startswith("blk.1.")
     }
-    wanted = load(path).logits(TOKENS[:1])
-    assert np.abs(model.logits(TOKENS[:1]) - wanted).max() < 0.05 * np.std(wanted)
+    expected = load(path).logits(TOKENS[:1])
+    assert np.abs(model.logits(TOKENS[:1]) - expected).max() < 0.05 * np.std(expected)
     assert "layer by layer" in (model.fallback_reason or "")
 
 
 def replayed(model: Model, turns: int) -> np.ndarray:
     """Logits of tokens one by one in caches of their own lengths, the first of which is emptied again."""
     caches = [model.new_cache(12), model.new_cache(40)]
-    kept, made = caches[0].save(), []
+    saved, made = caches[0].save(), []
     for number in range(turns):
         cache = caches[number % 3 // 2]
         made += [model.forward(TOKENS[i : i + 1], cache) for i in (number, 2, 0)]
         if number == 2:
-            caches[0].restore(kept)
+            caches[0].restore(saved)
     return np.concatenate(made)
 
 
 def check_replayed(path: Path, turns: int, runs: int = 1, **how: Any) -> None:
     model = load(path, devices="cuda:0", **how)
-    wanted = replayed(load(path, numerics=model.numerics), turns)
+    expected = replayed(load(path, numerics=model.numerics), turns)
     tolerance = 1e-4 if model.numerics == "exact" else 3e-2
-    assert np.abs(replayed(model, turns) - wanted).max() < tolerance * max(1.0, float(np.std(wanted)))
+    assert np.abs(replayed(model, turns) - expected).max() < tolerance * max(1.0, float(np.std(expected)))
     assert model.split is not None
     assert sum(worker is not None for worker, _ in model.split.runs) == runs
     worker: Any = model.split._workers["CUDA0"]
@@ -155,7 +155,7 @@ def check_replayed(path: Path, turns: int, runs: int = 1, **how: Any) -> None:
 
 
 def test_steps_are_replayed(gpus: int, make: Make) -> None:
-    """What the host knew of the token that was recorded must not stay."""
+    """A replayed graph must not use values of the host from the token that was recorded."""
     check_replayed(make("llama"), 1, gpu_layers=1, override_tensor="^output=CPU")
 
 
@@ -202,12 +202,12 @@ def test_prompts_attend_over_what_is_there(arch: str, kinds: str, gpus: int, mak
     tokens = np.random.default_rng(5).integers(0, 320, 20)
     plain = load(make(arch), cache_type=kinds)
     model = load(make(arch), cache_type=kinds, devices="cuda:0", override_tensor="^output=CPU", gpu_layers=1)
-    found = []
+    result = []
     for each in (plain, model):
         cache = each.new_cache(24)
         first, then = each.forward(tokens[:10], cache), each.forward(tokens[10:], cache)
-        found.append(np.concatenate([first, then, each.forward_sequences(tokens.reshape(2, 10), slice(None))[1]]))
-    assert np.abs(found[0] - found[1]).max() < (1e-4 if kinds == "f32" else 2e-2) * max(1.0, float(np.std(found[0])))
+        result.append(np.concatenate([first, then, each.forward_sequences(tokens.reshape(2, 10), slice(None))[1]]))
+    assert np.abs(result[0] - result[1]).max() < (1e-4 if kinds == "f32" else 2e-2) * max(1.0, float(np.std(result[0])))
 
 
 @pytest.mark.full
@@ -233,32 +233,32 @@ def test_types_of_weights(kind: str, gpus: int, make: Make) -> None:
 @pytest.mark.parametrize("arch", ["llama", "qwen35moe"])
 def test_caches_forget_and_go_on(arch: str, gpus: int, make: Make) -> None:
     model = load(make(arch), devices="cuda:0")
-    wanted = load(make(arch)).logits(TOKENS)
+    expected = load(make(arch)).logits(TOKENS)
     cache, other = model.new_cache(16), model.new_cache(8)
     model.forward(TOKENS[:4], cache)
-    kept = cache.save()
+    saved = cache.save()
     cache.mark()
     model.forward(TOKENS[1:3], cache)
     cache.truncate(4)
-    assert np.abs(model.forward(TOKENS[4:5], cache) - wanted[4]).max() < 1e-4
-    other.restore(kept)
+    assert np.abs(model.forward(TOKENS[4:5], cache) - expected[4]).max() < 1e-4
+    other.restore(saved)
     ends = model.forward_batch([(TOKENS[4:5], other), (TOKENS[5:6], cache)])
-    assert np.abs(ends - wanted[4:6]).max() < 1e-4
+    assert np.abs(ends - expected[4:6]).max() < 1e-4
     pair = model.forward_sequences(TOKENS.reshape(2, 3), slice(None))
-    assert np.abs(pair[0] - wanted[:3]).max() < 1e-4
+    assert np.abs(pair[0] - expected[:3]).max() < 1e-4
 
 
 @pytest.mark.full
 def test_what_enters_matrices_is_seen(gpus: int, make: Make) -> None:
     for arch in ("qwen3moe", "deepseek2"):
-        found: list[dict[Any, np.ndarray]] = []
+        result: list[dict[Any, np.ndarray]] = []
         for how in ({}, {"devices": "cuda:0"}):
             model, seen = load(make(arch), **how), {}  # type: ignore[arg-type,var-annotated]
             model.observer = lambda name, x, *which, seen=seen: seen.setdefault((name, *which), np.array(x))
             model.logits(TOKENS[:3])
-            found.append(seen)
-        assert found[0].keys() == found[1].keys()
-        assert all(np.abs(found[0][key] - found[1][key]).max() < 1e-4 for key in found[0])
+            result.append(seen)
+        assert result[0].keys() == result[1].keys()
+        assert all(np.abs(result[0][key] - result[1][key]).max() < 1e-4 for key in result[0])
 
 
 @pytest.mark.full

@@ -1,4 +1,4 @@
-"""What stands between the products of a forward pass, against `kernels/reference.py` and formulas."""
+"""The operations between the matrix products of a forward pass, against `kernels/reference.py` and formulas."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_best_logit(run: Run) -> None:
 
 
 def test_sampling(run: Run) -> None:
-    """The numbers u of [0, 1) that fall to an element are as many as its probability says."""
+    """The share of numbers u of [0, 1) that choose an element is its probability."""
     logits, rows = normal(1, 300, seed=3), 12
     u = ((np.arange(rows) + 0.5) / rows).astype(np.float32)
     chosen = np.zeros(rows, np.int32)

@@ -120,8 +120,8 @@ def by_formula(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def test_activations(run: Run) -> None:
     x = np.random.default_rng(5).standard_normal((3, 96)).astype(np.float32)
     x[1, 32:64] = 0
-    for found, right in zip(quantized(run, x), by_formula(x)):
-        np.testing.assert_array_equal(found, right)
+    for result, right in zip(quantized(run, x), by_formula(x)):
+        np.testing.assert_array_equal(result, right)
 
 
 def multiplied(run: Run, kind: types.QuantType, data: np.ndarray, ids: np.ndarray, x: np.ndarray, share: int,
@@ -144,12 +144,12 @@ def multiplied(run: Run, kind: types.QuantType, data: np.ndarray, ids: np.ndarra
     return out, (codes.reshape(-1, 32) * scales[:, None]).reshape(x.shape)
 
 
-def check_product(found: np.ndarray, matrix: np.ndarray, x: np.ndarray) -> None:
+def check_product(result: np.ndarray, matrix: np.ndarray, x: np.ndarray) -> None:
     """float32[rows] against the sum in float64: within the rounding of as many additions."""
     fine = np.isfinite(matrix).all(axis=1)
     matrix, x = matrix[fine].astype(np.float64), x.astype(np.float64)
     largest = np.abs(x).sum() * np.abs(matrix).max(axis=1)
-    close = np.abs(found[fine] - matrix @ x) <= 1e-6 * largest
+    close = np.abs(result[fine] - matrix @ x) <= 1e-6 * largest
     assert fine.any()
     assert (close | (largest > 1e36)).all()  # where float32 may overflow on the way
 
@@ -185,9 +185,9 @@ def test_products_of_experts_and_of_several_vectors(run: Run, name: str, tokens:
 
 
 def test_linear_addresses_are_checked() -> None:
-    from quantkit.runtime.kernels.cuda.fields import place
+    from quantkit.runtime.kernels.cuda.fields import linear_addresses
 
     with pytest.raises(TypeError, match="not linear"):
-        place(4, [0, 4, 8, 13])
-    found: Any = place(2, 8 * (np.arange(128) % 32) + 6 - 2 * (np.arange(128) // 32))
-    assert (found.first, found.columns) == (6, (8, 16, 32, 64, 128, -2, -4))
+        linear_addresses(4, [0, 4, 8, 13])
+    result: Any = linear_addresses(2, 8 * (np.arange(128) % 32) + 6 - 2 * (np.arange(128) // 32))
+    assert (result.first, result.columns) == (6, (8, 16, 32, 64, 128, -2, -4))

@@ -1,5 +1,7 @@
-"""The other tests of this folder once more in a process whose kernels numba simulates: without a GPU that is all there
-is to see of what they compute."""
+"""The other tests of this folder once more in a process whose kernels numba simulates.
+
+Without a GPU, this is the only test of the results of kernels.
+"""
 
 from __future__ import annotations
 

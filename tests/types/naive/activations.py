@@ -12,8 +12,8 @@ from tests.types.naive.fields import half, single
 Decoder = Callable[[bytes, int], list[float32]]
 
 
-def codes(row: bytes, at: int, count: int) -> list[float32]:
-    return [float32(q) for q in struct.unpack_from(f"<{count}b", row, at)]
+def codes(row: bytes, start: int, count: int) -> list[float32]:
+    return [float32(q) for q in struct.unpack_from(f"<{count}b", row, start)]
 
 
 def blocks(width: int, size: int, codes_at: int) -> Decoder:
@@ -21,7 +21,7 @@ def blocks(width: int, size: int, codes_at: int) -> Decoder:
 
     def decode(row: bytes, n: int) -> list[float32]:
         starts = range(0, n // width * size, size)
-        return [single(row, at) * q for at in starts for q in codes(row, at + codes_at, width)]
+        return [single(row, start) * q for start in starts for q in codes(row, start + codes_at, width)]
 
     return decode
 
@@ -37,24 +37,24 @@ def by_four(head: int, scale: Callable[[bytes, int], float32]) -> Decoder:
     """Four blocks of 32 share a head of 4 * `head` bytes, the scales first; those that are left have each its own."""
 
     def decode(row: bytes, n: int) -> list[float32]:
-        values, at, left = [], 0, n // 32
+        values, start, left = [], 0, n // 32
         while left:
             count = 4 if left >= 4 else 1
             for i in range(count):
-                d = scale(row, at + 2 * i)
-                values += [d * q for q in codes(row, at + head * count + 32 * i, 32)]
-            at, left = at + (head + 32) * count, left - count
+                d = scale(row, start + 2 * i)
+                values += [d * q for q in codes(row, start + head * count + 32 * i, 32)]
+            start, left = start + (head + 32) * count, left - count
         return values
 
     return decode
 
 
-def bfloat(row: bytes, at: int) -> float32:
-    return float32(struct.unpack("<f", b"\0\0" + row[at : at + 2])[0])
+def bfloat(row: bytes, start: int) -> float32:
+    return float32(struct.unpack("<f", b"\0\0" + row[start : start + 2])[0])
 
 
 def q8_1(row: bytes, n: int) -> list[float32]:
-    return [half(row, at) * q for at in range(0, 36 * n // 32, 36) for q in codes(row, at + 4, 32)]
+    return [half(row, start) * q for start in range(0, 36 * n // 32, 36) for q in codes(row, start + 4, 32)]
 
 
 DECODERS: dict[str, Decoder] = {

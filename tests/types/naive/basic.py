@@ -25,85 +25,93 @@ def bf16(row: bytes, n: int) -> list[float32]:
 
 
 def q4_0(row: bytes, n: int) -> list[float32]:
-    return [half(row, at) * float32(nibble(row, at + 2, j) - 8) for at in range(0, 18 * n // 32, 18) for j in range(32)]
+    return [
+        half(row, start) * float32(nibble(row, start + 2, j) - 8)
+        for start in range(0, 18 * n // 32, 18)
+        for j in range(32)
+    ]
 
 
 def q4_1(row: bytes, n: int) -> list[float32]:
     blocks = range(0, 20 * n // 32, 20)
-    return [half(row, at) * float32(nibble(row, at + 4, j)) + half(row, at + 2) for at in blocks for j in range(32)]
+    return [
+        half(row, start) * float32(nibble(row, start + 4, j)) + half(row, start + 2)
+        for start in blocks
+        for j in range(32)
+    ]
 
 
 def q5_0(row: bytes, n: int) -> list[float32]:
-    def code(at: int, j: int) -> int:
-        return nibble(row, at + 6, j) + 16 * bit(row, at + 2, j) - 16
+    def code(start: int, j: int) -> int:
+        return nibble(row, start + 6, j) + 16 * bit(row, start + 2, j) - 16
 
-    return [half(row, at) * float32(code(at, j)) for at in range(0, 22 * n // 32, 22) for j in range(32)]
+    return [half(row, start) * float32(code(start, j)) for start in range(0, 22 * n // 32, 22) for j in range(32)]
 
 
 def q5_1(row: bytes, n: int) -> list[float32]:
-    def code(at: int, j: int) -> int:
-        return nibble(row, at + 8, j) + 16 * bit(row, at + 4, j)
+    def code(start: int, j: int) -> int:
+        return nibble(row, start + 8, j) + 16 * bit(row, start + 4, j)
 
     blocks = range(0, 24 * n // 32, 24)
-    return [half(row, at) * float32(code(at, j)) + half(row, at + 2) for at in blocks for j in range(32)]
+    return [half(row, start) * float32(code(start, j)) + half(row, start + 2) for start in blocks for j in range(32)]
 
 
 def q6_0(row: bytes, n: int) -> list[float32]:
-    def code(at: int, j: int) -> int:
+    def code(start: int, j: int) -> int:
         i, h = j % 16, j // 16
-        return nibble(row, at + 10, j) + 16 * (row[at + 2 + i % 8] >> 4 * (i // 8) + 2 * h & 3) - 32
+        return nibble(row, start + 10, j) + 16 * (row[start + 2 + i % 8] >> 4 * (i // 8) + 2 * h & 3) - 32
 
-    return [half(row, at) * float32(code(at, j)) for at in range(0, 26 * n // 32, 26) for j in range(32)]
+    return [half(row, start) * float32(code(start, j)) for start in range(0, 26 * n // 32, 26) for j in range(32)]
 
 
 def q8_0(row: bytes, n: int) -> list[float32]:
-    def code(at: int) -> int:
-        return struct.unpack_from("<b", row, at)[0]
+    def code(start: int) -> int:
+        return struct.unpack_from("<b", row, start)[0]
 
-    return [half(row, at) * float32(code(at + 2 + j)) for at in range(0, 34 * n // 32, 34) for j in range(32)]
+    return [half(row, start) * float32(code(start + 2 + j)) for start in range(0, 34 * n // 32, 34) for j in range(32)]
 
 
 def iq4_nl(row: bytes, n: int) -> list[float32]:
     blocks = range(0, 18 * n // 32, 18)
-    return [half(row, at) * float32(KVALUES[nibble(row, at + 2, j)]) for at in blocks for j in range(32)]
+    return [half(row, start) * float32(KVALUES[nibble(row, start + 2, j)]) for start in blocks for j in range(32)]
 
 
 def q4_k(row: bytes, n: int) -> list[float32]:
     values = []
-    for at in range(0, 144 * n // 256, 144):
-        sc = row[at + 4 : at + 16]
+    for start in range(0, 144 * n // 256, 144):
+        sc = row[start + 4 : start + 16]
         for j in range(256):
             s = j // 32
             scale = sc[s] & 63 if s < 4 else sc[s + 4] & 15 | sc[s - 4] >> 6 << 4
             minimum = sc[s + 4] & 63 if s < 4 else sc[s + 4] >> 4 | sc[s] >> 6 << 4
-            q = nibble(row, at + 16 + 32 * (j // 64), j % 64, 32)
-            product = half(row, at) * float32(scale) * float32(q)
-            values.append(product - half(row, at + 2) * float32(minimum))
+            q = nibble(row, start + 16 + 32 * (j // 64), j % 64, 32)
+            product = half(row, start) * float32(scale) * float32(q)
+            values.append(product - half(row, start + 2) * float32(minimum))
     return values
 
 
 def q6_k(row: bytes, n: int) -> list[float32]:
     values = []
-    for at in range(0, 210 * n // 256, 210):
+    for start in range(0, 210 * n // 256, 210):
         for j in range(256):
             part, i = j // 128, j % 128
-            low = nibble(row, at + 64 * part, i, 64)
-            high = row[at + 128 + 32 * part + i % 32] >> 2 * (i // 32) & 3
-            scale = struct.unpack_from("<b", row, at + 192 + j // 16)[0]
-            values.append(half(row, at + 208) * float32(scale) * float32(low + 16 * high - 32))
+            low = nibble(row, start + 64 * part, i, 64)
+            high = row[start + 128 + 32 * part + i % 32] >> 2 * (i // 32) & 3
+            scale = struct.unpack_from("<b", row, start + 192 + j // 16)[0]
+            values.append(half(row, start + 208) * float32(scale) * float32(low + 16 * high - 32))
     return values
 
 
 def iq4_k(row: bytes, n: int) -> list[float32]:
     values = []
-    for at in range(0, 144 * n // 256, 144):
+    for start in range(0, 144 * n // 256, 144):
         for j in range(256):
             s = j // 16
-            low = row[at + 8 + s // 2] >> 4 * (s % 2) & 15
-            high = row[at + 4 + s // 4] >> 2 * (s % 4) & 3
-            shift = 4 * bit(row, at + 2, s)
-            q = nibble(row, at + 16 + 16 * (j // 32), j % 32)
-            values.append(half(row, at) * float32(low + 16 * high - 32) * float32(KVALUES[q] + shift))
+            low = row[start + 8 + s // 2] >> 4 * (s % 2) & 15
+            high = row[start + 4 + s // 4] >> 2 * (s % 4) & 3
+            shift = 4 * bit(row, start + 2, s)
+            q = nibble(row, start + 16 + 16 * (j // 32), j % 32)
+            values.append(half(row, start) * float32(low + 16 * high - 32) * float32(KVALUES[q] + shift))
     return values
 
 

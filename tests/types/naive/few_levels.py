@@ -11,25 +11,27 @@ from tests.types.naive.fields import bit, bits, half, single
 
 
 def q1_0_g128(row: bytes, n: int) -> list[float32]:
-    def sign(at: int, j: int) -> int:
-        return 1 if bit(row, at + 2, j) else -1
+    def sign(start: int, j: int) -> int:
+        return 1 if bit(row, start + 2, j) else -1
 
-    return [half(row, at) * float32(sign(at, j)) for at in range(0, 18 * n // 128, 18) for j in range(128)]
+    return [half(row, start) * float32(sign(start, j)) for start in range(0, 18 * n // 128, 18) for j in range(128)]
 
 
 def iq1_bn(row: bytes, n: int) -> list[float32]:
-    def digit(at: int, j: int) -> int:
+    def digit(start: int, j: int) -> int:
         i, p = divmod(j, 16)
-        byte, k = (row[at + 3 * i + p // 5], p % 5) if p < 15 else (row[at + 12], i)
+        byte, k = (row[start + 3 * i + p // 5], p % 5) if p < 15 else (row[start + 12], i)
         return 3 * (byte * 3 ** (4 - k) % 256) // 256
 
     blocks = range(2, 2 + 13 * n // 64, 13)
-    return [half(row, 0) * float32(digit(at, j) - 1) for at in blocks for j in range(64)]
+    return [half(row, 0) * float32(digit(start, j) - 1) for start in blocks for j in range(64)]
 
 
 def iq2_bn(row: bytes, n: int) -> list[float32]:
     blocks = range(4, 4 + 16 * n // 64, 16)
-    return [single(row, 0) * float32(bits(row[at + j % 16], 2 * (j // 16), 2) - 1) for at in blocks for j in range(64)]
+    return [
+        single(row, 0) * float32(bits(row[start + j % 16], 2 * (j // 16), 2) - 1) for start in blocks for j in range(64)
+    ]
 
 
 def i2_s(row: bytes, n: int) -> list[float32]:

@@ -21,8 +21,8 @@ def points(name: str) -> list[list[int]]:
     return [[int(v) for v in point] for point in kind.grid.reshape(kind.grid_shape)]
 
 
-def word(row: bytes, at: int, size: int) -> int:
-    return int.from_bytes(row[at : at + size], "little")
+def word(row: bytes, start: int, size: int) -> int:
+    return int.from_bytes(row[start : start + size], "little")
 
 
 def sign(index: int, j: int) -> int:
@@ -34,41 +34,41 @@ def value(d: float32, multiplier: float, magnitude: int, negative: int) -> float
     return d * float32(multiplier) * float32(magnitude) * float32(negative)
 
 
-def iq2_xxs(row: bytes, at: int, j: int) -> float32:
-    number = row[at + 2 + j // 32 * 8 + j % 32 // 8]
-    packed = word(row, at + 6 + j // 32 * 8, 4)
+def iq2_xxs(row: bytes, start: int, j: int) -> float32:
+    number = row[start + 2 + j // 32 * 8 + j % 32 // 8]
+    packed = word(row, start + 6 + j // 32 * 8, 4)
     negative = sign(bits(packed, 7 * (j % 32 // 8), 7), j % 8)
-    return value(half(row, at), (bits(packed, 28, 4) + 0.5) / 4, points("iq2_xxs")[number][j % 8], negative)
+    return value(half(row, start), (bits(packed, 28, 4) + 0.5) / 4, points("iq2_xxs")[number][j % 8], negative)
 
 
-def iq2_xs(row: bytes, at: int, j: int) -> float32:
-    (packed,) = struct.unpack_from("<H", row, at + 2 + j // 8 * 2)
-    multiplier = (bits(row[at + 66 + j // 32], 4 * (j // 16 % 2), 4) + 0.5) / 4
-    return value(half(row, at), multiplier, points("iq2_xs")[bits(packed, 0, 9)][j % 8], sign(packed >> 9, j % 8))
+def iq2_xs(row: bytes, start: int, j: int) -> float32:
+    (packed,) = struct.unpack_from("<H", row, start + 2 + j // 8 * 2)
+    multiplier = (bits(row[start + 66 + j // 32], 4 * (j // 16 % 2), 4) + 0.5) / 4
+    return value(half(row, start), multiplier, points("iq2_xs")[bits(packed, 0, 9)][j % 8], sign(packed >> 9, j % 8))
 
 
-def iq2_s(row: bytes, at: int, j: int) -> float32:
+def iq2_s(row: bytes, start: int, j: int) -> float32:
     g = j // 8
-    number = row[at + 2 + g] + 256 * bits(row[at + 66 + g // 4], 2 * (g % 4), 2)
-    multiplier = (bits(row[at + 74 + j // 32], 4 * (j // 16 % 2), 4) + 0.5) / 4
-    return value(half(row, at), multiplier, points("iq2_s")[number][j % 8], 1 - 2 * bit(row, at + 34, j))
+    number = row[start + 2 + g] + 256 * bits(row[start + 66 + g // 4], 2 * (g % 4), 2)
+    multiplier = (bits(row[start + 74 + j // 32], 4 * (j // 16 % 2), 4) + 0.5) / 4
+    return value(half(row, start), multiplier, points("iq2_s")[number][j % 8], 1 - 2 * bit(row, start + 34, j))
 
 
-def iq3_xxs(row: bytes, at: int, j: int) -> float32:
-    packed = word(row, at + 66 + j // 32 * 4, 4)
+def iq3_xxs(row: bytes, start: int, j: int) -> float32:
+    packed = word(row, start + 66 + j // 32 * 4, 4)
     negative = sign(bits(packed, 7 * (j % 32 // 8), 7), j % 8)
-    magnitude = points("iq3_xxs")[row[at + 2 + j // 4]][j % 4]
-    return value(half(row, at), (bits(packed, 28, 4) + 0.5) / 2, magnitude, negative)
+    magnitude = points("iq3_xxs")[row[start + 2 + j // 4]][j % 4]
+    return value(half(row, start), (bits(packed, 28, 4) + 0.5) / 2, magnitude, negative)
 
 
-def iq3_s(row: bytes, at: int, j: int) -> float32:
-    number = row[at + 2 + j // 4] + 256 * bit(row, at + 66, j // 4)
-    multiplier = 2 * bits(row[at + 106 + j // 64], 4 * (j // 32 % 2), 4) + 1
-    return value(half(row, at), multiplier, points("iq3_s")[number][j % 4], 1 - 2 * bit(row, at + 74, j))
+def iq3_s(row: bytes, start: int, j: int) -> float32:
+    number = row[start + 2 + j // 4] + 256 * bit(row, start + 66, j // 4)
+    multiplier = 2 * bits(row[start + 106 + j // 64], 4 * (j // 32 % 2), 4) + 1
+    return value(half(row, start), multiplier, points("iq3_s")[number][j % 4], 1 - 2 * bit(row, start + 74, j))
 
 
 def _of_rows(element: Callable[[bytes, int, int], float32], size: int) -> Callable[[bytes, int], list[float32]]:
-    return lambda row, n: [element(row, at, j) for at in range(0, n // 256 * size, size) for j in range(256)]
+    return lambda row, n: [element(row, start, j) for start in range(0, n // 256 * size, size) for j in range(256)]
 
 
 DECODERS = {f.__name__: _of_rows(f, size)

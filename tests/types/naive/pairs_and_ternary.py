@@ -19,12 +19,12 @@ PAIRS = (
 
 def iq2_kl(row: bytes, n: int) -> list[float32]:
     values = []
-    for at in range(2, 2 + 86 * n // 256, 86):
+    for start in range(2, 2 + 86 * n // 256, 86):
         for j in range(256):
             s, p = j // 32, j % 32 // 2
-            low = row[at + 2 + s % 4] >> 4 * (s // 4) & 15
-            high = bits(row[at + s // 4], 2 * (s % 4), 2)
-            code = row[at + 6 + 16 * (s // 2) + p] >> 4 * (s % 2) & 15 | bit(row, at + 70 + p, s) << 4
+            low = row[start + 2 + s % 4] >> 4 * (s // 4) & 15
+            high = bits(row[start + s // 4], 2 * (s % 4), 2)
+            code = row[start + 6 + 16 * (s // 2) + p] >> 4 * (s % 2) & 15 | bit(row, start + 70 + p, s) << 4
             values.append(half(row, 0) * float32(low + 16 * high - 32) * float32(PAIRS[code][j % 2]))
     return values
 
@@ -45,29 +45,29 @@ def ternary(scale: float32, point: int, negative: int) -> list[float32]:
     return [scale * (float32(level) + delta) for level in grid()[point]]
 
 
-def word(row: bytes, at: int) -> int:
-    return row[at] | row[at + 1] << 8
+def word(row: bytes, start: int) -> int:
+    return row[start] | row[start + 1] << 8
 
 
 def iq1_s(row: bytes, n: int) -> list[float32]:
     values = []
-    for at in range(0, 50 * n // 256, 50):
+    for start in range(0, 50 * n // 256, 50):
         for g in range(32):
-            qh = word(row, at + 34 + 2 * (g // 4))
-            scale = half(row, at) * float32(2 * bits(qh, 12, 3) + 1)
-            values += ternary(scale, row[at + 2 + g] | bits(qh, 3 * (g % 4), 3) << 8, qh >> 15)
+            qh = word(row, start + 34 + 2 * (g // 4))
+            scale = half(row, start) * float32(2 * bits(qh, 12, 3) + 1)
+            values += ternary(scale, row[start + 2 + g] | bits(qh, 3 * (g % 4), 3) << 8, qh >> 15)
     return values
 
 
 def iq1_m(row: bytes, n: int) -> list[float32]:
     values = []
-    for at in range(0, 56 * n // 256, 56):
-        sc = [word(row, at + 48 + 2 * j) for j in range(4)]
+    for start in range(0, 56 * n // 256, 56):
+        sc = [word(row, start + 48 + 2 * j) for j in range(4)]
         d = sum((s >> 12) << 4 * j for j, s in enumerate(sc))
         for g in range(32):
             scale = half(d.to_bytes(2, "little"), 0) * float32(2 * bits(sc[g // 8], 3 * (g // 2 % 4), 3) + 1)
-            high = nibble(row, at + 32 + g // 2, g % 2, 1)
-            values += ternary(scale, row[at + g] | bits(high, 0, 3) << 8, high >> 3)
+            high = nibble(row, start + 32 + g // 2, g % 2, 1)
+            values += ternary(scale, row[start + g] | bits(high, 0, 3) << 8, high >> 3)
     return values
 
 
@@ -75,11 +75,11 @@ def iq1_s_r4(rows: bytes, n: int) -> list[list[float32]]:
     """A group of four rows."""
     values: list[list[float32]] = [[], [], [], []]
     for k in range(4):
-        for at in range(8, 8 + 24 * n // 32, 24):
-            qh = word(rows, at + 16 + 2 * k)
+        for start in range(8, 8 + 24 * n // 32, 24):
+            qh = word(rows, start + 16 + 2 * k)
             scale = half(rows, 2 * k) * float32(2 * bits(qh, 12, 3) + 1)
             for g in range(4):
-                values[k] += ternary(scale, rows[at + 4 * g + k] | bits(qh, 3 * g, 3) << 8, qh >> 15)
+                values[k] += ternary(scale, rows[start + 4 * g + k] | bits(qh, 3 * g, 3) << 8, qh >> 15)
     return values
 
 
@@ -87,11 +87,11 @@ def iq1_m_r4(rows: bytes, n: int) -> list[list[float32]]:
     """A group of four rows."""
     values: list[list[float32]] = [[], [], [], []]
     for k in range(4):
-        for at in range(8, 8 + 28 * n // 32, 28):
+        for start in range(8, 8 + 28 * n // 32, 28):
             for g in range(4):
-                scale = half(rows, 2 * k) * float32(bits(rows[at + 24 + k], 4 * (g // 2), 4))
-                high = bits(rows[at + 16 + 4 * (g // 2) + k], 4 * (g % 2), 4)
-                values[k] += ternary(scale, rows[at + 4 * g + k] | bits(high, 0, 3) << 8, high >> 3)
+                scale = half(rows, 2 * k) * float32(bits(rows[start + 24 + k], 4 * (g // 2), 4))
+                high = bits(rows[start + 16 + 4 * (g // 2) + k], 4 * (g % 2), 4)
+                values[k] += ternary(scale, rows[start + 4 * g + k] | bits(high, 0, 3) << 8, high >> 3)
     return values
 
 

@@ -45,8 +45,8 @@ def _inverse(ir: IrBuilder, scale: Value) -> Value:
 def _int8_block(ir: IrBuilder, x: Value) -> tuple[Value, Value]:
     """32 floats as (32 signed bytes, 8 scales)."""
     a, b, c, d = (ir.shuffle(ir.absolute(x), None, range(first, 32, 4)) for first in range(4))
-    together = a + b + c + d
-    not_finite = together - together  # 0, or NaN
+    total = a + b + c + d
+    not_finite = total - total  # 0, or NaN
     scales = (ir.max(ir.max(a, b), ir.max(c, d)) + not_finite) * (1 / 127)
     spread = ir.shuffle(_inverse(ir, scales), None, [i // 4 for i in range(32)])
     return ir.nearest(x * spread).narrow(I8), scales

@@ -12,12 +12,13 @@ of it stays in the L1 cache. With a span of the whole cache it is plain attentio
 softmax. `merge` combines the threads' partial results by the same rule.
 
 Query heads that share a key/value head are computed together, so a key or value is read once for all of them (from L1
-once for every HEADS_TOGETHER) and becomes floats in registers. The last thread, whose share ends with the current
+once for every MAX_HEADS_AT_ONCE) and becomes floats in registers. The last thread, whose share ends with the current
 position, first appends the token's own key and value to the cache. With a rotated K cache the queries are rotated
 too; with a rotated V cache the result is rotated back.
 
 The kernel is bound by multiply-adds: the inner loops have one for each query head and 16 elements of a row, from
-registers. All cache types but those of five and six bits take the same time while the cache is not in slower memory.
+registers. All cache types except those of five and six bits take the same time as long as the cache fits the CPU's
+caches.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from quantkit.runtime.kernels.cpu.kv_rows import Heads, LayerCache, LayerView, r
 from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record
 from quantkit.runtime.kernels.reference import exp
 
-HEADS_TOGETHER = 8  # query heads for which a key or value is read once; four positions of them fill the registers
+MAX_HEADS_AT_ONCE = 8  # query heads for which a key or value is read once; four positions of them fill the registers
 _MASKED = -1e30  # below any score
 _FLOATS16 = vector(16, F32)
 
@@ -72,21 +73,21 @@ def span_scores(
     In bytes: `stride` from key to key, `row` from the scores of a query to those of the next.
     """
 
-    def positions(i, many, heads):
+    def positions(i, count_of_keys, heads):
         sums: dict[tuple[int, int], Value] = {}
-        for rows in zip(*(row_floats(ir, kind, keys + (i + r) * stride, 0, dim) for r in range(many))):
+        for rows in zip(*(row_floats(ir, kind, keys + (i + r) * stride, 0, dim) for r in range(count_of_keys))):
             c = rows[0][0]
             queries = {g: ir.load(_FLOATS16, q + 4 * (g * dim + c)) for g in heads}
             for r, (_, key) in enumerate(rows):
                 for g, query in queries.items():
                     sums[g, r] = ir.fma(query, key, sums[g, r]) if c else query * key
         for g in heads:
-            four = [sums[g, r] for r in range(many)]
-            ir.store(ir.sum4(*four) if many == 4 else ir.sum(four[0]), scores + i * 4 + row * g)
+            four = [sums[g, r] for r in range(count_of_keys)]
+            ir.store(ir.sum4(*four) if count_of_keys == 4 else ir.sum(four[0]), scores + i * 4 + row * g)
 
     middle = count & -4
-    for start in range(0, group, HEADS_TOGETHER):
-        heads = range(start, min(group, start + HEADS_TOGETHER))
+    for start in range(0, group, MAX_HEADS_AT_ONCE):
+        heads = range(start, min(group, start + MAX_HEADS_AT_ONCE))
         with ir.loop(0, middle, 4) as i:
             positions(i, 4, heads)
         with ir.loop(middle, count) as i:
@@ -128,20 +129,20 @@ def span_values(
     kind: int, out: Value,
 ) -> None:  # fmt: skip
     """out[g] += sum over i of weights[g, i] * value i. As many columns at a time as sums of all heads fit registers."""
-    together = min(group, HEADS_TOGETHER)
-    columns = 32 * max(1, 8 // together)
-    for start in range(0, group, together):
-        heads = range(start, min(group, start + together))
+    heads_at_once = min(group, MAX_HEADS_AT_ONCE)
+    columns = 32 * max(1, 8 // heads_at_once)
+    for start in range(0, group, heads_at_once):
+        heads = range(start, min(group, start + heads_at_once))
         for first in range(0, dim, columns):
             stop = min(dim, first + columns)
-            places = [(g, c, out + 4 * (g * (dim + 2) + c)) for g in heads for c in range(first, stop, 16)]
-            sums = {(g, c): ir.variable(ir.load(_FLOATS16, address)) for g, c, address in places}
+            targets = [(g, c, out + 4 * (g * (dim + 2) + c)) for g in heads for c in range(first, stop, 16)]
+            sums = {(g, c): ir.variable(ir.load(_FLOATS16, address)) for g, c, address in targets}
             with ir.loop(0, count) as i:
                 for c, value in row_floats(ir, kind, values + i * stride, first, stop):
                     for g in heads:
                         weight = ir.splat(ir.load(F32, weights + i * 4 + row * g), 16)
                         sums[g, c].set(ir.fma(weight, value, sums[g, c].get()))
-            for g, c, address in places:
+            for g, c, address in targets:
                 ir.store(sums[g, c].get(), address)
 
 
@@ -206,11 +207,11 @@ def attention(shape: Heads) -> Callback:
             result = partial + head * group * (dim_v + 2) * 4
             head_queries = queries + head * group * dim_k * 4
             for start in range(begin, end, span):
-                many, row = min(span, end - start), head * cache.n_ctx + start
+                count_of_positions, row = min(span, end - start), head * cache.n_ctx + start
                 keys, values = cache.k + row * k_bytes, cache.v + row * v_bytes
-                span_scores(head_queries, keys, k_bytes, many, group, dim_k, k_type, scores, span * 4)
-                span_softmax(scores, span * 4, many, group, dim_v, result)
-                span_values(scores, span * 4, values, v_bytes, many, group, dim_v, v_type, result)
+                span_scores(head_queries, keys, k_bytes, count_of_positions, group, dim_k, k_type, scores, span * 4)
+                span_softmax(scores, span * 4, count_of_positions, group, dim_v, result)
+                span_values(scores, span * 4, values, v_bytes, count_of_positions, group, dim_v, v_type, result)
 
     return run
 

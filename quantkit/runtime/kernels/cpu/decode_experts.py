@@ -11,8 +11,8 @@ The matrices of all experts lie one after another: gate and up [experts, ff, n],
     8 + 12 used           4 experts   float32[experts]: probabilities, scratch
 
 `gate_up` treats the gate rows of all selected experts as one matrix and splits its rows between the threads, so that
-each thread reads long runs of memory. Rows of up are split alike, and a row's activation act(gate) * up is computed
-where both were. It is quantized, as `down` reads it.
+each thread reads long runs of memory. Rows of up are split in the same way, and the thread that computed a row of both
+also computes act(gate) * up and quantizes it, as `down` reads it.
 """
 
 from __future__ import annotations

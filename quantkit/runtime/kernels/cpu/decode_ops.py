@@ -26,15 +26,15 @@ from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record, split
 @simd_intrinsic("float32")
 def _sum_of_squares(ir, x, n):
     """Sum of squares of float32[n], in a fixed order on every CPU: 32 lanes, then the rest."""
-    kind, whole = vector(32, F32), n & -32
-    lanes, rest = ir.variable(ir.zero(kind)), ir.variable(ir.constant(F32, 0.0))
-    with ir.loop(0, whole, 32) as i:
+    kind, vector_end = vector(32, F32), n & -32
+    lanes, remainder = ir.variable(ir.zero(kind)), ir.variable(ir.constant(F32, 0.0))
+    with ir.loop(0, vector_end, 32) as i:
         v = ir.load(kind, x + i * 4)
         lanes.set(ir.fma(v, v, lanes.get()))
-    with ir.loop(whole, n) as i:
+    with ir.loop(vector_end, n) as i:
         v = ir.load(F32, x + i * 4)
-        rest.set(ir.fma(v, v, rest.get()))
-    return ir.sum(lanes.get()) + rest.get()
+        remainder.set(ir.fma(v, v, remainder.get()))
+    return ir.sum(lanes.get()) + remainder.get()
 
 
 @kernel

@@ -11,7 +11,7 @@ from quantkit.runtime.kernels.cpu.formats.base import InterleavedSubBlock
 from quantkit.runtime.kernels.cpu.formats.registry import FORMATS
 
 FLOAT_TYPES = {0: "f32", 1: "f16", 30: "bf16"}
-_FLOATS4, _FLOATS16, _FLOATS32 = vector(4, F32), vector(16, F32), vector(32, F32)
+_FLOATS16 = vector(16, F32)
 _LANE_OF_COLUMN = [column // 4 for column in range(32)]
 
 
@@ -36,22 +36,22 @@ def decode_rows_into(ir: IrBuilder, ggml_type: int, weights: Value, n: Value, ro
     with ir.loop(0, rows, f.rows) as row, ir.loop(0, blocks) as b:
         group = weights + f.row_group_bytes(blocks) * (row >> (f.rows.bit_length() - 1))
         for i, sub_block in enumerate(f.sub_blocks(ir, group, b)):
-            place = out + (row * n + b * f.columns + 32 * i) * 4
+            target = out + (row * n + b * f.columns + 32 * i) * 4
             if isinstance(sub_block, InterleavedSubBlock):
-                _store_interleaved(ir, sub_block, f.offset, f.rows, n, place)
+                _store_interleaved(ir, sub_block, f.offset, f.rows, n, target)
                 continue
             codes = (sub_block.codes.unsigned(I32) - f.offset).real()
             values = codes * ir.shuffle(sub_block.scale, None, _LANE_OF_COLUMN)
             if sub_block.minimum:
                 values = values + ir.shuffle(sub_block.minimum, None, _LANE_OF_COLUMN)
-            ir.store(values, place)
+            ir.store(values, target)
 
 
 decode_rows = simd_intrinsic("void")(decode_rows_into)
 
 
 def _store_interleaved(
-    ir: IrBuilder, sub_block: InterleavedSubBlock, offset: int, rows: int, n: Value, place: Value
+    ir: IrBuilder, sub_block: InterleavedSubBlock, offset: int, rows: int, n: Value, target: Value
 ) -> None:
     """Store 32 columns of `rows` interleaved rows, each at its row of float32[rows, n]."""
     for codes, low, high in sub_block.steps:
@@ -61,4 +61,4 @@ def _store_interleaved(
             values = values + ir.shuffle(sub_block.minimum, None, _LANE_OF_COLUMN)
         for lane in range(8):
             column = low if lane < 4 else high
-            ir.store(ir.part(values, 4 * lane, 4), place + n * (4 * (lane % rows)) + 4 * column)
+            ir.store(ir.part(values, 4 * lane, 4), target + n * (4 * (lane % rows)) + 4 * column)

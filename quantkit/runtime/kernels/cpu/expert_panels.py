@@ -67,13 +67,13 @@ def _unpack_integer_panels(ir: IrBuilder, ggml_type: int, weights: Value, n: Val
 
 @simd_intrinsic("void")
 def _unpack_float_panels(ir: IrBuilder, ggml_type: int, weights: Value, n: Value, panel: Value) -> None:
-    """Transposed panels of `float_lanes()` rows; behind them the rows as decoded."""
-    wide = float_lanes()
+    """Transposed panels of `float_lanes()` rows; after them, as scratch, the decoded rows."""
+    panel_rows = float_lanes()
     rows = panel + n * 4 * EXPERT_ROWS
     decode_rows_into(ir, ggml_type, weights, n, EXPERT_ROWS, rows)
     with ir.loop(0, EXPERT_ROWS, 16) as i, ir.loop(0, n, 16) as j:
-        place = panel + n * 4 * (i & -wide) + j * (4 * wide) + (i & (wide - 1)) * 4
-        float_gemm.transpose16x16(ir, rows + (n * i + j) * 4, n * 4, place, 4 * wide)
+        target = panel + n * 4 * (i & -panel_rows) + j * (4 * panel_rows) + (i & (panel_rows - 1)) * 4
+        float_gemm.transpose16x16(ir, rows + (n * i + j) * 4, n * 4, target, 4 * panel_rows)
 
 
 @simd_intrinsic("void")

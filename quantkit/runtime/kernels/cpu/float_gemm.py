@@ -40,19 +40,19 @@ def multiply_rows(
     c_stride: Value | int,
     add: int,
 ) -> None:
-    """The formula above for rows of A at these addresses, over their n columns; strides in bytes."""
+    """Multiply rows of A at these addresses, n columns each, by a panel of B; see the module. Strides in bytes."""
     wide = float_lanes() // 2
     kind = vector(wide, F32)
-    places = [(i, v) for i in range(len(rows)) for v in range(2)]
-    targets = {(i, v): c + c_stride * i + 4 * wide * v for i, v in places}
-    totals = {p: ir.variable(ir.load(kind, targets[p]) if add else ir.zero(kind)) for p in places}
+    positions = [(i, v) for i in range(len(rows)) for v in range(2)]
+    targets = {(i, v): c + c_stride * i + 4 * wide * v for i, v in positions}
+    totals = {p: ir.variable(ir.load(kind, targets[p]) if add else ir.zero(kind)) for p in positions}
     with ir.loop(0, n) as j:
         vectors = [ir.load(kind, b + j * b_stride + 4 * wide * v) for v in range(2)]
         for i, row in enumerate(rows):
             number = ir.splat(ir.load(F32, row + j * 4), wide)
             for v in range(2):
                 totals[i, v].set(ir.fma(number, vectors[v], totals[i, v].get()))
-    for p in places:
+    for p in positions:
         ir.store(totals[p].get(), targets[p])
 
 
@@ -60,7 +60,7 @@ def multiply_rows(
 def float_tile(
     ir: IrBuilder, a: Value, a_stride: Value, b: Value, b_stride: Value, n: Value, c: Value, c_stride: Value, add: int
 ) -> None:
-    """The formula above over n columns of A; strides in bytes."""
+    """Multiply FLOAT_TILE_TOKENS rows of A, n columns each, by a panel of B; see the module. Strides in bytes."""
     multiply_rows(ir, [a + a_stride * i for i in range(FLOAT_TILE_TOKENS)], b, b_stride, n, c, c_stride, add)
 
 
@@ -143,21 +143,21 @@ def multiply(ggml_type: int, add: int) -> Callback:
         padded_x = panel + step * n * 4
         results = padded_x + FLOAT_TILE_TOKENS * n * 4
         for first in range(split(rows, step, thread, threads), split(rows, step, thread + 1, threads), step):
-            here = min(step, rows - first)
-            decode_rows(ggml_type, p.weights + first * (n // block * nbytes + head), n, here, decoded)
+            row_count = min(step, rows - first)
+            decode_rows(ggml_type, p.weights + first * (n // block * nbytes + head), n, row_count, decoded)
             transpose_rows(decoded, n, step, panel, step * 4)
             for token in range(0, count, FLOAT_TILE_TOKENS):
-                many = min(FLOAT_TILE_TOKENS, count - token)
+                token_count = min(FLOAT_TILE_TOKENS, count - token)
                 x, out = p.x + token * n * 4, p.out + (token * rows + first) * 4
-                if many == FLOAT_TILE_TOKENS and here == step:
+                if token_count == FLOAT_TILE_TOKENS and row_count == step:
                     float_tile(x, n * 4, panel, step * 4, n, out, rows * 4, add)
                 else:
-                    if many < FLOAT_TILE_TOKENS:
-                        copy_tile(x, n, padded_x, n, many, n, 0)
+                    if token_count < FLOAT_TILE_TOKENS:
+                        copy_tile(x, n, padded_x, n, token_count, n, 0)
                         x = padded_x
                     float_tile(x, n * 4, panel, step * 4, n, results, step * 4, 0)
-                    copy_tile(results, step, out, rows, many, here, add)
+                    copy_tile(results, step, out, rows, token_count, row_count, add)
             if p.bias != 0:
-                add_bias(p.bias, p.out, first, first + here, rows, count)
+                add_bias(p.bias, p.out, first, first + row_count, rows, count)
 
     return run

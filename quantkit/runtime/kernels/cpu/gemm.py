@@ -89,8 +89,8 @@ def quantize_token_into(ir: IrBuilder, x: Value, n: Value | int, tile: Value, to
         ir.store(scale, record + _SCALES * tokens + token * 4)
         for half, total in enumerate(halves):
             ir.store(total * -1, record + (_SUMS + 4 * half) * tokens + token * 4)
-        for place, total in enumerate((halves[0] + halves[1], *halves)):
-            ir.store(total.real() * scale, record + (_SCALED_SUMS + 4 * place) * tokens + token * 4)
+        for field, total in enumerate((halves[0] + halves[1], *halves)):
+            ir.store(total.real() * scale, record + (_SCALED_SUMS + 4 * field) * tokens + token * 4)
 
 
 quantize_token = simd_intrinsic("void")(quantize_token_into)
@@ -128,7 +128,7 @@ def quantize_tiles(parameters, thread, threads):
 
 
 def unpack_panel(ir: IrBuilder, ggml_type: int, weights: Value, n: Value, rows: Value | int, panel: Value) -> None:
-    """Unpack `rows` rows (at most PANEL_ROWS) to a panel. Missing rows keep what was there; nobody reads them.
+    """Unpack `rows` rows (at most PANEL_ROWS) to a panel. The memory of missing rows is not written and not used.
 
     Block by block, so that what is written stays in the L1 cache: first the codes row by row, 32 bytes each, which are
     then transposed in place.
@@ -148,8 +148,8 @@ def unpack_panel(ir: IrBuilder, ggml_type: int, weights: Value, n: Value, rows: 
                 numbers = [sub_block.scale, sub_block.minimum] if f.has_minimum else [sub_block.scale]
                 for j, number in enumerate(numbers):
                     for half in range(_scales_per_row(f)):
-                        place = record + row * 4 + _CODES + 64 * (_scales_per_row(f) * j + half)
-                        ir.store(number.lane(4 * half), place)
+                        target = record + row * 4 + _CODES + 64 * (_scales_per_row(f) * j + half)
+                        ir.store(number.lane(4 * half), target)
         if f.rows == 1:
             with ir.loop(0, sub_blocks) as s:
                 _transpose_codes(ir, records + s * size)
@@ -158,18 +158,18 @@ def unpack_panel(ir: IrBuilder, ggml_type: int, weights: Value, n: Value, rows: 
 def _transpose_codes(ir: IrBuilder, record: Value) -> None:
     """Transpose 16 rows of 8 words to 8 rows of 16, in place.
 
-    A word's place is a vector and a lane: row / 2, and row % 2 * 8 + word. Three rounds exchange a bit of the vector's
-    number for a bit of the lane's, so that the vectors become the words' numbers; the last round also puts the lanes in
-    row order.
+    At first, word w of row r is in vector r // 2, lane r % 2 * 8 + w. Each of three rounds exchanges a bit of the
+    vector number with a bit of the lane number, until vector w holds word w of all rows; the last round also sorts the
+    lanes by row.
     """
     vectors = [ir.load(_INTS32, record + 64 * i) for i in range(8)]
     rows = [[(2 * i + lane // 8, lane % 8) for lane in range(16)] for i in range(8)]
     for bit in (1, 2, 4):
         for i in (i for i in range(8) if not i & bit):
-            both, where = (vectors[i], vectors[i | bit]), rows[i] + rows[i | bit]
-            for j, wanted in ((i, 0), (i | bit, bit)):
-                lanes = sorted((k for k in range(32) if where[k][1] & bit == wanted), key=lambda k: where[k])
-                vectors[j], rows[j] = ir.shuffle(*both, lanes), [where[k] for k in lanes]
+            pair, words_of = (vectors[i], vectors[i | bit]), rows[i] + rows[i | bit]
+            for j, bit_value in ((i, 0), (i | bit, bit)):
+                lanes = sorted((k for k in range(32) if words_of[k][1] & bit == bit_value), key=lambda k: words_of[k])
+                vectors[j], rows[j] = ir.shuffle(*pair, lanes), [words_of[k] for k in lanes]
     for i, words in enumerate(vectors):
         ir.store(words, record + 64 * i)
 
@@ -187,12 +187,12 @@ def _store_interleaved(ir: IrBuilder, f: Format, sub_block: InterleavedSubBlock,
             ir.store(ir.part(words, 0, 4), record + 16 * low)
             ir.store(ir.part(words, 4, 4), record + 16 * high)
     for j, number in enumerate([sub_block.scale, sub_block.minimum] if sub_block.minimum else [sub_block.scale]):
-        place = record + _CODES + 64 * _scales_per_row(f) * j
+        target = record + _CODES + 64 * _scales_per_row(f) * j
         if f.rows == 8:
-            ir.store(number, place)
+            ir.store(number, target)
             continue
         for half in range(_scales_per_row(f)):
-            ir.store(ir.part(number, 4 * half, 4), place + 64 * half)
+            ir.store(ir.part(number, 4 * half, 4), target + 64 * half)
 
 
 # -------------------------------------------------------------------------------------------------------------- product
@@ -204,8 +204,8 @@ def multiply_tile(
     """out[t, 16 p + lane] (+)= the product of PANELS panels and a tile; rows of out are `stride` bytes apart."""
     f, tokens = FORMATS[ggml_type], TILE_TOKENS
     sub_blocks, size = n >> 5, record_bytes(f)
-    places = [(p, t) for p in range(PANELS) for t in range(tokens)]
-    totals = {place: ir.variable(ir.zero(_FLOATS16)) for place in places}
+    positions = [(p, t) for p in range(PANELS) for t in range(tokens)]
+    totals = {position: ir.variable(ir.zero(_FLOATS16)) for position in positions}
     with ir.loop(0, sub_blocks) as s:
         records = [panels + (sub_blocks * p + s) * size for p in range(PANELS)]
         tile_record = tile + s * (RECORD_BYTES * tokens)
@@ -215,15 +215,15 @@ def multiply_tile(
             for p, record in enumerate(records):
                 scale = ir.load(_FLOATS16, record + _CODES + 64 * group)
                 for t in range(tokens):
-                    both = scale * ir.splat(ir.load(F32, tile_record + _SCALES * tokens + 4 * t), PANEL_ROWS)
-                    totals[p, t].set(ir.fma(products[p, t].real(), both, totals[p, t].get()))
+                    scales = scale * ir.splat(ir.load(F32, tile_record + _SCALES * tokens + 4 * t), PANEL_ROWS)
+                    totals[p, t].set(ir.fma(products[p, t].real(), scales, totals[p, t].get()))
         for group in range(groups if f.has_minimum else 0):
-            which = _SCALED_SUMS if groups == 1 else _SCALED_SUMS + 4 + 4 * group
-            for p, t in places:
+            field = _SCALED_SUMS if groups == 1 else _SCALED_SUMS + 4 + 4 * group
+            for p, t in positions:
                 minimum = ir.load(_FLOATS16, records[p] + _CODES + 64 * (groups + group))
-                total = ir.splat(ir.load(F32, tile_record + which * tokens + 4 * t), PANEL_ROWS)
+                total = ir.splat(ir.load(F32, tile_record + field * tokens + 4 * t), PANEL_ROWS)
                 totals[p, t].set(ir.fma(minimum, total, totals[p, t].get()))
-    for p, t in places:
+    for p, t in positions:
         address = out + stride * t + 64 * p
         result = totals[p, t].get()
         ir.store(ir.load(_FLOATS16, address) + result if add else result, address)
@@ -248,9 +248,9 @@ def _products(
             for p, record in enumerate(records)
             for t, total in enumerate(_add_int16(ir, record, tile_record, steps, list(starts)))
         }
-    places = [(p, t) for p in range(len(records)) for t in range(TILE_TOKENS)]
-    sums = _add_bytes(ir, f, records, tile_record, steps, {place: ir.zero(_INTS32) for place in places})
-    shifted = {(p, t): (sums[p, t] << 8) + starts[t] for p, t in places}
+    positions = [(p, t) for p in range(len(records)) for t in range(TILE_TOKENS)]
+    sums = _add_bytes(ir, f, records, tile_record, steps, {place: ir.zero(_INTS32) for place in positions})
+    shifted = {(p, t): (sums[p, t] << 8) + starts[t] for p, t in positions}
     return _add_bytes(ir, f, records, tile_record + _LOW * TILE_TOKENS, steps, shifted)
 
 
@@ -272,10 +272,10 @@ def _add_int16(ir: IrBuilder, record: Value, activations: Value, steps: range, s
     """`sums`, one per token, plus the sum of code * a of one panel."""
     for step in steps:
         weights = ir.load(_INTS32, record + 64 * step)
-        for odd in (0, 1):
-            codes = ((weights >> 8 * odd) & 0xFF00FF).view(_INTS16)
+        for parity in (0, 1):
+            codes = ((weights >> 8 * parity) & 0xFF00FF).view(_INTS16)
             for t in range(TILE_TOKENS):
-                two = ir.splat(ir.load(I32, activations + 64 * t + 8 * step + 4 * odd), PANEL_ROWS).view(_INTS16)
+                two = ir.splat(ir.load(I32, activations + 64 * t + 8 * step + 4 * parity), PANEL_ROWS).view(_INTS16)
                 sums[t] = sums[t] + ir.multiply_pairs(codes, two)
     return sums
 
@@ -307,9 +307,9 @@ def multiply(ggml_type: int, add: int) -> Callback:
         results = panels + PANELS * panel_bytes
         for first in range(split(rows, step, thread, threads), split(rows, step, thread + 1, threads), step):
             for panel in range(PANELS):
-                here = min(PANEL_ROWS, rows - first - panel * PANEL_ROWS)
+                row_count = min(PANEL_ROWS, rows - first - panel * PANEL_ROWS)
                 start = p.weights + (first + panel * PANEL_ROWS) * (n // columns * block_bytes + head)
-                _unpack_panel(ggml_type, start, n, here, panels + panel * panel_bytes)
+                _unpack_panel(ggml_type, start, n, row_count, panels + panel * panel_bytes)
             for tile in range(-(-count // tokens)):
                 out = p.out + (tile * tokens * rows + first) * 4
                 tile_x = p.x + tile * tile_bytes
@@ -317,8 +317,8 @@ def multiply(ggml_type: int, add: int) -> Callback:
                     _multiply_tile(ggml_type, panels, n, tile_x, out, rows * 4, add)
                 else:
                     _multiply_tile(ggml_type, panels, n, tile_x, results, step * 4, 0)
-                    many = min(tokens, count - tile * tokens)
-                    copy_tile(results, step, out, rows, many, min(step, rows - first), add)
+                    token_count = min(tokens, count - tile * tokens)
+                    copy_tile(results, step, out, rows, token_count, min(step, rows - first), add)
             if p.bias != 0:
                 add_bias(p.bias, p.out, first, min(rows, first + step), rows, count)
 

@@ -92,7 +92,7 @@ def row_floats(ir: IrBuilder, ggml_type: int, row: Value, first: int, stop: int)
 
 def _inverse(ir: IrBuilder, d: Value) -> Value:
     """1 / d, or 0 for scales too small to divide by."""
-    is_zero = ir.builder.fcmp_ordered("<", ir.absolute(d).ir, ir.constant(F32, float(kv_rounding.LEAST)).ir)
+    is_zero = ir.builder.fcmp_ordered("<", ir.absolute(d).ir, ir.constant(F32, float(kv_rounding.MIN_SCALE)).ir)
     return Value(ir, ir.builder.select(is_zero, ir.zero(F32).ir, (ir.constant(F32, 1.0) / d).ir))
 
 
@@ -162,8 +162,8 @@ def _store_affine(ir: IrBuilder, x: Value, block: Value, bits: int, pack: Callab
 def _store_nonlinear(ir: IrBuilder, x: Value, block: Value) -> None:
     y = x * ir.splat(_inverse(ir, _extreme(ir, x) * (-1 / 127)), 32)
     code, entry = ir.zero(vector(32, I32)), ir.constant(y.type, float(kv_rounding.CODEBOOK[0]))
-    for middle, value in zip(kv_rounding.MIDDLES, kv_rounding.CODEBOOK[1:]):
-        above = Value(ir, ir.builder.fcmp_ordered(">", y.ir, ir.constant(y.type, float(middle)).ir))
+    for midpoint, value in zip(kv_rounding.MIDPOINTS, kv_rounding.CODEBOOK[1:]):
+        above = Value(ir, ir.builder.fcmp_ordered(">", y.ir, ir.constant(y.type, float(midpoint)).ir))
         code = code + above.unsigned(I32)
         entry = ir.choose(above, ir.constant(y.type, float(value)), entry)
     weighted = x * x * entry
@@ -188,11 +188,11 @@ _STORE_BLOCK: dict[str, Callable[[IrBuilder, Value, Value], None]] = {
 def _store_q8_kv(ir: IrBuilder, x: Value, dim: int, row: Value) -> None:
     """Encode a row as Q8_KV: one scale and the sum of the codes, then the codes."""
     vectors = [ir.load(_FLOATS32, x + 4 * c) for c in range(0, dim, 32)]
-    top = ir.absolute(_extreme(ir, vectors[0]))
+    largest = ir.absolute(_extreme(ir, vectors[0]))
     for v in vectors[1:]:  # NaN stays: `max` keeps its first operand, and what is first may be either
-        other = ir.absolute(_extreme(ir, v))
-        top = ir.max(top, other) + (other - other)
-    d = top * (1 / 127)
+        magnitude = ir.absolute(_extreme(ir, v))
+        largest = ir.max(largest, magnitude) + (magnitude - magnitude)
+    d = largest * (1 / 127)
     inverse = _inverse(ir, d)
     total = ir.zero(vector(8, I32))
     for i, v in enumerate(vectors):

@@ -50,7 +50,7 @@ _INTS8, _FLOATS8, _FLOATS16 = vector(8, I32), vector(8, F32), vector(16, F32)
 def integer_product(
     ir: IrBuilder, ggml_type: int, weights: Value, n: Value, first: Value, last: Value, activations: Value, out: Value
 ) -> None:
-    """The function above for a type of FORMATS."""
+    """Matrix-vector product of a type of FORMATS, with quantized activations; see the module."""
     f = FORMATS[ggml_type]
     blocks = n >> (f.columns.bit_length() - 1)
     if f.rows > 1:
@@ -163,11 +163,13 @@ def _interleaved_rows(ir: IrBuilder, f: Format, group: Value, blocks: Value, n: 
             product = ir.zero(_INTS8)
             for plane in (0, 32):  # high bytes, low bytes
                 codes = x + n * INT16_CODES + column * 2 + plane
-                for weights, left, right in weight.steps:
-                    if left == right:  # a load fills all lanes
-                        four = ir.splat(ir.load(I32, codes + left), 8)
+                for weights, first_column, second_column in weight.steps:
+                    if first_column == second_column:  # a load fills all lanes
+                        four = ir.splat(ir.load(I32, codes + first_column), 8)
                     else:
-                        four = ir.shuffle(ir.load(_INTS8, codes), None, [left // 4] * 4 + [right // 4] * 4)
+                        four = ir.shuffle(
+                            ir.load(_INTS8, codes), None, [first_column // 4] * 4 + [second_column // 4] * 4
+                        )
                     product = ir.dot4(product, weights, four.view(vector(32, I8)), f.largest)
                 if plane == 0:
                     product = (product << 8) + sums * -f.offset
@@ -192,7 +194,7 @@ def _interleaved_sums(ir: IrBuilder, f: Format, fours: Value) -> Value:
 def float_product(
     ir: IrBuilder, ggml_type: int, weights: Value, n: Value, first: Value, last: Value, activations: Value, out: Value
 ) -> None:
-    """The function above for F32, F16 and BF16, with float32 activations."""
+    """Matrix-vector product of F32, F16 and BF16, with float32 activations; see the module."""
     width = 4 if FLOAT_TYPES[ggml_type] == "f32" else 2
 
     def rows_at(row: Value, count: int) -> None:
@@ -213,7 +215,7 @@ def float_product(
 
 @functools.cache
 def product(ggml_type: int) -> Callback | None:
-    """The compiled function of a type, or None for types without one."""
+    """The compiled matrix-vector product of a type; None for types without a kernel."""
     if ggml_type in FLOAT_TYPES:
 
         @callback(SIGNATURE)

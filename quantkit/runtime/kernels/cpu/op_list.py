@@ -67,7 +67,7 @@ class OpList:
         return stored
 
     def keep(self, array: _Array) -> _Array:
-        """Keep an array alive as long as the list."""
+        """Hold a reference to an array, so that its address stays valid as long as the list. Returns the array."""
         self._alive.append(array)
         return array
 

@@ -45,8 +45,8 @@ def _softmax_update(ir, scores, count, first, last, dim, out, softmax_state):
     lanes = ir.constant(vector(16, first.type), range(16))
 
     def scores_at(i):
-        place = lanes + ir.splat(i, 16)
-        inside = ir.between(place, ir.splat(first, 16), ir.splat(last, 16))
+        position = lanes + ir.splat(i, 16)
+        inside = ir.between(position, ir.splat(first, 16), ir.splat(last, 16))
         return ir.choose(inside, ir.load(_FLOATS16, scores + i * 4), masked)
 
     old = ir.load(F32, softmax_state)
@@ -160,35 +160,37 @@ def attention(shape: Heads, tokens: int) -> Callback:
             span = load_record(SpanState, p.state + STATE_BYTES + s * SPAN_BYTES)
             cache = load_record(LayerCache, view.caches + s * CACHE_BYTES)
             head, first = piece % kv_heads, (-(-span.tokens // tokens) - 1 - piece // kv_heads) * tokens
-            many, position = min(tokens, span.tokens - first), span.position + first
+            token_count, position = min(tokens, span.tokens - first), span.position + first
             k_rows, v_rows = cache.k + head * cache.n_ctx * k_bytes, cache.v + head * cache.n_ctx * v_bytes
-            place = (span.start + first) * kv_heads + head  # of the first query and result, in groups of heads
-            x, stride = p.q + place * group * dim_k * 4, kv_heads * group * dim_k * 4
-            _start_piece(x, stride, many, queries, group * dim_k, results, rows * width, softmax_states, rows)
-            used = -(-many * group // FLOAT_TILE_TOKENS) * FLOAT_TILE_TOKENS
-            for start in range(max(0, position + 1 - window) // KEY_BLOCK * KEY_BLOCK, position + many, step):
-                stop = min(start + step, position + many)
-                for at in range(start, stop, KEY_BLOCK):
-                    here, block_scores = min(KEY_BLOCK, stop - at), scores + (at - start) * 4
-                    _decode(k_type, k_rows + at * k_bytes, k_bytes, here, dim_k, decoded, dim_k * 4)
-                    _transpose_keys(decoded, here, dim_k, keys)
-                    columns = -(-here // 32) * 32
+            first_group = (span.start + first) * kv_heads + head  # of the first query and result, in groups of heads
+            x, stride = p.q + first_group * group * dim_k * 4, kv_heads * group * dim_k * 4
+            _start_piece(x, stride, token_count, queries, group * dim_k, results, rows * width, softmax_states, rows)
+            used = -(-token_count * group // FLOAT_TILE_TOKENS) * FLOAT_TILE_TOKENS
+            for start in range(max(0, position + 1 - window) // KEY_BLOCK * KEY_BLOCK, position + token_count, step):
+                stop = min(start + step, position + token_count)
+                for block_start in range(start, stop, KEY_BLOCK):
+                    block_keys, block_scores = min(KEY_BLOCK, stop - block_start), scores + (block_start - start) * 4
+                    _decode(k_type, k_rows + block_start * k_bytes, k_bytes, block_keys, dim_k, decoded, dim_k * 4)
+                    _transpose_keys(decoded, block_keys, dim_k, keys)
+                    columns = -(-block_keys // 32) * 32
                     _matmul(
                         queries, dim_k * 4, keys, KEY_BLOCK * 4, dim_k, block_scores, step * 4, used, columns, False
                     )
-                for row in range(many * group):
-                    seen, columns = position + row // group + 1 - start, -(-(stop - start) // 32) * 32
+                for row in range(token_count * group):
+                    visible_end, columns = position + row // group + 1 - start, -(-(stop - start) // 32) * 32
                     row_scores, result = scores + row * step * 4, results + row * width * 4
-                    first_seen = max(0, seen - window)
-                    _softmax_update(row_scores, columns, first_seen, seen, dim_v, result, softmax_states + row * 8)
-                for at in range(start, stop, KEY_BLOCK):
-                    here, weights = min(KEY_BLOCK, stop - at), scores + (at - start) * 4
-                    _decode(v_type, v_rows + at * v_bytes, v_bytes, here, dim_v, values, width * 4)
-                    floats(values, KEY_BLOCK * width)[here * width :] = 0
-                    columns = -(-here // 32) * 32
+                    visible_start = max(0, visible_end - window)
+                    _softmax_update(
+                        row_scores, columns, visible_start, visible_end, dim_v, result, softmax_states + row * 8
+                    )
+                for block_start in range(start, stop, KEY_BLOCK):
+                    block_keys, weights = min(KEY_BLOCK, stop - block_start), scores + (block_start - start) * 4
+                    _decode(v_type, v_rows + block_start * v_bytes, v_bytes, block_keys, dim_v, values, width * 4)
+                    floats(values, KEY_BLOCK * width)[block_keys * width :] = 0
+                    columns = -(-block_keys // 32) * 32
                     _matmul(weights, step * 4, values, width * 4, columns, results, width * 4, used, width, True)
-            for row in range(many * group):
-                out = p.out + ((place + row // group * kv_heads) * group + row % group) * dim_v * 4
+            for row in range(token_count * group):
+                out = p.out + ((first_group + row // group * kv_heads) * group + row % group) * dim_v * 4
                 _divide(results + row * width * 4, dim_v, softmax_states + row * 8 + 4, out)
                 rotate(out, dim_v, rotate_v)
 

@@ -158,14 +158,14 @@ def group_tokens(parameters, thread, threads):
     for i in range(tokens * used):
         e = selected[i]
         if e >= 0:
-            at = runs[3 * e + 1]
+            entry = runs[3 * e + 1]
             runs[3 * e + 1] += 1
-            token_of[at], row_of[at], weight_of[at] = i // used, p.x + i // used * p.n * 4, weights[i]
+            token_of[entry], row_of[entry], weight_of[entry] = i // used, p.x + i // used * p.n * 4, weights[i]
     count = 0
     for e in range(experts):
-        many = runs[3 * e + 2]
-        if many > 0:
-            runs[3 * count], runs[3 * count + 1], runs[3 * count + 2] = e, runs[3 * e + 1] - many, many
+        token_count = runs[3 * e + 2]
+        if token_count > 0:
+            runs[3 * count], runs[3 * count + 1], runs[3 * count + 2] = e, runs[3 * e + 1] - token_count, token_count
             count += 1
     store_int(entries, assignment + ENTRIES)
     store_int(count, assignment + RUNS)
@@ -195,13 +195,13 @@ def gather(parameters, thread, threads):
         run = _run(p.assignment, i)
         if run.tokens > FEW_TOKENS and p.tiles == 0:
             continue
-        for at in range(run.first + thread, run.first + run.tokens, threads):
+        for entry in range(run.first + thread, run.first + run.tokens, threads):
             if run.tokens <= FEW_TOKENS:
-                buffer = p.vectors + (i * FEW_TOKENS + at - run.first) * p.vector_bytes
-                floats(buffer, p.n)[:] = floats(row_of[at], p.n)
+                buffer = p.vectors + (i * FEW_TOKENS + entry - run.first) * p.vector_bytes
+                floats(buffer, p.n)[:] = floats(row_of[entry], p.n)
                 quantize_range(buffer, p.n, 0, p.n)
             else:
-                quantize_token(row_of[at], p.n, p.tiles + at // p.tile_tokens * tile_bytes, at % p.tile_tokens)
+                quantize_token(row_of[entry], p.n, p.tiles + entry // p.tile_tokens * tile_bytes, entry % p.tile_tokens)
 
 
 # ----------------------------------------------------------------------------------------------------------- products
@@ -263,9 +263,9 @@ def _store_hidden(x, hidden, ff, entry, column, tile_tokens):
 
 
 @kernel
-def _multiply_few(matvec, matrix, n, row, many, vectors, vector_bytes, out, stride):
+def _multiply_few(matvec, matrix, n, row, count, vectors, vector_bytes, out, stride):
     """out[t, 0 .. 31] = EXPERT_ROWS rows of an expert's matrix times each of `many` vectors; strides in bytes."""
-    for t in range(many):
+    for t in range(count):
         call6(matvec, matrix, n, row, row + EXPERT_ROWS, vectors + t * vector_bytes, out + t * stride - row * 4)
 
 
@@ -295,8 +295,8 @@ def gate_up(parameters, thread, threads):
         gate, up = p.gate + run.expert * m.expert_bytes, p.up + run.expert * m.expert_bytes
         if run.tokens <= FEW_TOKENS:
             vectors, vector_bytes = m.vectors + i * FEW_TOKENS * m.vector_bytes, m.vector_bytes
-            for which in range(2):
-                matrix, out = up if which else gate, results + which * result_bytes
+            for side in range(2):
+                matrix, out = up if side else gate, results + side * result_bytes
                 _multiply_few(m.matvec, matrix, n, row, run.tokens, vectors, vector_bytes, out, EXPERT_ROWS * 4)
             for t in range(run.tokens):
                 result, buffer = (
@@ -306,18 +306,18 @@ def gate_up(parameters, thread, threads):
                 swiglu_range(result, result + result_bytes, 0, EXPERT_ROWS, buffer + row * 4)
                 quantize_range(buffer, ff, row, row + EXPERT_ROWS)
             continue
-        for which in range(2):
-            start = (up if which else gate) + row * (m.expert_bytes // ff)
-            call3(m.unpack, start, n, panels + which * panel_bytes)
-        for at in range(run.first, run.first + run.tokens, tokens):
-            x = m.x + at * m.entry_bytes
-            for which in range(2):
-                out = results + which * result_bytes
-                call6(m.product, panels + which * panel_bytes, n, x, out, EXPERT_ROWS * 4, 0)
-            for t in range(min(tokens, run.first + run.tokens - at)):
+        for side in range(2):
+            start = (up if side else gate) + row * (m.expert_bytes // ff)
+            call3(m.unpack, start, n, panels + side * panel_bytes)
+        for entry in range(run.first, run.first + run.tokens, tokens):
+            x = m.x + entry * m.entry_bytes
+            for side in range(2):
+                out = results + side * result_bytes
+                call6(m.product, panels + side * panel_bytes, n, x, out, EXPERT_ROWS * 4, 0)
+            for t in range(min(tokens, run.first + run.tokens - entry)):
                 result = results + t * EXPERT_ROWS * 4
                 swiglu_range(result, result + result_bytes, 0, EXPERT_ROWS, result)
-                _store_hidden(result, target.hidden, ff, at + t, row, target.tile_tokens)
+                _store_hidden(result, target.hidden, ff, entry + t, row, target.tile_tokens)
 
 
 class MultiplyParameters(NamedTuple):
@@ -349,8 +349,8 @@ def multiply(parameters, thread, threads):
             _multiply_few(m.matvec, matrix, n, row, run.tokens, vectors, vector_bytes, first_out, rows * 4)
             continue
         call3(m.unpack, matrix + row * (m.expert_bytes // rows), n, panel)
-        for at in range(run.first, run.first + run.tokens, tokens):
-            call6(m.product, panel, n, m.x + at * m.entry_bytes, out + at * rows * 4, rows * 4, 0)
+        for entry in range(run.first, run.first + run.tokens, tokens):
+            call6(m.product, panel, n, m.x + entry * m.entry_bytes, out + entry * rows * 4, rows * 4, 0)
 
 
 class ActivateParameters(NamedTuple):
@@ -408,8 +408,8 @@ def add_down(parameters, thread, threads):
             matrix = p.weights + run.expert * m.expert_bytes
             if run.tokens > FEW_TOKENS:
                 call3(m.unpack, matrix + row * (m.expert_bytes // rows), n, panel)
-            for at in range(run.first, run.first + run.tokens, tokens):
-                x = m.x + at * m.entry_bytes
+            for entry in range(run.first, run.first + run.tokens, tokens):
+                x = m.x + entry * m.entry_bytes
                 if run.tokens <= FEW_TOKENS:
                     vectors, vector_bytes = m.vectors + i * FEW_TOKENS * m.vector_bytes, m.vector_bytes
                     _multiply_few(m.matvec, matrix, n, row, run.tokens, vectors, vector_bytes, results, EXPERT_ROWS * 4)
@@ -419,6 +419,6 @@ def add_down(parameters, thread, threads):
                             addresses[t] = x + t * m.entry_bytes
                         x = results + tokens * EXPERT_ROWS * 4
                     call6(m.product, panel, n, x, results, EXPERT_ROWS * 4, 0)
-                for t in range(min(tokens, run.first + run.tokens - at)):
-                    place = p.out + (token_of[at + t] * rows + row) * 4
-                    _add_scaled(results + t * EXPERT_ROWS * 4, weight_of[at + t], place)
+                for t in range(min(tokens, run.first + run.tokens - entry)):
+                    target = p.out + (token_of[entry + t] * rows + row) * 4
+                    _add_scaled(results + t * EXPERT_ROWS * 4, weight_of[entry + t], target)

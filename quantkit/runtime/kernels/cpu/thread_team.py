@@ -56,14 +56,14 @@ def _sync_point(sync):
 @kernel
 def _wait_while(address, value, polls, sync):
     """Wait until the int64 at `address` is no longer `value`; at most `polls` polls if `polls` > 0."""
-    done = 0
+    polled = 0
     while atomic_load(address) == value:
         _sync_point(sync)
-        done += 1
-        if done == polls:
+        polled += 1
+        if polled == polls:
             return
         pause()
-        if done > SPINS:
+        if polled > SPINS:
             call3(load_int(sync + YIELD), 0, 0, 0)
 
 
@@ -106,15 +106,15 @@ def _lead(sync, ops, count, threads):
 
 
 @kernel
-def _work(sync, thread, threads, seen):
+def _work(sync, thread, threads, last_epoch):
     """Execute every list published after epoch `seen`. Returns the last epoch once none has come for a while."""
     while True:
-        _wait_while(sync + EPOCH, seen, IDLE_SPINS, sync)
+        _wait_while(sync + EPOCH, last_epoch, IDLE_SPINS, sync)
         epoch = atomic_load(sync + EPOCH)
-        if epoch == seen:
+        if epoch == last_epoch:
             return epoch
         _sync_point(sync)
-        seen = epoch
+        last_epoch = epoch
         _execute(load_int(sync + OPS), load_int(sync + COUNT), sync, thread, threads)
 
 
@@ -132,8 +132,8 @@ def _yield_function() -> int:
 class ThreadTeam:
     """`threads` threads that run lists together: the caller's, and threads - 1 workers, started by the first list.
 
-    `_lock` is taken itself, not through the Condition: the methods of Condition are Python code, where an interrupt can
-    come between taking the lock and the block that releases it.
+    The code acquires `_lock` directly, not through the Condition: the methods of Condition are Python code, where an
+    interrupt can come between acquiring the lock and the block that releases it.
     """
 
     def __init__(self, threads: int):
@@ -211,7 +211,7 @@ class ThreadTeam:
                     "or let this process have more (ulimit -u, the container's limit of processes)"
                 ) from None
 
-    def _worker_loop(self, number: int, seen: int, attempt: int) -> None:
+    def _worker_loop(self, number: int, last_epoch: int, attempt: int) -> None:
         with self._lock:
             if attempt != self._attempt or number in self._workers or self._closed:
                 return  # an interrupted attempt started this thread, and another one has its place
@@ -219,10 +219,10 @@ class ThreadTeam:
         callbacks.report_failures_to(self._failures)
         try:
             while not self._closed:
-                seen = _work(self._sync, number, self.threads, seen)
+                last_epoch = _work(self._sync, number, self.threads, last_epoch)
                 with self._lock:
                     # Workers stay awake from the announcement of a list until it is published.
-                    while self._announced == seen and not self._closed:
+                    while self._announced == last_epoch and not self._closed:
                         self._asleep += 1
                         try:
                             self._wake.wait()
@@ -249,11 +249,11 @@ _teams_lock = threading.Lock()
 
 def team(threads: int) -> ThreadTeam:
     """The process-wide team of `threads` threads; its lists run one after another."""
-    found = _teams.get(threads)
-    if found is None:
+    result = _teams.get(threads)
+    if result is None:
         with _teams_lock:
-            found = _teams.setdefault(threads, ThreadTeam(threads))
-    return found
+            result = _teams.setdefault(threads, ThreadTeam(threads))
+    return result
 
 
 @atexit.register

@@ -1,9 +1,9 @@
 """Softmax attention over a cache of keys and values, for decoding and prompts: grouped heads, latents, windows, sinks.
 
 A cache of a layer is uint8[kv heads, n_ctx, row bytes] (`runtime/kv/cache.py`), of a float type or of one whose blocks
-are 32 columns. The query rows of a key/value head are its `group` heads for each token, row r being token r // group. A
-block takes ROWS of them and a split of the keys, KEYS at a time, which it decodes into shared memory; `merge`
-adds the splits up (split-KV merge). Both use the online-softmax update:
+are 32 columns. The query rows of a key/value head are its `group` heads for each token: row r is of token r // group. A
+thread block takes ROWS of them and a split of the keys, `keys_at_once` at a time, which it decodes into shared memory;
+`merge` is the split-KV merge. Both use the online-softmax update:
 
     m' = max(m, new);  denominator and acc are multiplied by e^(m - m');  each key adds e^(score - m') to
     denominator, and that times its value to acc
@@ -43,18 +43,18 @@ from quantkit.runtime.kernels.cuda.kernel import Kernel
 THREADS = 128  # of `merge` and `append`, and the fewest of `attend`
 ROWS = 8
 SHARED_FLOATS = 10_000  # of 12288 that every GPU gives a block unasked
-MOST_DIM = 640
+MAX_DIM = 640
 CACHES = ("f32", "f16", "bf16", "q8_0", "q6_0", "q5_0", "q5_1", "q4_0", "q4_1", "iq4_nl", "q8_KV")
-_LEAST = np.float32(-3.4e38)
+_MASKED = np.float32(-3.4e38)
 
 
-def keys_together(dim: int) -> int:
-    """How many keys are in shared memory at a time, beside the queries: 32, 16, 8 or 4."""
+def keys_at_once(dim: int) -> int:
+    """Number of keys that fit in shared memory beside the queries: 32, 16, 8 or 4."""
     return next(keys for keys in (32, 16, 8, 4) if keys * (dim + 1) + ROWS * dim <= SHARED_FLOATS)
 
 
 def threads_of(dim_v: int) -> int:
-    """Of a block of `attend`: each holds one column of the values."""
+    """Threads of a block of `attend`: each has one column of the values."""
     return max(THREADS, -(-dim_v // 32) * 32)
 
 
@@ -95,9 +95,9 @@ def check(kinds: tuple[str, str], dims: tuple[int, int]) -> None:
     for kind, dim in zip(kinds, dims):
         if kind not in CACHES:
             raise UnsupportedError(f"no CUDA attention over a cache of {kind}; use one of {', '.join(CACHES)}")
-        if dim > MOST_DIM or (kind not in ("f32", "f16", "bf16") and dim % 32):
+        if dim > MAX_DIM or (kind not in ("f32", "f16", "bf16") and dim % 32):
             raise UnsupportedError(
-                f"no CUDA attention over heads of {dim} elements in {kind}: at most {MOST_DIM}, and a multiple of 32 "
+                f"no CUDA attention over heads of {dim} elements in {kind}: at most {MAX_DIM}, and a multiple of 32 "
                 "where the type is quantized; keep the cache on the CPU (-nkvo) or choose f16"
             )
 
@@ -112,7 +112,7 @@ def attend(k_kind: str, v_kind: str, dim_k: int, dim_v: int, values_in_keys: boo
     maximum, denominator float32[splits, kv heads, tokens * group], acc with [.., dim_v].
     """
     check((k_kind, v_kind), (dim_k, dim_v))
-    keys = keys_together(max(dim_k, dim_v))
+    keys = keys_at_once(max(dim_k, dim_v))
     pitch = max(dim_k, dim_v) | 1
     tile_size, query_size, score_size = keys * pitch, ROWS * dim_k, ROWS * 32
     read_k, read_v = _reader(k_kind), _reader(v_kind)
@@ -143,8 +143,8 @@ def attend(k_kind: str, v_kind: str, dim_k: int, dim_v: int, values_in_keys: boo
         query = cuda.shared.array(query_size, np.float32)
         score = cuda.shared.array(score_size, np.float32)
         rescale = cuda.shared.array(ROWS, np.float32)
-        so_far = cuda.shared.array(ROWS, np.float32)
-        weight = cuda.shared.array(ROWS, np.float32)
+        running_max = cuda.shared.array(ROWS, np.float32)
+        running_sum = cuda.shared.array(ROWS, np.float32)
         thread, lane, warp = cuda.threadIdx.x, cuda.threadIdx.x % 32, cuda.threadIdx.x // 32
         split, head = cuda.blockIdx.x, cuda.blockIdx.z
         rows = tokens * group
@@ -155,10 +155,10 @@ def attend(k_kind: str, v_kind: str, dim_k: int, dim_v: int, values_in_keys: boo
             at = (np.int64(row // group) * heads + head * group + row % group) * dim_k
             query[i] = q[at + i % dim_k] * scale
         if thread < ROWS:
-            so_far[thread], weight[thread] = _LEAST, np.float32(0)
-        held = cuda.local.array(ROWS, np.float32)
+            running_max[thread], running_sum[thread] = _MASKED, np.float32(0)
+        acc_of_rows = cuda.local.array(ROWS, np.float32)
         for i in range(ROWS):
-            held[i] = np.float32(0)
+            acc_of_rows[i] = np.float32(0)
         column = min(thread, dim_v - 1)
         low = max(0, positions[first_row // group] + 1 - window)
         count = positions[last_row // group] + 1 - low
@@ -166,17 +166,17 @@ def attend(k_kind: str, v_kind: str, dim_k: int, dim_v: int, values_in_keys: boo
         begin = low + split * each
         end = min(begin + each, low + count)
         for start in range(begin, end, keys):
-            here = min(keys, end - start)
+            key_count = min(keys, end - start)
             cuda.syncthreads()
-            for i in range(thread, here * runs_k, threads):
+            for i in range(thread, key_count * runs_k, threads):
                 row_at = (np.int64(head) * n_ctx + start + i // runs_k) * k_bytes
                 read_k(k, row_at, k_bytes, i % runs_k, dim_k, tile, i // runs_k * pitch)
             cuda.syncthreads()
             for i in range(thread, ROWS * keys, threads):
                 row, key = i // keys, i % keys
                 position = positions[min(first_row + row, last_row) // group]
-                value = _LEAST
-                if key < here and start + key <= position and start + key > position - window:
+                value = _MASKED
+                if key < key_count and start + key <= position and start + key > position - window:
                     value = np.float32(0)
                     for d in range(dim_k):
                         value += query[row * dim_k + d] * tile[key * pitch + d]
@@ -184,38 +184,40 @@ def attend(k_kind: str, v_kind: str, dim_k: int, dim_v: int, values_in_keys: boo
             cuda.syncthreads()
             for r in range(rounds):
                 row = min(r * warps + warp, ROWS - 1)
-                mine = r * warps + warp < ROWS
-                value = score[row * 32 + lane] if lane < keys else _LEAST
-                new = max(so_far[row], warp_max(value))
-                portion = np.float32(math.exp(value - new)) if value > _LEAST or value != value else np.float32(0)
-                whole = warp_sum(portion)
+                is_own_row = r * warps + warp < ROWS
+                value = score[row * 32 + lane] if lane < keys else _MASKED
+                new = max(running_max[row], warp_max(value))
+                portion = np.float32(math.exp(value - new)) if value > _MASKED or value != value else np.float32(0)
+                total = warp_sum(portion)
                 cuda.syncthreads()
-                if mine and lane < keys:
+                if is_own_row and lane < keys:
                     score[row * 32 + lane] = portion
-                if mine and lane == 0:
+                if is_own_row and lane == 0:
                     rescale[row] = (
-                        np.float32(math.exp(so_far[row] - new)) if weight[row] > np.float32(0) else np.float32(0)
+                        np.float32(math.exp(running_max[row] - new))
+                        if running_sum[row] > np.float32(0)
+                        else np.float32(0)
                     )
-                    weight[row] = weight[row] * rescale[row] + whole
-                    so_far[row] = new
+                    running_sum[row] = running_sum[row] * rescale[row] + total
+                    running_max[row] = new
             if not values_in_keys:
                 cuda.syncthreads()
-                for i in range(thread, here * runs_v, threads):
+                for i in range(thread, key_count * runs_v, threads):
                     row_at = (np.int64(head) * n_ctx + start + i // runs_v) * v_bytes
                     read_v(v, row_at, v_bytes, i % runs_v, dim_v, tile, i // runs_v * pitch)
             cuda.syncthreads()
             for row in range(ROWS):
-                value = held[row] * rescale[row]
-                for key in range(here):
+                value = acc_of_rows[row] * rescale[row]
+                for key in range(key_count):
                     value += score[row * 32 + key] * tile[key * pitch + column]
-                held[row] = value
+                acc_of_rows[row] = value
         cuda.syncthreads()
         result = (np.int64(split) * cuda.gridDim.z + head) * rows + first_row
         if thread < ROWS and first_row + thread <= last_row:
-            maximum[result + thread], denominator[result + thread] = so_far[thread], weight[thread]
+            maximum[result + thread], denominator[result + thread] = running_max[thread], running_sum[thread]
         for row in range(ROWS):
             if thread < dim_v and first_row + row <= last_row:
-                acc[(result + row) * dim_v + thread] = held[row]
+                acc[(result + row) * dim_v + thread] = acc_of_rows[row]
 
     name = f"attend_{k_kind}_{dim_k}_{v_kind}_{dim_v}{'_latent' if values_in_keys else ''}"
     arrays = "f32[] u8[] u8[] i64 i64 i32 i32 i32 i32 i32[] i32 f32 i32 f32[] f32[] f32[]"
@@ -233,23 +235,23 @@ def merge(sinks: bool) -> Kernel:
         row, head = cuda.blockIdx.x, cuda.blockIdx.y
         rows = tokens * group
         query_head = head * group + row % group
-        most = sink[query_head] if sinks else _LEAST
+        largest = sink[query_head] if sinks else _MASKED
         for s in range(splits):
-            at = (np.int64(s) * cuda.gridDim.y + head) * rows + row
-            if denominator[at] > np.float32(0) or denominator[at] != denominator[at]:
-                most = max(most, maximum[at])
-        whole = np.float32(math.exp(sink[query_head] - most)) if sinks else np.float32(0)
+            start = (np.int64(s) * cuda.gridDim.y + head) * rows + row
+            if denominator[start] > np.float32(0) or denominator[start] != denominator[start]:
+                largest = max(largest, maximum[start])
+        total = np.float32(math.exp(sink[query_head] - largest)) if sinks else np.float32(0)
         for s in range(splits):
-            at = (np.int64(s) * cuda.gridDim.y + head) * rows + row
-            if denominator[at] > np.float32(0) or denominator[at] != denominator[at]:
-                whole += denominator[at] * np.float32(math.exp(maximum[at] - most))
+            start = (np.int64(s) * cuda.gridDim.y + head) * rows + row
+            if denominator[start] > np.float32(0) or denominator[start] != denominator[start]:
+                total += denominator[start] * np.float32(math.exp(maximum[start] - largest))
         for d in range(cuda.threadIdx.x, dim_v, THREADS):
             value = np.float32(0)
             for s in range(splits):
-                at = (np.int64(s) * cuda.gridDim.y + head) * rows + row
-                if denominator[at] > np.float32(0) or denominator[at] != denominator[at]:
-                    value += acc[at * dim_v + d] * np.float32(math.exp(maximum[at] - most))
-            out[(np.int64(row // group) * heads + query_head) * dim_v + d] = value / whole
+                start = (np.int64(s) * cuda.gridDim.y + head) * rows + row
+                if denominator[start] > np.float32(0) or denominator[start] != denominator[start]:
+                    value += acc[start * dim_v + d] * np.float32(math.exp(maximum[start] - largest))
+            out[(np.int64(row // group) * heads + query_head) * dim_v + d] = value / total
 
     name = "merge_sinks" if sinks else "merge"
     return Kernel(name, kernel, "f32[] f32[] f32[] i32 i32 i32 i32 i32 f32[] f32[]")
@@ -277,21 +279,21 @@ def append(kind: str) -> Kernel:
         run, row = number % runs, number // runs
         token, head, column = row // heads, row % heads, 32 * run + lane
         value = x[np.int64(row) * dim + column] if column < dim else np.float32(0)
-        at = (np.int64(head) * n_ctx + positions[token]) * row_bytes
+        start = (np.int64(head) * n_ctx + positions[token]) * row_bytes
         if quantized:
             scale = warp_max(abs(value)) * np.float32(1 / 127)
             if warp_sum(value - value) != np.float32(0):
                 scale = np.float32(math.nan)
             inverse = np.float32(1) / scale if scale >= np.float32(2.0**-120) else np.float32(0)
-            # Added and taken away, 3 * 2^22 rounds to the nearest integer, ties to even.
+            # Adding and subtracting 3 * 2^22 rounds to the nearest integer, ties to even.
             code = np.int32(plus(plus(times(value, inverse), np.float32(12582912)), np.float32(-12582912)))
             if inside:
-                cache[at + 34 * run + 2 + lane] = np.uint8(code & 255)
+                cache[start + 34 * run + 2 + lane] = np.uint8(code & 255)
                 if lane < 2:
-                    cache[at + 34 * run + lane] = np.uint8(np.uint32(convert(scale)) >> np.uint32(8 * lane) & 255)
+                    cache[start + 34 * run + lane] = np.uint8(np.uint32(convert(scale)) >> np.uint32(8 * lane) & 255)
         elif inside and column < dim:
             word = np.uint32(convert(value))
             for i in range(size):
-                cache[at + size * column + i] = np.uint8(word >> np.uint32(8 * i) & np.uint32(255))
+                cache[start + size * column + i] = np.uint8(word >> np.uint32(8 * i) & np.uint32(255))
 
     return Kernel(f"append_{kind}", kernel, "f32[] i32 i32 i64 i32 i32[] i32 u8[]")

@@ -16,7 +16,7 @@ import numpy as np
 from quantkit.runtime.kernels.cuda.hardware import cuda
 from quantkit.runtime.kernels.cuda.kernel import Kernel
 
-MOST_KEYS = 512
+MAX_KEYS = 512
 THREADS = 128
 
 
@@ -26,8 +26,8 @@ def step() -> Kernel:
     beta [tokens, heads], state float32[heads, dk, dv], updated. Grid: (dv / THREADS, heads)."""
 
     def kernel(q, k, v, g, beta, heads, dk, dv, tokens, state, out):
-        keys = cuda.shared.array(MOST_KEYS, np.float32)
-        queries = cuda.shared.array(MOST_KEYS, np.float32)
+        keys = cuda.shared.array(MAX_KEYS, np.float32)
+        queries = cuda.shared.array(MAX_KEYS, np.float32)
         head, thread = cuda.blockIdx.y, cuda.threadIdx.x
         column = cuda.blockIdx.x * THREADS + thread
         inside = column < dv
@@ -40,13 +40,13 @@ def step() -> Kernel:
             cuda.syncthreads()
             if inside:
                 decay = np.float32(math.exp(g[row]))
-                seen = np.float32(0)
+                predicted = np.float32(0)
                 for i in range(dk):
-                    seen += state[first + i * dv] * decay * keys[i]
-                rest = beta[row] * (v[row * dv + column] - seen)
+                    predicted += state[first + i * dv] * decay * keys[i]
+                update = beta[row] * (v[row * dv + column] - predicted)
                 total = np.float32(0)
                 for i in range(dk):
-                    value = state[first + i * dv] * decay + keys[i] * rest
+                    value = state[first + i * dv] * decay + keys[i] * update
                     state[first + i * dv] = value
                     total += value * queries[i]
                 out[row * dv + column] = total

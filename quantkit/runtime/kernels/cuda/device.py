@@ -1,6 +1,6 @@
 """The host's side of a GPU: memory as torch tensors, launches on torch's streams, products of packed matrices.
 
-    gpu = Gpu(0)                                 UnsupportedError, in one line, where that cannot be
+    gpu = Gpu(0)                                 UnsupportedError, with a message of one line, where there is none
     w = gpu.matrices(data, kind, rows, n)        uint8 of one matrix, or of several one after another
     y = w(x)                                     float32[tokens, rows] of float32[tokens, n] on the GPU
     y = w(x, exact=True)                         with weights decoded to float32, and activations as they are
@@ -9,8 +9,8 @@
     w.decoded(start, stop)                       bfloat16[stop - start, n], with exact=True float32
     graph = gpu.capture(step); graph.replay()    the launches of a function, as one
 
-Up to FEW vectors are multiplied from packed weights, with activations as bytes. More go by tiles that are decoded to
-bfloat16 and multiplied by torch: of experts, matrix by matrix with the tokens that chose it.
+Up to MAX_PACKED_VECTORS vectors are multiplied by packed weights, with 8-bit activations. For more, tiles of the
+weights are decoded to bfloat16 and multiplied by torch; for experts, matrix by matrix with the tokens routed to it.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from quantkit.runtime.kernels.cuda.kernel import Kernel
     from quantkit.types import QuantType
 
-LEAST = (8, 0)  # compute capability: bfloat16, and what the tests compile for
-FEW = 8
+MIN_CAPABILITY = (8, 0)  # compute capability with bfloat16; the tests compile for it
+MAX_PACKED_VECTORS = 8  # products with up to this many vectors read packed weights
 TILE_ELEMENTS = 1 << 25  # decoded at a time: 64 MiB of bfloat16
 _GRID_Y = 65535
 _OF_TORCH = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}  # types that torch has
@@ -67,36 +67,36 @@ class Gpu:
         self.index = index
         self.capability: tuple[int, int] = self.torch.cuda.get_device_capability(index)
         self.name: str = self.torch.cuda.get_device_name(index)
-        if self.capability < LEAST:
+        if self.capability < MIN_CAPABILITY:
             raise UnsupportedError(
                 f"{self.name} has compute capability {'.'.join(map(str, self.capability))}; kernels need "
-                f"{'.'.join(map(str, LEAST))}"
+                f"{'.'.join(map(str, MIN_CAPABILITY))}"
             )
-        self.place = self.torch.device("cuda", index)
-        self.torch.zeros(1, device=self.place)  # makes the context
+        self.torch_device = self.torch.device("cuda", index)
+        self.torch.zeros(1, device=self.torch_device)  # makes the context
         self._functions: dict[str, Any] = {}
 
     def bind_thread(self) -> None:
-        """Make this GPU the calling thread's own, with its context, which the driver wants to launch anything."""
-        self.torch.cuda.set_device(self.place)
-        self.torch.zeros(1, device=self.place)
+        """Make this GPU the calling thread's current device, with a context, which the driver needs for launches."""
+        self.torch.cuda.set_device(self.torch_device)
+        self.torch.zeros(1, device=self.torch_device)
 
     def array(self, values: np.ndarray) -> torch.Tensor:
         """A copy of a numpy array, of as many dimensions; unsigned ones as torch knows them, by their bits."""
         values = np.ascontiguousarray(values)
         bits = {"u2": np.int16, "u4": np.int32}.get(values.dtype.str[1:])
-        found: torch.Tensor = self.torch.from_numpy(values.view(bits) if bits else values.copy()).to(self.place)
-        return found
+        result: torch.Tensor = self.torch.from_numpy(values.view(bits) if bits else values.copy()).to(self.torch_device)
+        return result
 
     def empty(self, *shape: int, kind: str = "float32") -> torch.Tensor:
         """A tensor of this GPU, not initialized; `kind` is the name of a torch dtype."""
-        result: torch.Tensor = self.torch.empty(shape, dtype=getattr(self.torch, kind), device=self.place)
+        result: torch.Tensor = self.torch.empty(shape, dtype=getattr(self.torch, kind), device=self.torch_device)
         return result
 
     def zeros(self, shape: Sequence[int], kind: str = "float32") -> torch.Tensor:
         """A tensor of zeros on this GPU."""
-        found: torch.Tensor = self.torch.zeros(tuple(shape), dtype=getattr(self.torch, kind), device=self.place)
-        return found
+        result: torch.Tensor = self.torch.zeros(tuple(shape), dtype=getattr(self.torch, kind), device=self.torch_device)
+        return result
 
     def pinned(self, nbytes: int) -> torch.Tensor:
         """uint8 memory of the host that the GPU reads by itself."""
@@ -105,12 +105,12 @@ class Gpu:
 
     def stream(self) -> torch.cuda.Stream:
         """A new stream."""
-        found: torch.cuda.Stream = self.torch.cuda.Stream(self.place)
-        return found
+        result: torch.cuda.Stream = self.torch.cuda.Stream(self.torch_device)
+        return result
 
     def current_stream(self) -> torch.cuda.Stream:
         """The stream of the calling thread, on which `launch` puts kernels."""
-        result: torch.cuda.Stream = self.torch.cuda.current_stream(self.place)
+        result: torch.cuda.Stream = self.torch.cuda.current_stream(self.torch_device)
         return result
 
     def on(self, stream: torch.cuda.Stream) -> Any:
@@ -119,25 +119,25 @@ class Gpu:
 
     def event(self) -> torch.cuda.Event:
         """A new event."""
-        found: torch.cuda.Event = self.torch.cuda.Event()
-        return found
+        result: torch.cuda.Event = self.torch.cuda.Event()
+        return result
 
     def free_bytes(self) -> int:
-        """Of memory that nobody holds."""
+        """Bytes of GPU memory that are not allocated."""
         return int(self.torch.cuda.mem_get_info(self.index)[0])
 
     def synchronize(self) -> None:
         """Wait for all that was launched."""
-        self.torch.cuda.synchronize(self.place)
+        self.torch.cuda.synchronize(self.torch_device)
 
     def _function(self, kernel: Kernel) -> Any:
-        found = self._functions.get(kernel.name)
-        if found is None:
+        function = self._functions.get(kernel.name)
+        if function is None:
             code, entry = kernel.cubin(self.capability)
-            with self.torch.cuda.device(self.place):
-                found = driver.function_of(driver.load(code), entry)
-            self._functions[kernel.name] = found
-        return found
+            with self.torch.cuda.device(self.torch_device):
+                function = driver.function_of(driver.load(code), entry)
+            self._functions[kernel.name] = function
+        return function
 
     def launch(self, kernel: Kernel, blocks: int | Sequence[int], threads: int, *arguments: Any) -> None:
         """Run a kernel on torch's current stream. Arrays are contiguous tensors of this GPU, of any shape.
@@ -145,34 +145,34 @@ class Gpu:
         TypeError for one that is not: the kernel would read other elements, or none of its memory.
         """
         for a in arguments:
-            if isinstance(a, self.torch.Tensor) and not (a.is_contiguous() and a.device == self.place):
-                raise TypeError(f"{kernel.name}: a tensor on {a.device} is not a contiguous one on {self.place}")
-        given = [(a.data_ptr(), a.numel()) if isinstance(a, self.torch.Tensor) else a for a in arguments]
-        stream = self.torch.cuda.current_stream(self.place).cuda_stream
+            if isinstance(a, self.torch.Tensor) and not (a.is_contiguous() and a.device == self.torch_device):
+                raise TypeError(f"{kernel.name}: a tensor on {a.device} is not a contiguous one on {self.torch_device}")
+        values = [(a.data_ptr(), a.numel()) if isinstance(a, self.torch.Tensor) else a for a in arguments]
+        stream = self.torch.cuda.current_stream(self.torch_device).cuda_stream
         grid = (blocks,) if isinstance(blocks, int) else tuple(blocks)
-        with self.torch.cuda.device(self.place):
-            driver.launch(self._function(kernel), grid, threads, stream, driver.slots(kernel.parameters, given))
+        with self.torch.cuda.device(self.torch_device):
+            driver.launch(self._function(kernel), grid, threads, stream, driver.slots(kernel.parameters, values))
 
     def launch_each(self, kernel: Kernel, count: int, threads: int, *arguments: Any) -> None:
         """Run a kernel that has one thread for each of `count` elements, `threads` to a block."""
         self.launch(kernel, -(-count // threads), threads, *arguments)
 
     def capture(self, step: Callable[[], Any]) -> torch.cuda.CUDAGraph:
-        """The launches of `step` as a graph to replay. It runs twice before, so that all code is there and memory too.
+        """Capture the launches of `step` as a CUDA graph. `step` runs twice before, to load code and allocate memory.
 
         `step` must read what differs between replays (positions, tokens) from memory and allocate by torch alone.
         """
-        stream = self.torch.cuda.Stream(self.place)
-        stream.wait_stream(self.torch.cuda.current_stream(self.place))
+        stream = self.torch.cuda.Stream(self.torch_device)
+        stream.wait_stream(self.torch.cuda.current_stream(self.torch_device))
         with self.torch.cuda.stream(stream):
             for _ in range(2):
                 step()
-        self.torch.cuda.current_stream(self.place).wait_stream(stream)
+        self.torch.cuda.current_stream(self.torch_device).wait_stream(stream)
         graph = self.torch.cuda.CUDAGraph()
         with self.torch.cuda.graph(graph, stream=stream):
             step()
-        found: torch.cuda.CUDAGraph = graph
-        return found
+        result: torch.cuda.CUDAGraph = graph
+        return result
 
     def matrices(self, data: np.ndarray, kind: QuantType, rows: int, n: int) -> Matrices:
         """Packed matrices of `rows` rows each, uint8 of any shape, on this GPU."""
@@ -219,10 +219,10 @@ class Matrices:
 
     def __call__(self, x: torch.Tensor, exact: bool = False) -> torch.Tensor:
         """float32[tokens, rows] of float32[tokens, n], by the first matrix."""
-        if 0 < len(x) <= FEW and not exact:
-            return self._few(x)
+        if 0 < len(x) <= MAX_PACKED_VECTORS and not exact:
+            return self._multiply_packed(x)
         out = self.gpu.empty(len(x), self.rows)
-        self._many(x if exact else x.bfloat16(), 0, out)
+        self._multiply_decoded(x if exact else x.bfloat16(), 0, out)
         return out
 
     def of_experts(self, x: torch.Tensor, ids: torch.Tensor, exact: bool = False) -> torch.Tensor:
@@ -231,7 +231,7 @@ class Matrices:
         Slots of -1 are left out: they give zeros.
         """
         tokens, used = ids.shape
-        if tokens <= FEW and not exact:
+        if tokens <= MAX_PACKED_VECTORS and not exact:
             share = used if x.dim() == 2 else 1
             out = self.gpu.empty(tokens * used, 1, self.rows)
             self._product(x.reshape(-1, self.n), ids.reshape(-1), share, 1, out)
@@ -245,8 +245,8 @@ class Matrices:
         stop = self.rows if stop is None else stop
         rows, gpu = stop - start, self.gpu
         if exact and self.kind.name in _OF_TORCH:
-            every = self.data.view(getattr(gpu.torch, _OF_TORCH[self.kind.name])).view(self.count, self.rows, self.n)
-            return every[matrix, start:stop].float()
+            matrices = self.data.view(getattr(gpu.torch, _OF_TORCH[self.kind.name])).view(self.count, self.rows, self.n)
+            return matrices[matrix, start:stop].float()
         output, integer = ("f32", gpu.torch.int32) if exact else ("bf16", gpu.torch.int16)
         out = gpu.empty(rows, self.n, kind="float32" if exact else "bfloat16")
         if self.is_float:
@@ -262,8 +262,8 @@ class Matrices:
                    out.view(gpu.torch.int32))  # fmt: skip
         return out
 
-    def _few(self, x: torch.Tensor) -> torch.Tensor:
-        """Up to FEW vectors, padded to a number that a kernel is made for."""
+    def _multiply_packed(self, x: torch.Tensor) -> torch.Tensor:
+        """Products of up to MAX_PACKED_VECTORS vectors, padded to a number for which there is a kernel."""
         from quantkit.runtime.kernels.cuda import weights
 
         gpu, tokens = self.gpu, len(x)
@@ -271,7 +271,7 @@ class Matrices:
         if padded > tokens:
             x = gpu.torch.nn.functional.pad(x, (0, 0, 0, padded - tokens))
         out = gpu.empty(1, padded, self.rows)
-        self._product(x, gpu.torch.zeros(1, dtype=gpu.torch.int32, device=gpu.place), 1, padded, out)
+        self._product(x, gpu.torch.zeros(1, dtype=gpu.torch.int32, device=gpu.torch_device), 1, padded, out)
         return out[0, :tokens]
 
     def _product(self, x: torch.Tensor, ids: torch.Tensor, share: int, tokens: int, out: torch.Tensor) -> None:
@@ -288,7 +288,7 @@ class Matrices:
         gpu.launch(kernel, (blocks, slots), weights.THREADS, self.data, self.nbytes, ids, self.row_bytes, self.rows,
                    self.n, codes.view(gpu.torch.int32), scales, sums, share, out)  # fmt: skip
 
-    def _many(self, x: torch.Tensor, matrix: int, out: torch.Tensor) -> None:
+    def _multiply_decoded(self, x: torch.Tensor, matrix: int, out: torch.Tensor) -> None:
         """out float32[tokens, rows] of bfloat16[tokens, n], or of float32 with exact weights, tile after tile."""
         exact = x.dtype == self.gpu.torch.float32
         step = max(1, TILE_ELEMENTS // self.n // 16) * 16  # whole groups of all types
@@ -298,7 +298,7 @@ class Matrices:
             out[:, start:stop] = self.gpu.torch.matmul(x, tile.T)
 
     def _grouped(self, x: torch.Tensor, ids: torch.Tensor, exact: bool = False) -> torch.Tensor:
-        """Slots sorted by their matrix; the runs of each are one product. Waits for the GPU once, to know the runs."""
+        """Sort slots by matrix, multiply each run by its matrix. Waits for the GPU once, for the runs' lengths."""
         torch = self.gpu.torch
         tokens, used = ids.shape
         order = torch.argsort(ids.reshape(-1), stable=True)
@@ -310,7 +310,7 @@ class Matrices:
         sorted_out[:start] = 0
         for number, count in enumerate(counts):
             if count:
-                self._many(sorted_x[start : start + count], number, sorted_out[start : start + count])
+                self._multiply_decoded(sorted_x[start : start + count], number, sorted_out[start : start + count])
             start += count
         out = self.gpu.empty(tokens * used, self.rows)
         out[order] = sorted_out

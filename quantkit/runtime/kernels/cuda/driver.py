@@ -1,8 +1,8 @@
-"""The little that is asked of NVIDIA's driver itself: loading machine code and launching it. By ctypes, without numba.
+"""NVIDIA's driver by ctypes, without numba: load machine code and launch kernels.
 
     module = load(code);  function = function_of(module, entry)
     launch(function, blocks, threads, stream, slots)
-    slots(parameters, arguments)    what a kernel's parameters are, 8 bytes each
+    slots(parameters, arguments)    a kernel's parameters as bytes, 8 for each
 
 A kernel takes an array as seven parameters, of which it reads the address, the size and the stride in bytes; the two
 first are numba's owner and parent, which device code does not look at.

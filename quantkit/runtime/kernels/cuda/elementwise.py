@@ -1,5 +1,6 @@
-"""Norms, activations of feed-forwards, rope, sums of rows and the best logit, in float32: `kernels/reference.py`'s
-formulas. Rows are blocks of threads where a row is summed; elsewhere a thread has an element.
+"""Norms, activations, RoPE, weighted sums of rows, argmax and sampling in float32, by the formulas of `reference`.
+
+Where a row is summed, a thread block has a row; elsewhere a thread has an element.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from quantkit.runtime.kernels.cuda.kernel import Kernel
 
 THREADS = 256
 WARPS = THREADS // 32
-_NEVER = np.float32(-3.4e38)
+_LOWEST = np.float32(-3.4e38)
 
 
 @inlined
@@ -40,11 +41,11 @@ def block_max(value):
     if cuda.threadIdx.x % 32 == 0:
         shared[cuda.threadIdx.x // 32] = of_warp
     cuda.syncthreads()
-    most = shared[0]
+    largest = shared[0]
     for i in range(1, WARPS):
-        most = max(most, shared[i])
+        largest = max(largest, shared[i])
     cuda.syncthreads()
-    return most
+    return largest
 
 
 @functools.cache
@@ -125,18 +126,21 @@ def mix() -> Kernel:
 
 @functools.cache
 def rope() -> Kernel:
-    """(x, heads, head_dim, pairs, cos, sin, positions, step, stride, tokens): in place of float32[tokens, heads *
-    head_dim], a thread a pair; cos, sin [positions, pairs] as `layers.rope_tables` makes them, flat."""
+    """(x, heads, head_dim, pairs, cos, sin, positions, step, stride, tokens): RoPE in place.
+
+    x float32[tokens, heads * head_dim], a thread for each pair; cos, sin [positions, pairs] are those of
+    `float_ops.rope_tables`, flat.
+    """
 
     def kernel(x, heads, head_dim, pairs, cos, sin, positions, step, stride, tokens):
         i = cuda.blockIdx.x * np.int64(THREADS) + cuda.threadIdx.x
         if i < np.int64(tokens) * heads * pairs:
             pair, head = i % pairs, i // pairs
-            at = head * head_dim + pair * step
+            first = head * head_dim + pair * step
             angle = np.int64(positions[head // heads]) * pairs + pair
-            a, b, c, s = x[at], x[at + stride], cos[angle], sin[angle]
-            x[at] = a * c - b * s
-            x[at + stride] = a * s + b * c
+            a, b, c, s = x[first], x[first + stride], cos[angle], sin[angle]
+            x[first] = a * c - b * s
+            x[first + stride] = a * s + b * c
 
     return Kernel("rope", kernel, "f32[] i32 i32 i32 f32[] f32[] i32[] i32 i32 i32")
 
@@ -147,16 +151,16 @@ def argmax() -> Kernel:
 
     def kernel(logits, n, best):
         first = np.int64(cuda.blockIdx.x) * n
-        most, place = _NEVER, np.int32(n)
+        largest, index = _LOWEST, np.int32(n)
         for i in range(cuda.threadIdx.x, n, THREADS):
             value = logits[first + i]
             if value != value:
                 value = np.float32(math.inf)
-            if value > most or place == n:
-                most, place = value, np.int32(i)
-        top = block_max(most)
-        # Places are below 2^24, so that a float32 holds them; the least is the largest negative.
-        chosen = block_max(-np.float32(place) if most == top else np.float32(-n))
+            if value > largest or index == n:
+                largest, index = value, np.int32(i)
+        row_max = block_max(largest)
+        # Indices are below 2^24, so that float32 represents them; the smallest is the largest negative.
+        chosen = block_max(-np.float32(index) if largest == row_max else np.float32(-n))
         if cuda.threadIdx.x == 0:
             best[cuda.blockIdx.x] = np.int32(-chosen)
 
@@ -165,39 +169,39 @@ def argmax() -> Kernel:
 
 @functools.cache
 def sample() -> Kernel:
-    """(logits, n, per_temperature, u, chosen): one of each row by softmax(logits * per_temperature), a block a row.
+    """(logits, n, per_temperature, u, chosen): sample each row from softmax(logits * per_temperature), a block a row.
 
-    The first whose cumulative probability is above u[row], in [0, 1): a number the host draws.
+    Chooses the first token whose cumulative probability is above u[row], a random number in [0, 1) from the host.
     """
 
     def kernel(logits, n, per_temperature, u, chosen):
         first = np.int64(cuda.blockIdx.x) * n
         sums = cuda.shared.array(THREADS, np.float32)
         thread = cuda.threadIdx.x
-        most = _NEVER
+        largest = _LOWEST
         for i in range(thread, n, THREADS):
-            most = max(most, logits[first + i])
-        top = block_max(most)
+            largest = max(largest, logits[first + i])
+        row_max = block_max(largest)
         each = (n + THREADS - 1) // THREADS  # neighbours for each thread, so that the sums are in order
         total = np.float32(0)
         for i in range(thread * each, min(n, thread * each + each)):
-            total += np.float32(math.exp((logits[first + i] - top) * per_temperature))
+            total += np.float32(math.exp((logits[first + i] - row_max) * per_temperature))
         sums[thread] = total
         cuda.syncthreads()
-        before, whole = np.float32(0), np.float32(0)
+        before, total_of_row = np.float32(0), np.float32(0)
         for i in range(THREADS):
             if i == thread:
-                before = whole
-            whole += sums[i]
-        aim = u[cuda.blockIdx.x] * whole
-        if before <= aim < before + total or (thread == THREADS - 1 and aim >= whole):
-            at = min(n - 1, thread * each)
+                before = total_of_row
+            total_of_row += sums[i]
+        target = u[cuda.blockIdx.x] * total_of_row
+        if before <= target < before + total or (thread == THREADS - 1 and target >= total_of_row):
+            candidate = min(n - 1, thread * each)
             reached = before
             for i in range(thread * each, min(n, thread * each + each)):
-                at = i
-                reached += np.float32(math.exp((logits[first + i] - top) * per_temperature))
-                if reached > aim:
+                candidate = i
+                reached += np.float32(math.exp((logits[first + i] - row_max) * per_temperature))
+                if reached > target:
                     break
-            chosen[cuda.blockIdx.x] = at
+            chosen[cuda.blockIdx.x] = candidate
 
     return Kernel("sample", kernel, "f32[] i32 f32 f32[] i32[]")

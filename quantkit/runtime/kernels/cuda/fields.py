@@ -1,14 +1,13 @@
-"""Where a block keeps its numbers, as sums that a GPU works out in a few instructions. No numba here.
+"""Bit addresses of a block's fields, as sums that a GPU computes in a few instructions. Does not import numba.
 
-`types/families/interleave.py` describes an interleaved type by its fields: for each the bit addresses of its elements
-in a block of the base type and in one of a group of rows. All these addresses, and those of the other types, are
-*linear in the
-bits* of the column j and of the row k,
+`types/families/interleave.py` describes an interleaved type by its fields: for each, the bit addresses of its elements
+in a block of the base type and in a block of a group of rows. All these addresses, and those of the other types, are
+*linear in the bits* of the column j and of the row k:
 
-    address(k, j) = first + sum over bits b of j: columns[b] * bit b of j + the same of k
+    address(k, j) = first + sum over bits b of j: columns[b] * bit b of j + the same for k
 
-so that a `Place`, which is these weights, serves base and interleaved types alike. `place` finds the weights from the
-addresses and checks every one of them.
+So `LinearAddresses`, which holds these weights, serves base and interleaved types. `linear_addresses` finds the weights
+from a table of addresses and checks every entry.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from quantkit.types.families.interleave import Field, Interleaved, Placement
 
 
 @dataclass(frozen=True)
-class Place:
+class LinearAddresses:
     """Bit addresses of elements of `width` bits in a block of a row, or of a group of rows."""
 
     width: int
@@ -31,8 +30,8 @@ class Place:
     rows: tuple[int, ...]  # of the row's in its group
 
 
-def place(width: int, addresses: np.ndarray | Sequence[int]) -> Place:
-    """Of bit addresses int[count] or int[rows, count], counts powers of two. TypeError where they are not linear."""
+def linear_addresses(width: int, addresses: np.ndarray | Sequence[int]) -> LinearAddresses:
+    """The weights of bit addresses int[count] or int[rows, count], both powers of two. TypeError if not linear."""
     table = np.atleast_2d(np.asarray(addresses, np.int64))
     rows, count = table.shape
     first = int(table[0, 0])
@@ -41,7 +40,7 @@ def place(width: int, addresses: np.ndarray | Sequence[int]) -> Place:
     expected = first + _sums(of_rows, rows)[:, None] + _sums(columns, count)
     if not np.array_equal(expected, table):
         raise TypeError("bit addresses are not linear in the bits of column and row")
-    return Place(width, first, columns, of_rows)
+    return LinearAddresses(width, first, columns, of_rows)
 
 
 def _sums(weights: Sequence[int], count: int) -> np.ndarray:
@@ -49,25 +48,25 @@ def _sums(weights: Sequence[int], count: int) -> np.ndarray:
     return bits @ np.array(weights, np.int64).reshape(-1)
 
 
-def interleaved(width: int, count: int, rows: int, group: Placement) -> Place:
-    """Of elements that a group of rows keeps as a placement of `types/families/interleave.py` says."""
-    return place(width, group.addresses(rows, width, count))
+def interleaved(width: int, count: int, rows: int, group: Placement) -> LinearAddresses:
+    """The addresses of a field in a group of interleaved rows, by a `Placement` of `types/families/interleave.py`."""
+    return linear_addresses(width, group.addresses(rows, width, count))
 
 
-def in_base(field: Field) -> Place:
+def in_base(field: Field) -> LinearAddresses:
     """A field in a block of the base type."""
-    return place(field.width, field.base)
+    return linear_addresses(field.width, field.base)
 
 
-def in_group(field: Field, rows: int) -> Place:
+def in_group(field: Field, rows: int) -> LinearAddresses:
     """A field in a block of a group of rows."""
     return interleaved(field.width, len(field.base), rows, field.group)
 
 
-def both(kind: type[Interleaved]) -> dict[str, tuple[Place, ...]]:
+def base_and_interleaved(kind: type[Interleaved]) -> dict[str, tuple[LinearAddresses, ...]]:
     """The fields of an interleaved type and of its base type, by their names."""
     fields = kind.fields
     return {
-        kind.of.name: tuple(in_base(f) for f in fields),
+        kind.base_class.name: tuple(in_base(f) for f in fields),
         kind.name: tuple(in_group(f, kind.interleave) for f in fields),
     }

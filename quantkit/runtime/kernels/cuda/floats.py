@@ -1,7 +1,7 @@
-"""Kernels of the types that are numbers already: f32, f16, bf16 and bf16_r16.
+"""Kernels of f32, f16, bf16 and bf16_r16: conversion, and products with a few vectors.
 
-Batches of these are torch's own matrix products; here are what is left: other outputs, and products with few vectors.
-Activations are float32. `data` holds matrices as in `weights.py`; a row of a block of `matvec` is a warp's.
+torch multiplies batches. Activations are float32. `data` holds matrices as in `weights.py`; in `matvec` a warp has a
+row.
 """
 
 from __future__ import annotations
@@ -83,14 +83,14 @@ def matvec(ggml_type: int, tokens: int) -> Kernel:
     def kernel(data, matrix_size, ids, rows, n, x, share, out):
         lane, slot = cuda.threadIdx.x % 32, cuda.blockIdx.y
         row = cuda.blockIdx.x * ROWS_OF_BLOCK + cuda.threadIdx.x // 32
-        here = min(row, rows - 1)
+        clamped_row = min(row, rows - 1)
         start = ids[slot] * matrix_size
         vector = slot // share * tokens
         total = cuda.local.array(tokens, np.float32)
         for t in range(tokens):
             total[t] = np.float32(0)
         for column in range(lane, n if ids[slot] >= 0 else 0, 32):
-            weight = element(data, start, n, here, column)
+            weight = element(data, start, n, clamped_row, column)
             for t in range(tokens):
                 total[t] += weight * x[np.int64(vector + t) * n + column]
         for t in range(tokens):

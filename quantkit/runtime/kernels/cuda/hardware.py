@@ -1,9 +1,8 @@
-"""The only module that imports numba.cuda: what kernels use of the hardware, and what the simulator does instead.
+"""GPU instructions that kernels use, and their simulation; the only module that imports numba.cuda.
 
-Where NUMBA_ENABLE_CUDASIM is set, kernels are plain Python: there `words.SimulatedWords` reads a sub-block,
-sums over a warp go through shared memory (threads of a simulated warp do not run in step), and the bytes of a word are
-added up one by one.
-Nothing but this module and `words.py` knows which of the two runs. `cuda` and `types` are numba's.
+With NUMBA_ENABLE_CUDASIM=1, kernels are plain Python. Then `words.SimulatedWords` reads a sub-block, sums over a warp
+use shared memory (threads of a simulated warp do not run in lockstep), and the bytes of a word are added one by one.
+Only this module and `words.py` know which of the two runs. `cuda` and `types` are numba's.
 
     inlined                       decorator of device functions
     SIMULATED                     whether kernels are simulated
@@ -44,8 +43,8 @@ def read_sub_block(
     group, of_group = split(row, codec.rows)
     block, of_block = split(number, codec.columns // 32)
     first = start + ir.wide(group) * (row_bytes * codec.rows)
-    at = first + codec.head + ir.wide(block) * codec.nbytes
-    return codec.read(Reader(ir, codec, first, at, of_group, of_block, row_bytes))
+    block_start = first + codec.head + ir.wide(block) * codec.nbytes
+    return codec.read(Reader(ir, codec, first, block_start, of_group, of_block, row_bytes))
 
 
 def inlined(function: Callable) -> Any:
@@ -63,9 +62,9 @@ if SIMULATED:
     def sub_block_reader(codec: Codec) -> Callable[..., tuple]:
         def read(data, start, row_bytes, row, number):
             e = SimulatedWords(data)
-            found = read_sub_block(e, codec, int(start), int(row_bytes), e.word(row), e.word(number), _split_plain)
-            codes = tuple(np.uint32(c).view(np.int32) for c in found.codes)
-            return codes, _two(found.scales), _two(found.mins) or (np.float32(0),) * 2
+            sub_block = read_sub_block(e, codec, int(start), int(row_bytes), e.word(row), e.word(number), _split_plain)
+            codes = tuple(np.uint32(c).view(np.int32) for c in sub_block.codes)
+            return codes, _two(sub_block.scales), _two(sub_block.mins) or (np.float32(0),) * 2
 
         return read
 
@@ -111,11 +110,11 @@ if SIMULATED:
         shared[i] = value
         cuda.syncthreads()
         first = i - i % WARP
-        found = shared[first]
+        result = shared[first]
         for k in range(1, min(WARP, cuda.blockDim.x - first)):
-            found = combine(found, shared[first + k])
+            result = combine(result, shared[first + k])
         cuda.syncthreads()
-        return np.float32(found)
+        return np.float32(result)
 
     def warp_sum(value):
         return _warp(value, lambda a, b: a + b)
@@ -145,9 +144,9 @@ else:
                 array = cgutils.create_struct_proxy(signature.args[0])(context, builder, args[0])
                 e = DeviceWords(builder, array.data)
                 start, row_bytes, row, number = (Value(e, a) for a in args[1:])
-                found = read_sub_block(e, codec, start, row_bytes, row, number, _split)
-                mins = _two(found.mins) or (e.constant(F32, 0.0),) * 2
-                parts = zip(signature.return_type, (found.codes, _two(found.scales), mins))
+                sub_block = read_sub_block(e, codec, start, row_bytes, row, number, _split)
+                mins = _two(sub_block.mins) or (e.constant(F32, 0.0),) * 2
+                parts = zip(signature.return_type, (sub_block.codes, _two(sub_block.scales), mins))
                 tuples = [context.make_tuple(builder, kind, [v.ir for v in values]) for kind, values in parts]
                 return context.make_tuple(builder, signature.return_type, tuples)
 

@@ -1,14 +1,14 @@
-"""A kernel of the GPU: a plain function, the types of its parameters, and how it becomes machine code.
+"""`Kernel`: a GPU kernel, which is a Python function and the types of its parameters, compiled and cached on disk.
 
     k = Kernel("dequantize_q4_K_bf16", function, "u8[] i64 i64 i32 i32 u32[]")
     k.ptx((9, 0))             PTX for a compute capability; needs no driver
-    k.cubin((9, 0))           machine code, kept on disk; needs none either
-    k.simulate(blocks, threads, *arrays)   where NUMBA_ENABLE_CUDASIM=1: runs it on numpy arrays
+    k.cubin((9, 0))           machine code, cached on disk; needs no driver
+    k.simulate(blocks, threads, *arrays)   with NUMBA_ENABLE_CUDASIM=1: run it on numpy arrays
 
-Machine code and not PTX is kept: a driver reads no PTX that is newer than itself, but runs machine code of its own
-major version. numba's own cache does not serve: it wants a function that stands in a file, and these are made per type.
-The key is the kernel's name under a folder of everything that the code depends on: versions of numba-cuda and of the
-compiler, the digest of the sources (`digests.source_digest`), the capability.
+The cache holds machine code, not PTX: a driver refuses PTX that is newer than itself, but runs machine code of its own
+major version. numba's own cache needs a function at a line of a file, but these functions are made per type. The key is
+the kernel's name, in a folder named by all that the code depends on: versions of numba-cuda and of the compiler, the
+digest of the sources (`digests.source_digest`), and the capability.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""All kernels: those of each type, made when they are asked for, and the others."""
+"""Lists of all kernels, for tests and benchmarks: those of each type, and those that no type has."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from quantkit.runtime.kernels.cuda.kernel import Kernel
 
 def of_type(ggml_type: int) -> Iterator[Kernel]:
     """Every kernel of a type."""
-    made = floats if ggml_type in FLOAT_IDS else weights
+    module = floats if ggml_type in FLOAT_IDS else weights
     for output in weights.OUTPUTS:
-        yield made.dequantize(ggml_type, output)
+        yield module.dequantize(ggml_type, output)
     for tokens in weights.TOKENS:
-        yield made.matvec(ggml_type, tokens)
+        yield module.matvec(ggml_type, tokens)
 
 
 def of_types() -> dict[str, int]:
@@ -32,14 +32,14 @@ ATTENTIONS = (
 )  # fmt: skip
 
 
-def others() -> Iterator[Kernel]:
-    """Every kernel that is not a type's."""
+def not_of_a_type() -> Iterator[Kernel]:
+    """Every kernel that does not depend on a type of weights."""
     yield activations.quantize()
     yield elementwise.rms_norm()
     yield from (elementwise.activate(name) for name in elementwise.ACTIVATIONS)
     yield from (make() for make in (elementwise.add, elementwise.mix, elementwise.rope))
     yield from (make() for make in (elementwise.argmax, elementwise.sample, delta.step))
     yield from (routing.route(sigmoid, biased) for sigmoid in (False, True) for biased in (False, True))
-    yield from (attention.attend(*which) for which in ATTENTIONS)
+    yield from (attention.attend(*shape) for shape in ATTENTIONS)
     yield from (attention.merge(sinks) for sinks in (False, True))
     yield from (attention.append(kind) for kind in ("f32", "f16", "bf16", "q8_0"))

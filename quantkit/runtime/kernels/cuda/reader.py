@@ -1,9 +1,9 @@
-"""What a codec reads a sub-block with: 32 columns of a row, as eight words of four signed bytes and a scale or two.
+"""`Reader`: what a codec reads a sub-block with. A sub-block is 32 columns of a row: eight words of four signed bytes.
 
     y[c] = scale[c // 16] * code[c] + min[c // 16]         c in 0 .. 31
 
-where scale and min are one for all 32 columns in types whose `group` is 32. A codec is a function of a `Reader`,
-which gives it the type's fields (`fields.Place`), bound to the row and the sub-block that a thread works on, and the
+In types whose `group` is 32, all 32 columns share one scale and min. A codec is a function of a `Reader`, which gives
+it the type's fields (`fields.LinearAddresses`), bound to the row and the sub-block that a thread works on, and the
 operations of `words.py`. It returns a `SubBlock`.
 """
 
@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from quantkit.runtime.kernels.cuda.fields import Place
+from quantkit.runtime.kernels.cuda.fields import LinearAddresses
 
 ONES, LOW, SIGNS = 0x01010101, 0x0F0F0F0F, 0x80808080
-MOST = 16  # bytes of the widest load
+MAX_LOAD_BYTES = 16  # bytes of the widest load
 
 
 class SubBlock(NamedTuple):
@@ -39,7 +39,7 @@ class Codec:
 
     name: str
     read: Callable[[Reader], SubBlock]
-    fields: tuple[Place, ...]
+    fields: tuple[LinearAddresses, ...]
     columns: int  # of a block
     nbytes: int  # of a block, of all rows of a group
     group: int = 32  # columns of a scale
@@ -60,8 +60,8 @@ class Reader:
     def __init__(self, ir: Any, codec: Codec, start: Any, block: Any, row: Any, sub_block: Any, row_bytes: Any):
         self.ir, self.codec = ir, codec
         self.start, self.block, self.row, self.sub_block, self.row_bytes = start, block, row, sub_block, row_bytes
-        self.align = math.gcd(codec.nbytes, codec.head, codec.tail, MOST)
-        self.fields = [Stored(self, place) for place in codec.fields]
+        self.align = math.gcd(codec.nbytes, codec.head, codec.tail, MAX_LOAD_BYTES)
+        self.fields = [BoundField(self, addresses) for addresses in codec.fields]
 
     def half(self, word: Any) -> Any:
         """float32 of the 16 bits of an f16."""
@@ -94,7 +94,7 @@ class Reader:
         return (word ^ ones * 255) + ones
 
     def lookup(self, table: Sequence[Any], index: Any) -> Any:
-        """Of a table of 4, 8, 16, 32 or 64 bytes, as words, those that the four bytes of `index` name."""
+        """Look up the four bytes of `index` in a table of 4, 8, 16, 32 or 64 bytes, which is given as words."""
         e = self.ir
         nibbles = index & LOW if len(table) > 4 else index
         pairs = nibbles | nibbles >> 4  # byte 0: the first two, byte 2 the others
@@ -115,20 +115,20 @@ class Reader:
         return parts[0]
 
     def lookup_nibbles(self, table: Sequence[Any], word: Any) -> tuple[Any, Any]:
-        """Of a table of 16 bytes those that the low nibbles of a word's bytes name, and the high ones.
+        """Look up the low nibbles of a word's bytes in a table of 16 bytes, and the high nibbles.
 
-        The nibbles are selectors as they stand; half as many instructions as two `lookup`s.
+        The nibbles are selectors of `permute` as they are: half as many instructions as two `lookup`s.
         """
         e = self.ir
         low, high = word & 0x77777777, word >> 1 & 0x44444444 | 0x32103210
         mixed = []
-        for select, which in ((low, high), (low >> 16, high >> 16)):
+        for select, high_or_low in ((low, high), (low >> 16, high >> 16)):
             parts = [e.permute(table[i], table[i + 1], select) for i in (0, 2)]
-            mixed.append(e.permute(*parts, which))
+            mixed.append(e.permute(*parts, high_or_low))
         return e.permute(*mixed, e.word(0x6420)), e.permute(*mixed, e.word(0x7531))
 
     def lookup_halves(self, table: Sequence[Any], words: Sequence[Any]) -> list[Any]:
-        """The same of several words: what all low nibbles name, then what the high ones do."""
+        """`lookup_nibbles` of several words: the results of all low nibbles, then those of all high ones."""
         both = [self.lookup_nibbles(table, word) for word in words]
         return [low for low, _ in both] + [high for _, high in both]
 
@@ -159,79 +159,79 @@ def load_half(ir: Any, offset: Any, align: int) -> Any:
     return ir.load(16, offset, 2) if align >= 2 else ir.load(8, offset, 1) | ir.load(8, offset + 1, 1) << 8
 
 
-class Stored:
-    """A field, of the row and the sub-block that a reader reads."""
+class BoundField:
+    """A field of a block, bound to the row and the sub-block of a reader."""
 
-    def __init__(self, reader: Reader, place: Place):
-        self.reader, self.place = reader, place
+    def __init__(self, reader: Reader, addresses: LinearAddresses):
+        self.reader, self.addresses = reader, addresses
 
     def _sum(self, terms: Sequence[tuple[Any, int, int]]) -> Any:
-        """Of (word, its bit, weight): neighbouring bits with doubling weights are moved together. None for none."""
+        """Sum of weight * bit over (word, bit, weight), or None; runs of doubling weights are moved together."""
         total = None
-        at = 0
-        while at < len(terms):
-            word, bit, weight = terms[at]
-            end = at + 1
-            while end < len(terms) and terms[end] == (word, bit + end - at, weight << end - at):
+        i = 0
+        while i < len(terms):
+            word, bit, weight = terms[i]
+            end = i + 1
+            while end < len(terms) and terms[end] == (word, bit + end - i, weight << end - i):
                 end += 1
-            term = (word >> bit & (1 << end - at) - 1) * weight
+            term = (word >> bit & (1 << end - i) - 1) * weight
             total = term if total is None else total + term
-            at = end
+            i = end
         return total
 
     def _address(self, pitch: int, number: int) -> tuple[Any, int, int, Any, int]:
-        """Of element pitch * sub_block + number: variable and fixed bytes, alignment, variable and fixed bits."""
-        place, reader = self.place, self.reader
-        step = pitch.bit_length() - 1 if pitch else len(place.columns)
-        fixed = place.first + sum(w for b, w in enumerate(place.columns[:step]) if number >> b & 1)
-        terms = [(reader.sub_block, b, w) for b, w in enumerate(place.columns[step:])]
-        terms += [(reader.row, b, w) for b, w in enumerate(place.rows)]
-        far = [(word, bit, w // 8) for word, bit, w in terms if abs(w) >= 8]
-        near = [(word, bit, w % 8 if w > 0 else w) for word, bit, w in terms if w % 8]
-        align = math.gcd(reader.align, fixed // 8, *(w for _, _, w in far))
-        return self._sum(far), fixed // 8, align, self._sum(near), fixed % 8
+        """Address of element pitch * sub_block + number: variable, fixed bytes, alignment, variable, fixed bits."""
+        addresses, reader = self.addresses, self.reader
+        step = pitch.bit_length() - 1 if pitch else len(addresses.columns)
+        fixed = addresses.first + sum(w for b, w in enumerate(addresses.columns[:step]) if number >> b & 1)
+        terms = [(reader.sub_block, b, w) for b, w in enumerate(addresses.columns[step:])]
+        terms += [(reader.row, b, w) for b, w in enumerate(addresses.rows)]
+        byte_terms = [(word, bit, w // 8) for word, bit, w in terms if abs(w) >= 8]
+        bit_terms = [(word, bit, w % 8 if w > 0 else w) for word, bit, w in terms if w % 8]
+        align = math.gcd(reader.align, fixed // 8, *(w for _, _, w in byte_terms))
+        return self._sum(byte_terms), fixed // 8, align, self._sum(bit_terms), fixed % 8
 
     def _offset(self, varying: Any, fixed: int) -> Any:
-        """What varies first: what is fixed then goes into the loads themselves."""
+        """The byte offset; the variable part is added first, so that the fixed part becomes part of the loads."""
         block = self.reader.block
         return (block if varying is None else block + self.reader.ir.wide(varying)) + fixed
 
     def at(self, pitch: int = 0, number: int = 0) -> Any:
         """Element pitch * sub_block + number; `pitch` a power of two above `number`, or 0."""
-        e, width = self.reader.ir, self.place.width
-        varying, fixed, align, shift, least = self._address(pitch, number)
+        e, width = self.reader.ir, self.addresses.width
+        varying, fixed, align, shift, fixed_bits = self._address(pitch, number)
         offset = self._offset(varying, fixed)
         if width == 32:
             return load_word(e, offset, align)
         if width == 16:
             return load_half(e, offset, align)
         word = e.load(8, offset, 1)
-        word = self._moved(word, shift, least)
+        word = self._moved(word, shift, fixed_bits)
         return word if width == 8 else word & (1 << width) - 1
 
     def quads(self, count: int = 8, pitch: int = 32) -> list[Any]:
-        """Elements pitch * sub_block + 4 q .. + 3 of q < count, each four as the bytes of a word."""
-        mask = ONES * ((1 << self.place.width) - 1)
-        if self.place.columns[1] == 2 * self.place.columns[0] == 2:  # single bits, packed
+        """Elements pitch * sub_block + 4 q .. + 3 for q < count, each four as the bytes of a word."""
+        mask = ONES * ((1 << self.addresses.width) - 1)
+        if self.addresses.columns[1] == 2 * self.addresses.columns[0] == 2:  # single bits, packed
             return self._packed_bits(count, pitch)
-        if tuple(self.place.columns[:2]) != (8, 16):
+        if tuple(self.addresses.columns[:2]) != (8, 16):
             raise TypeError("four neighbouring columns are not neighbouring bytes")
         found, words = self._words(count, pitch)
         quads = []
-        for _, fixed, _, shift, least in found:
-            word = self._moved(words[fixed], shift, least)
-            quads.append(word if self.place.width == 8 else word & mask)
+        for _, fixed, _, shift, fixed_bits in found:
+            word = self._moved(words[fixed], shift, fixed_bits)
+            quads.append(word if self.addresses.width == 8 else word & mask)
         return quads
 
     def looked_up(self, table: Sequence[Any]) -> list[Any]:
-        """Of a table of 16 bytes those that the sub-block's codes name, nibbles, each four as the bytes of a word."""
+        """Look up the sub-block's 4-bit codes in a table of 16 bytes; four values as the bytes of a word."""
         found, words = self._words(8, 32)
-        places = [(fixed, least) for _, fixed, _, _, least in found]
-        whole = {(fixed, least) for fixed in words for least in (0, 4)}
-        if any(shift is not None for *_, shift, _ in found) or set(places) != whole:
+        positions = [(fixed, fixed_bits) for _, fixed, _, _, fixed_bits in found]
+        all_nibbles = {(fixed, fixed_bits) for fixed in words for fixed_bits in (0, 4)}
+        if any(shift is not None for *_, shift, _ in found) or set(positions) != all_nibbles:
             return [self.reader.lookup(table, quad) for quad in self.quads()]
-        both = {fixed: self.reader.lookup_nibbles(table, word) for fixed, word in words.items()}
-        return [both[fixed][least // 4] for fixed, least in places]
+        values = {fixed: self.reader.lookup_nibbles(table, word) for fixed, word in words.items()}
+        return [values[fixed][fixed_bits // 4] for fixed, fixed_bits in positions]
 
     def _words(self, count: int, pitch: int) -> tuple[list[Any], dict[int, Any]]:
         """Where the quads are, and the words that they are in, by their fixed bytes."""
@@ -245,7 +245,7 @@ class Stored:
         return word >> (varying + fixed)
 
     def _packed_bits(self, count: int, pitch: int) -> list[Any]:
-        """Of single bits one after the other; a sub-block's 32 are a word."""
+        """`quads` of single bits stored one after the other: the 32 bits of a sub-block are one word."""
         if (count, pitch) != (8, 32):
             raise TypeError("packed bits are read a word at a time")
         varying, fixed, align, _, _ = self._address(pitch, 0)
@@ -257,10 +257,10 @@ class Stored:
         e = self.reader.ir
         words: dict[int, Any] = {}
         while offsets:
-            for many in (4, 2):
-                run = [offsets[0] + 4 * i for i in range(many)]
-                if run == offsets[:many] and self._aligned(found, run[0]) % (4 * many) == 0:
-                    words.update(zip(run, e.load_words(many, self._offset(varying, run[0]))))
+            for count in (4, 2):
+                run = [offsets[0] + 4 * i for i in range(count)]
+                if run == offsets[:count] and self._aligned(found, run[0]) % (4 * count) == 0:
+                    words.update(zip(run, e.load_words(count, self._offset(varying, run[0]))))
                     break
             else:
                 run = offsets[:1]

@@ -1,4 +1,4 @@
-"""Which experts a token goes to: `reference.route` on a GPU, a warp a token, without leaving out any (`-ser`)."""
+"""Top-k routing of experts on a GPU: `reference.route`, a warp for each token, without `-ser`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from quantkit.runtime.kernels.cuda.hardware import cuda, warp_max, warp_sum
 from quantkit.runtime.kernels.cuda.kernel import Kernel
 
 WARP = 32
-MOST = 1024  # experts
-_NEVER = np.float32(-3.4e38)
+MAX_EXPERTS = 1024  # experts
+_LOWEST = np.float32(-3.4e38)
 _TAKEN = np.float32(-math.inf)
 
 
@@ -20,27 +20,27 @@ _TAKEN = np.float32(-math.inf)
 def route(sigmoid: bool, biased: bool) -> Kernel:
     """(logits, bias, experts, groups, groups_used, used, normalise, scale, chosen, weights)
 
-    p = sigmoid(logits) or softmax(logits); the `used` largest p + bias of the `groups_used` best groups of neighbours
-    (by their best expert, with a bias by their best two), of equal ones the first. chosen int32[tokens, used],
-    weights float32[tokens, used]: p, divided by their sum with `normalise` 1, times `scale`. A NaN is the largest.
+    p = sigmoid(logits) or softmax(logits). Chooses the `used` largest p + bias, of equal ones the first, within the
+    `groups_used` best groups of neighbours (by their best expert, with a bias by their best two). A NaN is the largest.
+    chosen int32[tokens, used]; weights float32[tokens, used]: p times `scale`, with `normalise` 1 divided by their sum.
     """
 
     def kernel(logits, bias, experts, groups, groups_used, used, normalise, scale, chosen, weights):
-        p = cuda.shared.array(MOST, np.float32)
-        selection = cuda.shared.array(MOST, np.float32)
+        p = cuda.shared.array(MAX_EXPERTS, np.float32)
+        selection = cuda.shared.array(MAX_EXPERTS, np.float32)
         group_score = cuda.shared.array(WARP, np.float32)
         token, lane = np.int64(cuda.blockIdx.x), cuda.threadIdx.x
-        most = _NEVER
+        largest = _LOWEST
         for e in range(lane, experts, WARP):
-            most = max(most, logits[token * experts + e])
-        top = warp_max(most)
+            largest = max(largest, logits[token * experts + e])
+        row_max = warp_max(largest)
         total = np.float32(0)
         for e in range(lane, experts, WARP):
             x = logits[token * experts + e]
             if sigmoid:
                 p[e] = np.float32(1) / (np.float32(1) + math.exp(-x))
             else:
-                p[e] = math.exp(x - top)
+                p[e] = math.exp(x - row_max)
             total += p[e]
         total = warp_sum(total)
         for e in range(lane, experts, WARP):
@@ -52,7 +52,7 @@ def route(sigmoid: bool, biased: bool) -> Kernel:
         size = experts // groups
         if groups_used < groups:
             if lane < groups:
-                best, second = _NEVER, _NEVER
+                best, second = _LOWEST, _LOWEST
                 for e in range(lane * size, lane * size + size):
                     if selection[e] > best:
                         best, second = selection[e], best
@@ -72,12 +72,12 @@ def route(sigmoid: bool, biased: bool) -> Kernel:
             cuda.syncthreads()
         total = np.float32(0)
         for rank in range(used):
-            best, place = _TAKEN, np.float32(-experts)
+            best, index = _TAKEN, np.float32(-experts)
             for e in range(lane, experts, WARP):
                 if selection[e] > best:
-                    best, place = selection[e], -np.float32(e)
-            top = warp_max(best)
-            expert = min(experts - 1, np.int32(-warp_max(place if best == top else np.float32(-experts))))
+                    best, index = selection[e], -np.float32(e)
+            row_max = warp_max(best)
+            expert = min(experts - 1, np.int32(-warp_max(index if best == row_max else np.float32(-experts))))
             cuda.syncthreads()
             total += p[expert]
             if lane == 0:

@@ -1,7 +1,7 @@
-"""Kernels over packed weights: decoding them, and their products with few vectors. One of each kind a type.
+"""Kernels of packed weights: decoding, and products with a few vectors. Each type has one of each kind.
 
-A thread decodes a sub-block of 32 columns (`reader.py`). Activations are 8-bit (`activations.py`): eight words, a scale
-and, for each 16, the scale times the sum of codes, which types with a min need:
+A thread decodes a sub-block of 32 columns (`reader.py`). Activations are 8-bit (`activations.py`): eight words of
+codes, a scale xs and, for each 16 columns, the scale times the sum of codes, xm, which types with a min f need:
 
     y += xs * (s0 * dot(first 16) + s1 * dot(last 16)) + f0 * xm[0] + f1 * xm[1]
 
@@ -40,28 +40,26 @@ def _dequantize(codec: Codec, output: str) -> Callable[..., None]:
     read, has_min, single = hardware.sub_block_reader(codec), codec.has_min, output == "f32"
     convert = hardware.bits_of if single else half_of if output == "f16" else bfloat_of
     words = 32 if single else 16
-    pitch, size = (
-        words + 1,
-        THREADS * (words + 1),
-    )  # in shared memory: so that the threads of a warp are in banks of their own
+    # in shared memory: so that the threads of a warp are in banks of their own
+    pitch, size = (words + 1, THREADS * (words + 1))
 
     def kernel(data, start, row_bytes, rows, n, out):
         shared = cuda.shared.array(size, np.uint32)
         thread = cuda.threadIdx.x
         units = n // 32
         first = cuda.blockIdx.x * THREADS
-        here = min(units - first, THREADS)
+        unit_count = min(units - first, THREADS)
         for row in range(cuda.blockIdx.y, rows, cuda.gridDim.y):
-            if thread < here:
+            if thread < unit_count:
                 codes, scales, mins = read(data, start, row_bytes, row, first + thread)
                 for q in range(8):
                     scale = scales[0] if q < 4 else scales[1]
-                    least = mins[0] if q < 4 else mins[1]
+                    minimum = mins[0] if q < 4 else mins[1]
                     for pair in range(2):
                         low = times(scale, np.float32((codes[q] << (24 - 16 * pair)) >> 24))
                         high = times(scale, np.float32((codes[q] << (16 - 16 * pair)) >> 24))
                         if has_min:
-                            low, high = plus(low, least), plus(high, least)
+                            low, high = plus(low, minimum), plus(high, minimum)
                         if single:
                             shared[thread * pitch + 4 * q + 2 * pair] = convert(low)
                             shared[thread * pitch + 4 * q + 2 * pair + 1] = convert(high)
@@ -70,7 +68,7 @@ def _dequantize(codec: Codec, output: str) -> Callable[..., None]:
                             shared[thread * pitch + 2 * q + pair] = word
             cuda.syncthreads()
             at = (np.int64(row) * units + first) * words
-            for i in range(thread, here * words, THREADS):
+            for i in range(thread, unit_count * words, THREADS):
                 out[at + i] = shared[i // words * pitch + i % words]
             cuda.syncthreads()
 
@@ -97,9 +95,9 @@ def _matvec(codec: Codec, tokens: int) -> Callable[..., None]:
     def add(data, start, row_bytes, row, number, units, vector, xq, xs, xm, total):
         codes, scales, mins = read(data, start, row_bytes, row, number)
         for t in range(tokens):
-            at = np.int64(vector + t) * units + number
-            a0, a1, a2, a3 = load_words(xq, 8 * at)
-            a4, a5, a6, a7 = load_words(xq, 8 * at + 4)
+            unit = np.int64(vector + t) * units + number
+            a0, a1, a2, a3 = load_words(xq, 8 * unit)
+            a4, a5, a6, a7 = load_words(xq, 8 * unit + 4)
             low = dot4(codes[3], a3, dot4(codes[2], a2, dot4(codes[1], a1, dot4(codes[0], a0, np.int32(0)))))
             if halves:
                 high = dot4(codes[5], a5, dot4(codes[4], a4, np.int32(0)))
@@ -108,9 +106,9 @@ def _matvec(codec: Codec, tokens: int) -> Callable[..., None]:
             else:
                 low = dot4(codes[7], a7, dot4(codes[6], a6, dot4(codes[5], a5, dot4(codes[4], a4, low))))
                 value = scales[0] * np.float32(low)
-            total[t] += xs[at] * value
+            total[t] += xs[unit] * value
             if has_min:
-                total[t] += mins[0] * xm[2 * at] + mins[1] * xm[2 * at + 1]
+                total[t] += mins[0] * xm[2 * unit] + mins[1] * xm[2 * unit + 1]
 
     def kernel(data, matrix_bytes, ids, row_bytes, rows, n, xq, xs, xm, share, out):
         lane, warp = cuda.threadIdx.x % 32, cuda.threadIdx.x // 32

@@ -28,7 +28,7 @@ _GLOBAL = 1  # address space
 
 
 class DeviceWords:
-    """Writes LLVM code for the GPU. Values are `simd_values.Value`."""
+    """Writes LLVM code for the GPU. Values are `codegen.ir_values.Value`."""
 
     def __init__(self, builder: llvm.IRBuilder, data: llvm.Value):
         self.builder, self.data = builder, data
@@ -66,12 +66,12 @@ class DeviceWords:
         """A word of a constant table in global memory."""
         module = self.builder.module
         kind = llvm.ArrayType(I32, len(words))
-        found = module.globals.get(f"quantkit_{name}")
-        if found is None:
-            found = llvm.GlobalVariable(module, kind, f"quantkit_{name}", addrspace=_GLOBAL)
-            found.linkage, found.global_constant, found.align = "internal", True, 16
-            found.initializer = llvm.Constant(kind, [llvm.Constant(I32, wrapped(w, 32)) for w in words])
-        pointer = self.builder.gep(found, [llvm.Constant(I32, 0), index.ir])
+        variable = module.globals.get(f"quantkit_{name}")
+        if variable is None:
+            variable = llvm.GlobalVariable(module, kind, f"quantkit_{name}", addrspace=_GLOBAL)
+            variable.linkage, variable.global_constant, variable.align = "internal", True, 16
+            variable.initializer = llvm.Constant(kind, [llvm.Constant(I32, wrapped(w, 32)) for w in words])
+        pointer = self.builder.gep(variable, [llvm.Constant(I32, 0), index.ir])
         loaded = self.builder.load(pointer, align=4)
         return Value(self, loaded)
 
@@ -93,8 +93,8 @@ class DeviceWords:
 
     def choose(self, word: Value, a: Value, b: Value) -> Value:
         """a where the word is not 0, else b."""
-        where = self.builder.icmp_unsigned("!=", word.ir, llvm.Constant(I32, 0))
-        return Value(self, self.builder.select(where, a.ir, b.ir))
+        is_set = self.builder.icmp_unsigned("!=", word.ir, llvm.Constant(I32, 0))
+        return Value(self, self.builder.select(is_set, a.ir, b.ir))
 
     def real(self, word: Value) -> Value:
         """float32 of a signed word."""
@@ -151,7 +151,7 @@ def signed(word: int) -> int:
 
 
 class SimulatedWords:
-    """Computes with numbers what `DeviceWords` writes code for."""
+    """The operations of `DeviceWords`, computed with Python numbers."""
 
     def __init__(self, data: Any):
         self.data = data
@@ -180,8 +180,8 @@ class SimulatedWords:
 
     def permute(self, a: int, b: int, selector: int) -> Word:
         """Byte i is byte (selector >> 4 i & 7) of the eight bytes of a and b."""
-        both = int(a) | int(b) << 32
-        return Word(sum((both >> 8 * (int(selector) >> 4 * i & 7) & 255) << 8 * i for i in range(4)))
+        eight_bytes = int(a) | int(b) << 32
+        return Word(sum((eight_bytes >> 8 * (int(selector) >> 4 * i & 7) & 255) << 8 * i for i in range(4)))
 
     def dot(self, a: int, b: int, c: int) -> Word:
         """c + the sum of products of four signed bytes."""

@@ -7,7 +7,7 @@ memory. These kernels do so for one or a few candidates, then move each to the l
     y = d q + m:  d = d0 (32 P - T S) / (32 Q - S^2)    S = sum q,   T = sum t,     t = (x - low) / d0
 
 round it to a half, and keep the candidate that removes most error. With t in fixed point all sums are integer sums:
-their order does not matter. So each block is summed with SIMD where it lies, with the same result on every CPU.
+their order does not matter. So SIMD instructions sum a block in place, with the same result on every CPU.
 """
 
 from __future__ import annotations
@@ -100,13 +100,13 @@ def _ranges(x: np.ndarray, lows: np.ndarray, highs: np.ndarray) -> None:
 
 
 @kernel
-def _affine_sums(x: np.ndarray, lows: np.ndarray, inverses: np.ndarray, top: np.float32, sums: np.ndarray) -> None:
+def _affine_sums(x: np.ndarray, lows: np.ndarray, inverses: np.ndarray, max_code: np.float32, sums: np.ndarray) -> None:
     """Rows of sums int32[3, count]: P and T in fixed point; Q + 2^16 S of the codes nearest to t."""
     for b in range(len(x)):
         low, inverse = lows[b], inverses[b]
         p = s = c = np.int32(0)
         for j in range(32):
-            t = min((x[b, j] - low) * inverse, top)
+            t = min((x[b, j] - low) * inverse, max_code)
             code = np.int32((t + _ROUND) - _ROUND)
             fixed = np.int32(t * _FIXED)
             p += np.int32(fixed * code)
@@ -117,7 +117,7 @@ def _affine_sums(x: np.ndarray, lows: np.ndarray, inverses: np.ndarray, top: np.
 
 @kernel
 def find_scales_and_mins(
-    x: np.ndarray, top: np.float32, space: np.ndarray, scales: np.ndarray, minima: np.ndarray
+    x: np.ndarray, max_code: np.float32, space: np.ndarray, scales: np.ndarray, minima: np.ndarray
 ) -> None:
     """scales, minima float32[LANES]: the pairs, exactly halves, of the blocks of x float32[count, 32].
 
@@ -128,9 +128,9 @@ def find_scales_and_mins(
     _ranges(x, lows, highs)
     for b in range(count):
         half_span = highs[b] * _HALF - lows[b] * _HALF  # the span itself may overflow
-        highs[b] = at_least_smallest_half(half_span * (_TWO / top), _ONE)
+        highs[b] = at_least_smallest_half(half_span * (_TWO / max_code), _ONE)
         inverses[b] = inverse_of(highs[b])
-    _affine_sums(x, lows, inverses, top, sums)
+    _affine_sums(x, lows, inverses, max_code, sums)
     for b in range(count):
         p, t = np.float32(sums[0, b]) * (_ONE / _FIXED), np.float32(sums[1, b]) * (_ONE / _FIXED)
         q, s = np.float32(sums[2, b] & np.int32(0xFFFF)), np.float32(np.int32(sums[2, b] >> np.int32(16)))

@@ -16,7 +16,7 @@ import numpy as np
 from quantkit.codegen.jit import kernel
 from quantkit.types.families.block32.scale_search import LANES, UNIT, at_least_smallest_half, nearest_half
 
-# Rows of `state`; UNIT is that of `search`.
+# Rows of `state`; UNIT is that of `scale_search`.
 SCALE, MINIMUM, INVERSE = 0, 1, 2
 ERROR, SLOPE, CURVE, OFFSET, CROSS, WEIGHT = 3, 4, 5, 6, 9, 10
 BEST, BEST_SCALE, BEST_MINIMUM = 11, 12, 13
@@ -47,27 +47,27 @@ def _reset(data: np.ndarray, state: np.ndarray) -> None:
 
 
 @kernel
-def _propose_margins(state: np.ndarray, low_margin: np.float32, high_margin: np.float32, top: np.float32) -> None:
+def _propose_margins(state: np.ndarray, low_margin: np.float32, high_margin: np.float32, max_code: np.float32) -> None:
     """A candidate: codes 0 ... top span the block's range less the margins at either end."""
     for lane in range(LANES):
         low, high = state[LOW * LANES + lane], state[HIGH * LANES + lane]
         span = high - low
-        scale = span * ((_ONE - low_margin - high_margin) / top)
+        scale = span * ((_ONE - low_margin - high_margin) / max_code)
         state[SCALE * LANES + lane] = at_least_smallest_half(scale, state[UNIT * LANES + lane])
         state[MINIMUM * LANES + lane] = low + span * low_margin
 
 
 @kernel
-def _propose_step(state: np.ndarray, wider: np.float32, shift: np.float32) -> None:
-    """The best pair with its scale times `wider` and its minimum moved up by `shift` of the scales it had."""
+def _propose_step(state: np.ndarray, factor: np.float32, shift: np.float32) -> None:
+    """The best pair with its scale times `factor` and its minimum raised by `shift` times its old scale."""
     for lane in range(LANES):
         scale = state[BEST_SCALE * LANES + lane]
-        state[SCALE * LANES + lane] = scale * wider
+        state[SCALE * LANES + lane] = scale * factor
         state[MINIMUM * LANES + lane] = state[BEST_MINIMUM * LANES + lane] + scale * shift
 
 
 @kernel
-def _sums(data: np.ndarray, state: np.ndarray, top: np.float32) -> None:
+def _sums(data: np.ndarray, state: np.ndarray, max_code: np.float32) -> None:
     """E, D, Q, O and C of the nearest codes under each lane's SCALE and MINIMUM."""
     for lane in range(LANES):
         scale = state[SCALE * LANES + lane]
@@ -81,7 +81,7 @@ def _sums(data: np.ndarray, state: np.ndarray, top: np.float32) -> None:
         for lane in range(LANES):
             x = data[j * LANES + lane] - state[MINIMUM * LANES + lane]
             w = data[(32 + j) * LANES + lane]
-            t = min(max(x * state[INVERSE * LANES + lane], _ZERO), top)
+            t = min(max(x * state[INVERSE * LANES + lane], _ZERO), max_code)
             q = (t + _ROUND) - _ROUND
             r = x - state[SCALE * LANES + lane] * q
             wr = w * r
@@ -109,7 +109,7 @@ def _stored_error(state: np.ndarray, lane: int, s: np.float32, t: np.float32) ->
 def _keep_better(state: np.ndarray) -> None:
     """Score each candidate, given the sums, as halves and moved to its best pair of halves; keep what beats BEST.
 
-    The unmoved one keeps weights exact that lie on a grid already.
+    The unmoved pair keeps weights exact that are on such a grid already.
     """
     for lane in range(LANES):
         scale, minimum = state[SCALE * LANES + lane], state[MINIMUM * LANES + lane]
@@ -134,7 +134,7 @@ def _keep_better(state: np.ndarray) -> None:
 
 @kernel
 def find_scales_and_mins(
-    data: np.ndarray, state: np.ndarray, margins: np.ndarray, steps: np.ndarray, top: np.float32
+    data: np.ndarray, state: np.ndarray, margins: np.ndarray, steps: np.ndarray, max_code: np.float32
 ) -> None:
     """BEST_SCALE and BEST_MINIMUM of a batch that is loaded.
 
@@ -143,12 +143,12 @@ def find_scales_and_mins(
     """
     _reset(data, state)
     for k in range(margins.shape[0]):
-        _propose_margins(state, margins[k, 0], margins[k, 1], top)
-        _sums(data, state, top)
+        _propose_margins(state, margins[k, 0], margins[k, 1], max_code)
+        _sums(data, state, max_code)
         _keep_better(state)
     for k in range(steps.shape[0]):
         _propose_step(state, steps[k, 0], steps[k, 1])
-        _sums(data, state, top)
+        _sums(data, state, max_code)
         _keep_better(state)
 
 
@@ -161,27 +161,27 @@ def store_scales_and_mins(state: np.ndarray, scales: np.ndarray, minima: np.ndar
 
 
 @kernel
-def code_of(x: np.float32, inverse: np.float32, minimum: np.float32, top: np.float32) -> np.int32:
+def code_of(x: np.float32, inverse: np.float32, minimum: np.float32, max_code: np.float32) -> np.int32:
     """The integer in [0, top] nearest to (x - minimum) * inverse."""
-    return np.int32(min(max((x - minimum) * inverse, _ZERO), top) + _HALF)
+    return np.int32(min(max((x - minimum) * inverse, _ZERO), max_code) + _HALF)
 
 
-def range_margins(least: float, most: float, count: int) -> np.ndarray:
-    """`margins` for `find_scales_and_mins`: zeros, then pairs from `least` to `most`; negative ones widen the range.
+def range_margins(low: float, high: float, count: int) -> np.ndarray:
+    """`margins` for `find_scales_and_mins`: zeros, then pairs from `low` to `high`; negative ones widen the range.
 
     They follow the two-dimensional golden ratio (rho^3 = rho + 1): every prefix of the list is spread evenly.
     """
     rho = 1.32471795724474602596
-    at = np.arange(count)[:, None] / rho ** np.arange(1, 3) % 1
-    return np.where(np.arange(count)[:, None] > 0, least + (most - least) * at, 0).astype(np.float32)
+    position = np.arange(count)[:, None] / rho ** np.arange(1, 3) % 1
+    return np.where(np.arange(count)[:, None] > 0, low + (high - low) * position, 0).astype(np.float32)
 
 
-def refinement_steps(top: float, first: float, count: int) -> np.ndarray:
+def refinement_steps(max_code: float, first: float, count: int) -> np.ndarray:
     """`steps` for `find_scales_and_mins`: the range widened, narrowed, moved by s codes, s = first, first / 2 ...
 
     Widening by s moves the low end s down and the high end s up. A refit ends the list.
     """
     moves = []
     for s in first * 0.5 ** np.arange(count):
-        moves += [(1 + 2 * s / top, -s), (1 - 2 * s / top, s), (1, s), (1, -s)]
+        moves += [(1 + 2 * s / max_code, -s), (1 - 2 * s / max_code, s), (1, s), (1, -s)]
     return np.array([*moves, (1, 0)], np.float32)

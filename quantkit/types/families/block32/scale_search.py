@@ -11,8 +11,7 @@ which give the error of the same codes under any other scale d (1 + s): d^2 (E -
 each candidate is moved to its own optimum, rounded to the half that a file can hold, and scored *after* rounding. The
 codes that are stored are those nearest under the stored half, which can only lower the score. Candidates come from a
 grid around `largest element / largest code`; factors near 1 then refine the best. Where one element dominates its
-block, as massive activations make it, scales under which that element is a whole code are candidates too: what remains
-is the rounding of the half, and each of them has its own.
+block, scales under which that element is exactly a code are candidates too: only the rounding of the half remains.
 
 Blocks are encoded in batches of LANES, one per SIMD lane. Sums are formed element by element in a fixed order, so the
 bytes depend neither on the width of the CPU's vectors nor on threads. Two flat float32 arrays hold everything:
@@ -24,7 +23,7 @@ Blocks are divided by a power of two (UNIT) so that their largest magnitude lies
 overflows. A weight is at least 2^-20 of the block's largest, and 1 where the importance of the whole block is zero: a
 column that the calibration never saw is still encoded sanely. Scales end at the largest half: elements beyond 65504
 times the largest code are clipped, never stored as Inf. Candidates begin at the smallest half, so that blocks of
-weights around 1e-7 keep what can be kept.
+weights around 1e-7 do not all become zeros.
 
 The weight is the importance alone. ik_llama.cpp multiplies it by sqrt(mean x^2 + x^2). Weights that grow with size
 were tried on SmolLM2, over two random roundings of the source weights. Without importance the KL divergence moved by
@@ -62,7 +61,7 @@ _TWO = np.float32(2)
 _HALF_MAX = np.float32(65504)
 _SMALLEST_HALF = np.float32(2.0**-24)
 _ROUND = np.float32(3 << 22)  # adding and subtracting it rounds |t| < 2^22 to an integer, ties to even
-_LEAST_WEIGHT = np.float32(2.0**-20)
+_MIN_WEIGHT = np.float32(2.0**-20)
 _DOMINANT_SHARE = np.float32(0.8)  # of the block's sum w x^2
 _DOMINANT_CODES = 4  # codes up and down from the nearest that a dominant element is tried at
 
@@ -105,18 +104,20 @@ def inverse_of(scale: np.float32) -> np.float32:
 
 
 @kernel
-def extremes(x: np.ndarray, found: np.ndarray) -> None:
-    """found float32[LANES]: the element of largest magnitude, with its sign, of each block of x float32[count, 32].
+def extremes(x: np.ndarray, out: np.ndarray) -> None:
+    """Fill out float32[LANES] with the element of largest magnitude of each block of x float32[count, 32].
 
     Bits rotated left by one compare as magnitudes do, the sign breaking ties; as integers their largest is found in
     SIMD. The length of the inner loop is read from the array: unrolled for a constant it would not become SIMD.
     """
     for b in range(len(x)):
-        most = np.uint32(0)
+        max_bits = np.uint32(0)
         for j in range(x.shape[1]):
             bits = np.float32(x[b, j]).view(np.uint32)
-            most = np.uint32(max(most, np.uint32(np.uint32(bits << np.uint32(1)) | np.uint32(bits >> np.uint32(31)))))
-        found[b] = np.uint32(np.uint32(most >> np.uint32(1)) | np.uint32(most << np.uint32(31))).view(np.float32)
+            max_bits = np.uint32(
+                max(max_bits, np.uint32(np.uint32(bits << np.uint32(1)) | np.uint32(bits >> np.uint32(31))))
+            )
+        out[b] = np.uint32(np.uint32(max_bits >> np.uint32(1)) | np.uint32(max_bits << np.uint32(31))).view(np.float32)
 
 
 @kernel
@@ -129,13 +130,13 @@ def relative_weights(importance: np.ndarray) -> np.ndarray:
     blocks = importance.size // 32
     weights = np.empty((blocks + LANES if blocks else 0, 32), np.float32)
     for b in range(len(weights)):
-        given = importance[32 * (b % blocks) : 32 * (b % blocks) + 32]
+        block = importance[32 * (b % blocks) : 32 * (b % blocks) + 32]
         largest = _ZERO
         for j in range(32):
-            largest = max(largest, given[j])
+            largest = max(largest, block[j])
         unit = _ONE / power_of_two_below(largest)
         for j in range(32):
-            weights[b, j] = max(given[j] * unit, _LEAST_WEIGHT) if largest > _ZERO else _ONE
+            weights[b, j] = max(block[j] * unit, _MIN_WEIGHT) if largest > _ZERO else _ONE
     return weights
 
 
@@ -161,11 +162,11 @@ def load_blocks(x: np.ndarray, weights: np.ndarray, first: int, data: np.ndarray
     if len(weights) == 0:
         data[32 * LANES :] = _ONE
         return
-    at = first % (len(weights) - LANES)
-    some = weights[at : at + LANES]
+    start = first % (len(weights) - LANES)
+    batch_weights = weights[start : start + LANES]
     for j in range(32):
         for lane in range(LANES):
-            data[(32 + j) * LANES + lane] = some[lane, j]
+            data[(32 + j) * LANES + lane] = batch_weights[lane, j]
 
 
 @kernel
@@ -181,7 +182,7 @@ def weight_by_square(data: np.ndarray, state: np.ndarray, part: np.float32) -> N
     for j in range(32):
         for lane in range(LANES):
             mean = state[ERROR * LANES + lane] * (part / np.float32(32))
-            data[(32 + j) * LANES + lane] = max(data[(32 + j) * LANES + lane] + mean, _LEAST_WEIGHT)
+            data[(32 + j) * LANES + lane] = max(data[(32 + j) * LANES + lane] + mean, _MIN_WEIGHT)
 
 
 @kernel
@@ -204,18 +205,18 @@ def halves_of(values: np.ndarray, halves: np.ndarray) -> None:
 
 
 @kernel
-def half_at(block: np.ndarray, at: int) -> np.float32:
+def half_at(block: np.ndarray, offset: int) -> np.float32:
     """The value of the half that two bytes of uint8[] hold."""
     result: np.float32 = half_to_float(
-        np.uint16(np.uint16(block[at]) | np.uint16(np.uint16(block[at + 1]) << np.uint16(8)))
+        np.uint16(np.uint16(block[offset]) | np.uint16(np.uint16(block[offset + 1]) << np.uint16(8)))
     )
     return result
 
 
 @kernel
-def put_half(half: np.uint16, out: np.ndarray, at: int) -> None:
+def put_half(half: np.uint16, out: np.ndarray, offset: int) -> None:
     """Write the bits of a half as two bytes."""
-    out[at], out[at + 1] = np.uint8(half), np.uint8(half >> np.uint16(8))
+    out[offset], out[offset + 1] = np.uint8(half), np.uint8(half >> np.uint16(8))
 
 
 # -------------------------------------------------------------------------------------------------------------- search
@@ -251,7 +252,7 @@ def _sums(data: np.ndarray, state: np.ndarray, lo: np.float32, hi: np.float32) -
 def keep_better(state: np.ndarray) -> None:
     """Score each candidate, given E, D and Q, as a half and moved to its best half; keep what beats BEST.
 
-    A scale of 0 is no candidate. The unmoved one keeps weights exact that lie on a grid already.
+    A scale of 0 is no candidate. The unmoved scale keeps weights exact that are on such a grid already.
     """
     for lane in range(LANES):
         scale, inverse = state[SCALE * LANES + lane], state[INVERSE * LANES + lane]
@@ -288,16 +289,16 @@ def find_dominant(data: np.ndarray, state: np.ndarray) -> bool:
         for lane in range(LANES):
             x = data[j * LANES + lane]
             squared = data[(32 + j) * LANES + lane] * x * x
-            most = state[ERROR * LANES + lane]
-            state[DOMINANT * LANES + lane] = x if squared > most else state[DOMINANT * LANES + lane]
-            state[ERROR * LANES + lane] = max(squared, most)
+            largest = state[ERROR * LANES + lane]
+            state[DOMINANT * LANES + lane] = x if squared > largest else state[DOMINANT * LANES + lane]
+            state[ERROR * LANES + lane] = max(squared, largest)
             state[SLOPE * LANES + lane] += squared
-    found = 0
+    count = 0
     for lane in range(LANES):
         outweighs = state[ERROR * LANES + lane] > _DOMINANT_SHARE * state[SLOPE * LANES + lane]
         state[DOMINANT * LANES + lane] = state[DOMINANT * LANES + lane] if outweighs else _ZERO
-        found += outweighs
-    return found > 0
+        count += outweighs
+    return count > 0
 
 
 @kernel
@@ -309,11 +310,11 @@ def propose(state: np.ndarray, origin: int, factor: np.float32) -> None:
 
 
 @kernel
-def _propose_for_dominant(state: np.ndarray, away: np.float32) -> None:
+def _propose_for_dominant(state: np.ndarray, offset: np.float32) -> None:
     """The candidate under which each lane's dominant element is a whole code, `away` codes from the nearest."""
     for lane in range(LANES):
         dominant, scale = state[DOMINANT * LANES + lane], state[BEST_SCALE * LANES + lane]
-        code = (dominant * inverse_of(scale) + _ROUND) - _ROUND + away
+        code = (dominant * inverse_of(scale) + _ROUND) - _ROUND + offset
         candidate = dominant * inverse_of(code)
         state[SCALE * LANES + lane] = at_least_smallest_half(candidate, state[UNIT * LANES + lane])
 
@@ -358,9 +359,9 @@ def scale_grid(codes: tuple[float, ...], low: float, high: float, count: int) ->
     how many are tried.
     """
     k = np.arange(count)
-    at = low * (high / low) ** (k * (np.sqrt(5) - 1) / 2 % 1)
-    at[: len(codes)] = 1
-    result: np.ndarray = (1 / (at * np.array(codes)[k % len(codes)])).astype(np.float32)
+    position = low * (high / low) ** (k * (np.sqrt(5) - 1) / 2 % 1)
+    position[: len(codes)] = 1
+    result: np.ndarray = (1 / (position * np.array(codes)[k % len(codes)])).astype(np.float32)
     return result
 
 

@@ -23,7 +23,7 @@ import numpy as np
 
 from quantkit.codegen.jit import kernel, subkernel
 from quantkit.types.families.block32.scale_search import nearest_half
-from quantkit.types.families.superblock import GREATEST_HALF, LEAST_HALF, LEAST_WEIGHT, power_below
+from quantkit.types.families.superblock import MAX_HALF, MIN_HALF, MIN_WEIGHT, power_below
 
 LANES = 64
 Lanes = tuple[np.ndarray, np.ndarray]  # xs and ws
@@ -36,7 +36,7 @@ SUM_E = 2  # sum of the weights
 ROUND = np.float32(3 << 22)  # adding and subtracting it rounds |t| < 2^22 to an integer, ties to even
 ZERO, ONE, TWO = np.float32(0), np.float32(1), np.float32(2)
 INFINITE = np.float32(np.inf)
-_SMALLEST = np.float32(2.0**-25)  # a block whose largest magnitude is below becomes zeros in any type
+_MIN_MAGNITUDE = np.float32(2.0**-25)  # a block whose largest magnitude is below becomes zeros in any type
 
 
 class Weighting(NamedTuple):
@@ -64,17 +64,17 @@ def make_weighting(
 @kernel(inline="always")
 def storable(v: np.float32, unit: np.float32, per_unit: np.float32) -> np.float32:
     """The half nearest to v * unit >= 0 that is neither 0 nor Inf, in units of `unit`. Branch-free."""
-    return nearest_half(min(max(v * unit, np.float32(LEAST_HALF)), np.float32(GREATEST_HALF))) * per_unit
+    return nearest_half(min(max(v * unit, np.float32(MIN_HALF)), np.float32(MAX_HALF))) * per_unit
 
 
 @subkernel
 def _largest(values: np.ndarray) -> np.float32:
     """The largest magnitude of float32[n], by its bits: integers are compared in SIMD lanes."""
     bits = values.view(np.uint32)
-    most = np.uint32(0)
+    max_bits = np.uint32(0)
     for i in range(len(bits)):
-        most = max(most, bits[i] & np.uint32(0x7FFFFFFF))
-    return np.uint32(most).view(np.float32)
+        max_bits = max(max_bits, bits[i] & np.uint32(0x7FFFFFFF))
+    return np.uint32(max_bits).view(np.float32)
 
 
 @subkernel
@@ -112,19 +112,19 @@ def _load_block(
 ) -> np.float32:
     """Elements and weights of a block x float32[256] in its own unit, which is returned; importance may be empty."""
     largest = _largest(x)
-    if largest < _SMALLEST:
+    if largest < _MIN_MAGNITUDE:
         xs[:], w[:] = ZERO, ZERO
         return ONE
     unit = power_below(largest)
     per_unit = ONE / unit
     for i in range(256):
         xs[i] = x[i] * per_unit
-    most = _largest(importance)
-    if most > ZERO:
-        per_unit = ONE / power_below(most)
+    largest_importance = _largest(importance)
+    if largest_importance > ZERO:
+        per_unit = ONE / power_below(largest_importance)
         for i in range(256):
-            w[i] = max(importance[i] * per_unit, np.float32(LEAST_WEIGHT))
-    _set_weights(xs, most > ZERO, w, weighting, squares)
+            w[i] = max(importance[i] * per_unit, np.float32(MIN_WEIGHT))
+    _set_weights(xs, largest_importance > ZERO, w, weighting, squares)
     return unit
 
 
@@ -138,9 +138,9 @@ def load(
     flat, columns = x.reshape(-1), x.shape[1]
     block, w, squares = np.empty(256, np.float32), np.empty(256, np.float32), np.empty(64, np.float32)
     for b in range(count):
-        at = (first + b) * 256
-        column = at % columns if importance.size else 0
-        unit = _load_block(flat[at : at + 256], importance[column : column + 256], weighting, block, w, squares)
+        start = (first + b) * 256
+        column = start % columns if importance.size else 0
+        unit = _load_block(flat[start : start + 256], importance[column : column + 256], weighting, block, w, squares)
         for s in range(subs):
             lane = s * count + b
             state[UNIT * LANES + lane], state[PER_UNIT * LANES + lane] = unit, ONE / unit
@@ -207,10 +207,10 @@ def block_codes(lanes: np.ndarray, b: int, subs: int, codes: np.ndarray) -> None
 
 
 @subkernel
-def grid_factor(i: int, count: int, most: np.float32, first: np.float32, span: int) -> np.float32:
-    """Place i of a grid of `count` super-scales, as a factor of the one under which the largest scale becomes `most`.
+def grid_factor(i: int, count: int, max_scale: np.float32, first: np.float32, span: int) -> np.float32:
+    """Super-scale i of a grid of `count`, as a multiple of the one under which the largest scale becomes `max_scale`.
 
     Under it the largest scale becomes a whole number between `first` - `span` and `first`, so that the best scale of a
-    sub-block that dominates its block stays exact. A number above `most` means that the scale is clipped.
+    sub-block that dominates its block stays exact. A number above `max_scale` means that the scale is clipped.
     """
-    return most / (first - np.float32(i * max(span // count, 1)))
+    return max_scale / (first - np.float32(i * max(span // count, 1)))

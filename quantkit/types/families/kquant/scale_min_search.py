@@ -1,6 +1,6 @@
 """Search of the K types with scales and minima: q2_K, q4_K and q5_K.
 
-    y = (d * S) * q - (dmin * M)        q 0 to `top`; S and M 0 to `most`, one pair a sub-block; d, dmin halves
+    y = (d * S) * q - (dmin * M)     q 0 to `max_code`; S and M 0 to `max_scale`; d and dmin halves
 
     minimise  sum e (x - y)^2 over a block, e the weights of `lanes.Weighting`
 
@@ -53,24 +53,29 @@ class ScaleMinFormat(NamedTuple):
     """The numbers in which the types differ; `scale_min_format` makes one."""
 
     subs: int  # sub-blocks of a block
-    top: np.float32  # the largest code,
-    most: np.float32  # the largest S and M
-    least_steps: np.float32  # the range of a sub-block is divided into at least so many steps
-    most_steps: np.float32  # and at most so many
-    first_s: np.float32  # in the grid of super-scales the largest scale becomes this S
-    span_s: int  # or less by up to so much;
-    first_m: np.float32  # the largest minimum likewise
+    max_code: np.float32  # codes q are 0 to this
+    max_scale: np.float32  # S and M are 0 to this
+    min_steps: np.float32  # step 1 divides the range of a sub-block into at least this many steps
+    max_steps: np.float32  # and at most this many
+    first_s: np.float32  # in the grid of super-scales the largest scale becomes an S between `first_s`
+    span_s: int  # and `first_s - span_s`,
+    first_m: np.float32  # and the largest minimum an M in the same way
     span_m: int
 
 
 def scale_min_format(
-    subs: int, top: float, most: float, steps: tuple[float, float], scales: tuple[float, int], minima: tuple[float, int]
+    subs: int,
+    max_code: float,
+    max_scale: float,
+    steps: tuple[float, float],
+    scales: tuple[float, int],
+    minima: tuple[float, int],
 ) -> ScaleMinFormat:
-    """A `ScaleMinFormat` of float32 numbers; pairs are (least, most) steps and (first, span) of S and M."""
+    """A `ScaleMinFormat` of float32 numbers; pairs are (min, max) steps and (first, span) of S and M."""
     first_s, first_m = np.float32(scales[0]), np.float32(minima[0])
-    least, greatest = np.float32(steps[0]), np.float32(steps[1])
+    min_steps, max_steps = np.float32(steps[0]), np.float32(steps[1])
     return ScaleMinFormat(
-        subs, np.float32(top), np.float32(most), least, greatest, first_s, scales[1], first_m, minima[1]
+        subs, np.float32(max_code), np.float32(max_scale), min_steps, max_steps, first_s, scales[1], first_m, minima[1]
     )
 
 
@@ -93,7 +98,7 @@ Work = tuple[Lanes, np.ndarray, np.ndarray, np.ndarray]  # data, state, slots, c
 
 
 @subkernel
-def _accumulate(data: Lanes, state: np.ndarray, size: int, top: np.float32) -> None:
+def _accumulate(data: Lanes, state: np.ndarray, size: int, max_code: np.float32) -> None:
     """The three sums of the codes of the candidate."""
     xs, ws = data
     for lane in range(LANES):
@@ -101,7 +106,7 @@ def _accumulate(data: Lanes, state: np.ndarray, size: int, top: np.float32) -> N
     for j in range(size):
         for lane in range(LANES):
             x, e = xs[j * LANES + lane], ws[j * LANES + lane]
-            t = min(max(x * state[INVERSE * LANES + lane] + state[OFFSET * LANES + lane], ZERO), top)
+            t = min(max(x * state[INVERSE * LANES + lane] + state[OFFSET * LANES + lane], ZERO), max_code)
             q = (t + ROUND) - ROUND
             eq = e * q
             state[EQ * LANES + lane] += eq
@@ -110,7 +115,7 @@ def _accumulate(data: Lanes, state: np.ndarray, size: int, top: np.float32) -> N
 
 
 @subkernel
-def _errors(data: Lanes, state: np.ndarray, size: int, top: np.float32) -> None:
+def _errors(data: Lanes, state: np.ndarray, size: int, max_code: np.float32) -> None:
     """ERROR: the error of nearest codes under SCALE and MINIMUM."""
     xs, ws = data
     for lane in range(LANES):
@@ -118,7 +123,7 @@ def _errors(data: Lanes, state: np.ndarray, size: int, top: np.float32) -> None:
     for j in range(size):
         for lane in range(LANES):
             x, e = xs[j * LANES + lane], ws[j * LANES + lane]
-            t = min(max(x * state[INVERSE * LANES + lane] + state[OFFSET * LANES + lane], ZERO), top)
+            t = min(max(x * state[INVERSE * LANES + lane] + state[OFFSET * LANES + lane], ZERO), max_code)
             q = (t + ROUND) - ROUND
             r = (x - state[SCALE * LANES + lane] * q) + state[MINIMUM * LANES + lane]
             state[ERROR * LANES + lane] += e * r * r
@@ -204,28 +209,28 @@ def _fit(
             part = (np.float32(k * steps + g) + np.float32(0.5)) / np.float32(len(slots) * steps)
             for o in range(offsets):
                 code = (np.float32(o) + np.float32(0.5)) / np.float32(offsets) * np.float32(1.4) - np.float32(0.9)
-                _propose(state, fmt.least_steps + (fmt.most_steps - fmt.least_steps) * part, code)
-                _accumulate(data, state, size, fmt.top)
+                _propose(state, fmt.min_steps + (fmt.max_steps - fmt.min_steps) * part, code)
+                _accumulate(data, state, size, fmt.max_code)
                 _keep_in_slot(state, slots[k])
         for _ in range(rounds):
             _candidate_from_slot(state, slots[k])
-            _accumulate(data, state, size, fmt.top)
+            _accumulate(data, state, size, fmt.max_code)
             _keep_in_slot(state, slots[k])
 
 
 @subkernel
-def _negate(data: Lanes, state: np.ndarray, slots: np.ndarray, fmt: ScaleMinFormat, wanted: int) -> None:
-    """Negate the blocks whose SIGN differs from the row `wanted`, with their sums and slots."""
+def _negate(data: Lanes, state: np.ndarray, slots: np.ndarray, fmt: ScaleMinFormat, sign_row: int) -> None:
+    """Negate the blocks whose SIGN differs from row `sign_row` of `state`, with their sums and slots."""
     xs, _ = data
     changes = False
     for lane in range(LANES):
-        changes |= state[SIGN * LANES + lane] != state[wanted * LANES + lane]
+        changes |= state[SIGN * LANES + lane] != state[sign_row * LANES + lane]
     if not changes:
         return
-    top = fmt.top
+    max_code = fmt.max_code
     for j in range(256 // fmt.subs):
         for lane in range(LANES):
-            xs[j * LANES + lane] *= state[SIGN * LANES + lane] * state[wanted * LANES + lane]
+            xs[j * LANES + lane] *= state[SIGN * LANES + lane] * state[sign_row * LANES + lane]
     for k in range(len(slots)):
         slot = slots[k]
         for lane in range(LANES):
@@ -233,16 +238,16 @@ def _negate(data: Lanes, state: np.ndarray, slots: np.ndarray, fmt: ScaleMinForm
             eq, eqq = slot[2 * LANES + lane], slot[3 * LANES + lane]
             eqx = slot[4 * LANES + lane]
             scale, minimum = slot[lane], slot[LANES + lane]
-            negate = state[SIGN * LANES + lane] != state[wanted * LANES + lane]
-            # Of a minimum without scale all codes become `top`.
-            slot[lane] = minimum / top if negate and scale == ZERO else scale
-            slot[LANES + lane] = max(top * scale - minimum, ZERO) if negate else minimum
-            slot[2 * LANES + lane] = top * e - eq if negate else eq
-            slot[3 * LANES + lane] = top * (top * e - TWO * eq) + eqq if negate else eqq
-            slot[4 * LANES + lane] = eqx - top * ex if negate else eqx
+            negate = state[SIGN * LANES + lane] != state[sign_row * LANES + lane]
+            # Of a minimum without scale all codes become `max_code`.
+            slot[lane] = minimum / max_code if negate and scale == ZERO else scale
+            slot[LANES + lane] = max(max_code * scale - minimum, ZERO) if negate else minimum
+            slot[2 * LANES + lane] = max_code * e - eq if negate else eq
+            slot[3 * LANES + lane] = max_code * (max_code * e - TWO * eq) + eqq if negate else eqq
+            slot[4 * LANES + lane] = eqx - max_code * ex if negate else eqx
     for lane in range(LANES):
-        state[SUM_EX * LANES + lane] *= state[SIGN * LANES + lane] * state[wanted * LANES + lane]
-        state[SIGN * LANES + lane] = state[wanted * LANES + lane]
+        state[SUM_EX * LANES + lane] *= state[SIGN * LANES + lane] * state[sign_row * LANES + lane]
+        state[SIGN * LANES + lane] = state[sign_row * LANES + lane]
 
 
 @subkernel
@@ -262,7 +267,7 @@ def _suggest_super_scales(state: np.ndarray, slots: np.ndarray, fmt: ScaleMinFor
         block_maxima(state, value, fmt.subs, blocks)
         broadcast(blocks, fmt.subs, state, row)
         for lane in range(LANES):
-            state[row * LANES + lane] /= fmt.most
+            state[row * LANES + lane] /= fmt.max_scale
 
 
 @subkernel
@@ -274,7 +279,7 @@ def _set_scales(state: np.ndarray, first: int, factor: np.float32, row: int) -> 
 
 
 @subkernel
-def _estimate(state: np.ndarray, slots: np.ndarray, most: np.float32) -> None:
+def _estimate(state: np.ndarray, slots: np.ndarray, max_scale: np.float32) -> None:
     """ERROR, S and M that are best for any slot under D and DMIN; the sums of that slot's codes become the candidate's.
 
     For each slot two S are tried, the integers around its fitted scale, each with its best M.
@@ -287,21 +292,21 @@ def _estimate(state: np.ndarray, slots: np.ndarray, most: np.float32) -> None:
             eq, eqq = slot[2 * LANES + lane], slot[3 * LANES + lane]
             eqx = slot[4 * LANES + lane]
             per_dmin = ONE / (e * dmin if e > ZERO else ONE)
-            wanted = min(slot[lane] / state[D * LANES + lane], most)
-            nearest = (wanted + ROUND) - ROUND
-            other = min(nearest + (ONE if wanted > nearest else -ONE), most)
-            other = max(other, ZERO)
+            fitted = min(slot[lane] / state[D * LANES + lane], max_scale)
+            nearest = (fitted + ROUND) - ROUND
+            second = min(nearest + (ONE if fitted > nearest else -ONE), max_scale)
+            second = max(second, ZERO)
             scale = state[D * LANES + lane] * nearest
-            m = (min(max((scale * eq - ex) * per_dmin, ZERO), most) + ROUND) - ROUND
+            m = (min(max((scale * eq - ex) * per_dmin, ZERO), max_scale) + ROUND) - ROUND
             minimum = dmin * m
             error = scale * (scale * eqq - TWO * eqx) + minimum * (minimum * e + TWO * (ex - scale * eq))
-            scale = state[D * LANES + lane] * other
-            other_m = (min(max((scale * eq - ex) * per_dmin, ZERO), most) + ROUND) - ROUND
-            minimum = dmin * other_m
-            error_2 = scale * (scale * eqq - TWO * eqx) + minimum * (minimum * e + TWO * (ex - scale * eq))
-            s = other if error_2 < error else nearest
-            m = other_m if error_2 < error else m
-            error = min(error, error_2)
+            scale = state[D * LANES + lane] * second
+            second_m = (min(max((scale * eq - ex) * per_dmin, ZERO), max_scale) + ROUND) - ROUND
+            minimum = dmin * second_m
+            second_error = scale * (scale * eqq - TWO * eqx) + minimum * (minimum * e + TWO * (ex - scale * eq))
+            s = second if second_error < error else nearest
+            m = second_m if second_error < error else m
+            error = min(error, second_error)
             better = error < state[ERROR * LANES + lane]
             state[ERROR * LANES + lane] = error if better else state[ERROR * LANES + lane]
             state[S * LANES + lane] = s if better else state[S * LANES + lane]
@@ -334,11 +339,11 @@ def _refit(state: np.ndarray, fmt: ScaleMinFormat, sums: np.ndarray) -> None:
         sums[0, b], sums[1, b] = d, dmin
     broadcast(sums[0], fmt.subs, state, TERM)
     broadcast(sums[1], fmt.subs, state, TERM + 1)
-    for row, found in ((D, TERM), (DMIN, TERM + 1)):
+    for row, fitted in ((D, TERM), (DMIN, TERM + 1)):
         for lane in range(LANES):
-            if state[found * LANES + lane] > ZERO:
+            if state[fitted * LANES + lane] > ZERO:
                 unit, per_unit = state[UNIT * LANES + lane], state[PER_UNIT * LANES + lane]
-                state[row * LANES + lane] = storable(state[found * LANES + lane], unit, per_unit)
+                state[row * LANES + lane] = storable(state[fitted * LANES + lane], unit, per_unit)
 
 
 @subkernel
@@ -361,10 +366,10 @@ def _scan_super_scales(
             _negate(data, state, slots, fmt, TERM)
         _suggest_super_scales(state, slots, fmt, blocks)
         for i in range(count):
-            _set_scales(state, FIRST_D, grid_factor(i, count, fmt.most, fmt.first_s, fmt.span_s), D)
+            _set_scales(state, FIRST_D, grid_factor(i, count, fmt.max_scale, fmt.first_s, fmt.span_s), D)
             for h in range(minima):
-                _set_scales(state, FIRST_DMIN, grid_factor(h, minima, fmt.most, fmt.first_m, fmt.span_m), DMIN)
-                _estimate(state, slots, fmt.most)
+                _set_scales(state, FIRST_DMIN, grid_factor(h, minima, fmt.max_scale, fmt.first_m, fmt.span_m), DMIN)
+                _estimate(state, slots, fmt.max_scale)
                 block_sums(state, ERROR, fmt.subs, estimates[negate, i, h])
 
 
@@ -380,23 +385,23 @@ def _start_from_best(
 ) -> None:
     """Set D and DMIN of each block to the grid place of least estimated error, and exclude that place from now on."""
     signs, count, minima = estimates.shape[0], estimates.shape[1], estimates.shape[2]
-    places = estimates.reshape(signs * count * minima, estimates.shape[3])
+    candidates = estimates.reshape(signs * count * minima, estimates.shape[3])
     for b in range(LANES // fmt.subs):
         choice = 0
-        for i in range(len(places)):
-            if places[i, b] < places[choice, b]:
+        for i in range(len(candidates)):
+            if candidates[i, b] < candidates[choice, b]:
                 choice = i
-        places[choice, b] = INFINITE
+        candidates[choice, b] = INFINITE
         indices[b] = choice
         blocks[b] = -ONE if choice >= count * minima else ONE
     broadcast(blocks, fmt.subs, state, TERM)
     _negate(data, state, slots, fmt, TERM)
     _suggest_super_scales(state, slots, fmt, blocks)
     for b in range(LANES // fmt.subs):
-        blocks[b] = grid_factor(indices[b] // minima % count, count, fmt.most, fmt.first_s, fmt.span_s)
+        blocks[b] = grid_factor(indices[b] // minima % count, count, fmt.max_scale, fmt.first_s, fmt.span_s)
     broadcast(blocks, fmt.subs, state, TERM)
     for b in range(LANES // fmt.subs):
-        blocks[b] = grid_factor(indices[b] % minima, minima, fmt.most, fmt.first_m, fmt.span_m)
+        blocks[b] = grid_factor(indices[b] % minima, minima, fmt.max_scale, fmt.first_m, fmt.span_m)
     broadcast(blocks, fmt.subs, state, TERM + 1)
     for lane in range(LANES):
         state[FIRST_D * LANES + lane] *= state[TERM * LANES + lane]
@@ -415,17 +420,17 @@ def _search_neighbours(data: Lanes, state: np.ndarray, fmt: ScaleMinFormat, reac
         for h in range(-1, 2):
             for lane in range(LANES):
                 d, dmin = state[D * LANES + lane], state[DMIN * LANES + lane]
-                s = min(max(state[NEW_S * LANES + lane] + np.float32(i), ZERO), fmt.most)
+                s = min(max(state[NEW_S * LANES + lane] + np.float32(i), ZERO), fmt.max_scale)
                 scale = d * s
                 e = state[SUM_E * LANES + lane]
                 per_dmin = ONE / (e * dmin if e > ZERO else ONE)
                 m = (scale * state[EQ * LANES + lane] - state[SUM_EX * LANES + lane]) * per_dmin + np.float32(h)
-                m = (min(max(m, ZERO), fmt.most) + ROUND) - ROUND
+                m = (min(max(m, ZERO), fmt.max_scale) + ROUND) - ROUND
                 inverse = ONE / scale if s > ZERO else ZERO
                 state[SCALE * LANES + lane], state[MINIMUM * LANES + lane] = scale, dmin * m
                 state[INVERSE * LANES + lane], state[OFFSET * LANES + lane] = inverse, dmin * m * inverse
                 state[(TERM + 1) * LANES + lane], state[(TERM + 2) * LANES + lane] = s, m
-            _errors(data, state, 256 // fmt.subs, fmt.top)
+            _errors(data, state, 256 // fmt.subs, fmt.max_code)
             for lane in range(LANES):
                 better = state[ERROR * LANES + lane] < state[TERM * LANES + lane]
                 state[TERM * LANES + lane] = min(state[ERROR * LANES + lane], state[TERM * LANES + lane])
@@ -499,15 +504,15 @@ def search(
     for _ in range(starts):
         _start_from_best(data, state, slots, fmt, estimates, blocks, indices)
         for _ in range(refits):
-            _estimate(state, slots, fmt.most)
+            _estimate(state, slots, fmt.max_scale)
             _refit(state, fmt, sums)
-        _estimate(state, slots, fmt.most)
+        _estimate(state, slots, fmt.max_scale)
         for exact_round in range(exact_rounds):
             _search_neighbours(data, state, fmt, reach)
             _record(state, fmt, blocks)
             if exact_round + 1 < exact_rounds:
                 _set_candidate(state, D, DMIN, S, M)
-                _accumulate(data, state, 256 // fmt.subs, fmt.top)
+                _accumulate(data, state, 256 // fmt.subs, fmt.max_code)
                 _refit(state, fmt, sums)
     _negate(data, state, slots, fmt, BEST_SIGN)
     _set_candidate(state, BEST_D, BEST_DMIN, BEST_S, BEST_M)
@@ -521,7 +526,7 @@ def _codes(data: Lanes, state: np.ndarray, fmt: ScaleMinFormat, codes: np.ndarra
     for j in range(256 // fmt.subs):
         for lane in range(LANES):
             t = xs[j * LANES + lane] * state[INVERSE * LANES + lane] + state[OFFSET * LANES + lane]
-            codes[j * LANES + lane] = np.uint8(np.int32((min(max(t, ZERO), fmt.top) + ROUND) - ROUND))
+            codes[j * LANES + lane] = np.uint8(np.int32((min(max(t, ZERO), fmt.max_code) + ROUND) - ROUND))
 
 
 @subkernel

@@ -1,6 +1,7 @@
 """Search of the K types with scales and no minima: q3_K and q6_K.
 
-    y = (d * S) * q        q `low` to `high`; S one integer of `least` to `most` for 16 elements; d a half of any sign
+    y = (d * S) * q        q `min_code` to `max_code`; S an integer of `min_scale` to `max_scale`, one for
+                            16 elements; d a half of either sign
 
     minimise  sum w (x - y)^2 over a block, w the weights of `lanes.Weighting`
 
@@ -46,16 +47,16 @@ from quantkit.types.families.kquant.lanes import (
 class ScaleFormat(NamedTuple):
     """The numbers in which the types differ; `scale_format` makes one."""
 
-    low: np.float32  # the least code,
-    high: np.float32  # the largest
-    least: np.float32  # the least S,
-    most: np.float32  # the largest
-    span: int  # in the grid of super-scales the largest scale becomes `least`, or less by up to this
+    min_code: np.float32
+    max_code: np.float32
+    min_scale: np.float32  # of S; the extreme of larger magnitude
+    max_scale: np.float32
+    span: int  # in the grid of super-scales the largest scale becomes `min_scale`, or smaller by up to this
 
 
-def scale_format(low: float, high: float, least: float, most: float, span: int) -> ScaleFormat:
+def scale_format(min_code: float, max_code: float, min_scale: float, max_scale: float, span: int) -> ScaleFormat:
     """A `ScaleFormat` of float32 numbers."""
-    return ScaleFormat(np.float32(low), np.float32(high), np.float32(least), np.float32(most), span)
+    return ScaleFormat(np.float32(min_code), np.float32(max_code), np.float32(min_scale), np.float32(max_scale), span)
 
 
 SUBS, SIZE = 16, 16
@@ -77,7 +78,7 @@ Work = tuple[Lanes, np.ndarray, np.ndarray, np.ndarray]  # data, state, slots, c
 
 
 @subkernel
-def _sums(data: Lanes, state: np.ndarray, low: np.float32, high: np.float32) -> None:
+def _sums(data: Lanes, state: np.ndarray, min_code: np.float32, max_code: np.float32) -> None:
     """E, D and Q of nearest codes under SCALE."""
     xs, ws = data
     for lane in range(LANES):
@@ -85,7 +86,7 @@ def _sums(data: Lanes, state: np.ndarray, low: np.float32, high: np.float32) -> 
     for j in range(SIZE):
         for lane in range(LANES):
             x, w = xs[j * LANES + lane], ws[j * LANES + lane]
-            q = (min(max(x * state[INVERSE * LANES + lane], low), high) + ROUND) - ROUND
+            q = (min(max(x * state[INVERSE * LANES + lane], min_code), max_code) + ROUND) - ROUND
             r = x - state[SCALE * LANES + lane] * q
             wr, wq = w * r, w * q
             state[ERROR * LANES + lane] += wr * r
@@ -94,7 +95,7 @@ def _sums(data: Lanes, state: np.ndarray, low: np.float32, high: np.float32) -> 
 
 
 @subkernel
-def _errors(data: Lanes, state: np.ndarray, low: np.float32, high: np.float32) -> None:
+def _errors(data: Lanes, state: np.ndarray, min_code: np.float32, max_code: np.float32) -> None:
     """E of nearest codes under SCALE."""
     xs, ws = data
     for lane in range(LANES):
@@ -102,7 +103,7 @@ def _errors(data: Lanes, state: np.ndarray, low: np.float32, high: np.float32) -
     for j in range(SIZE):
         for lane in range(LANES):
             x, w = xs[j * LANES + lane], ws[j * LANES + lane]
-            q = (min(max(x * state[INVERSE * LANES + lane], low), high) + ROUND) - ROUND
+            q = (min(max(x * state[INVERSE * LANES + lane], min_code), max_code) + ROUND) - ROUND
             r = x - state[SCALE * LANES + lane] * q
             state[ERROR * LANES + lane] += w * r * r
 
@@ -163,13 +164,13 @@ def _fit(
     """Step 1: `sizes` candidates for each slot, then `rounds` of codes from the fit."""
     for k in range(len(slots)):
         for g in range(sizes):
-            become = units[0] - units[1] * np.float32(k // 2 * sizes + g)
-            _propose(state, become + (fmt.low + fmt.high) if k % 2 else -become)
-            _sums(data, state, fmt.low, fmt.high)
+            code = units[0] - units[1] * np.float32(k // 2 * sizes + g)
+            _propose(state, code + (fmt.min_code + fmt.max_code) if k % 2 else -code)
+            _sums(data, state, fmt.min_code, fmt.max_code)
             _keep_in_slot(state, slots[k])
         for _ in range(rounds):
             _candidate_from_slot(state, slots[k])
-            _sums(data, state, fmt.low, fmt.high)
+            _sums(data, state, fmt.min_code, fmt.max_code)
             _keep_in_slot(state, slots[k])
 
 
@@ -189,7 +190,7 @@ def _suggest_super_scales(state: np.ndarray, slots: np.ndarray, fmt: ScaleFormat
             scale = state[S * LANES + s * BLOCKS + b]
             largest = scale if abs(scale) > abs(largest) else largest
         for s in range(SUBS):
-            state[FIRST_D * LANES + s * BLOCKS + b] = largest / fmt.least
+            state[FIRST_D * LANES + s * BLOCKS + b] = largest / fmt.min_scale
 
 
 @subkernel
@@ -203,7 +204,7 @@ def _set_scales(state: np.ndarray, factor: np.float32) -> None:
 
 
 @subkernel
-def _estimate(state: np.ndarray, slots: np.ndarray, least: np.float32, most: np.float32) -> None:
+def _estimate(state: np.ndarray, slots: np.ndarray, min_scale: np.float32, max_scale: np.float32) -> None:
     """The least ERROR of any slot under D, or of S = 0, and its S."""
     for lane in range(LANES):
         state[ERROR * LANES + lane] = state[ZERO_ERROR * LANES + lane]
@@ -212,10 +213,10 @@ def _estimate(state: np.ndarray, slots: np.ndarray, least: np.float32, most: np.
     for k in range(len(slots)):
         slot = slots[k]
         for lane in range(LANES):
-            wanted = slot[lane]
-            s = (min(max(wanted * state[INVERSE * LANES + lane], least), most) + ROUND) - ROUND
-            off = s * state[D * LANES + lane] - wanted
-            error = slot[LANES + lane] + slot[2 * LANES + lane] * off * off
+            fitted = slot[lane]
+            s = (min(max(fitted * state[INVERSE * LANES + lane], min_scale), max_scale) + ROUND) - ROUND
+            distance = s * state[D * LANES + lane] - fitted
+            error = slot[LANES + lane] + slot[2 * LANES + lane] * distance * distance
             better = error < state[ERROR * LANES + lane]
             state[ERROR * LANES + lane] = min(error, state[ERROR * LANES + lane])
             state[S * LANES + lane] = s if better else state[S * LANES + lane]
@@ -226,8 +227,8 @@ def _scan_super_scales(state: np.ndarray, slots: np.ndarray, fmt: ScaleFormat, e
     """Step 2: estimates[i, b] is the error of block b at place i of the grid of d."""
     _suggest_super_scales(state, slots, fmt)
     for i in range(len(estimates)):
-        _set_scales(state, grid_factor(i, len(estimates), -fmt.least, -fmt.least, fmt.span))
-        _estimate(state, slots, fmt.least, fmt.most)
+        _set_scales(state, grid_factor(i, len(estimates), -fmt.min_scale, -fmt.min_scale, fmt.span))
+        _estimate(state, slots, fmt.min_scale, fmt.max_scale)
         block_sums(state, ERROR, SUBS, estimates[i])
 
 
@@ -240,7 +241,7 @@ def _start_from_best(state: np.ndarray, fmt: ScaleFormat, estimates: np.ndarray,
             if estimates[i, b] < estimates[choice, b]:
                 choice = i
         estimates[choice, b] = INFINITE
-        blocks[b] = grid_factor(choice, len(estimates), -fmt.least, -fmt.least, fmt.span)
+        blocks[b] = grid_factor(choice, len(estimates), -fmt.min_scale, -fmt.min_scale, fmt.span)
     broadcast(blocks, SUBS, state, TERM)
     for lane in range(LANES):
         state[TERM * LANES + lane] *= state[FIRST_D * LANES + lane]
@@ -263,11 +264,11 @@ def _set_candidate(state: np.ndarray, d: int, s: int) -> None:
 def _try(data: Lanes, state: np.ndarray, fmt: ScaleFormat) -> None:
     """Replace S by NEW_S, clipped to its range, where its exact error is below row TERM; update TERM."""
     for lane in range(LANES):
-        s = min(max(state[NEW_S * LANES + lane], fmt.least), fmt.most)
+        s = min(max(state[NEW_S * LANES + lane], fmt.min_scale), fmt.max_scale)
         scale = s * state[D * LANES + lane]
         state[NEW_S * LANES + lane], state[SCALE * LANES + lane] = s, scale
         state[INVERSE * LANES + lane] = ONE / scale if scale != ZERO else ZERO
-    _errors(data, state, fmt.low, fmt.high)
+    _errors(data, state, fmt.min_code, fmt.max_code)
     for lane in range(LANES):
         better = state[ERROR * LANES + lane] < state[TERM * LANES + lane]
         state[TERM * LANES + lane] = min(state[ERROR * LANES + lane], state[TERM * LANES + lane])
@@ -290,8 +291,8 @@ def _search_neighbours(
             if k >= 0:
                 slot = slots[k]
                 for lane in range(LANES):
-                    wanted = min(max(slot[lane] / state[D * LANES + lane], fmt.least), fmt.most)
-                    state[NEW_S * LANES + lane] = ((wanted + ROUND) - ROUND) + np.float32(i)
+                    fitted = min(max(slot[lane] / state[D * LANES + lane], fmt.min_scale), fmt.max_scale)
+                    state[NEW_S * LANES + lane] = ((fitted + ROUND) - ROUND) + np.float32(i)
             _try(data, state, fmt)
 
 
@@ -311,7 +312,7 @@ def _record(state: np.ndarray, blocks: np.ndarray) -> None:
 def _refit(data: Lanes, state: np.ndarray, fmt: ScaleFormat, sums: np.ndarray) -> None:
     """D of least error for the codes that D and S give."""
     _set_candidate(state, D, S)
-    _sums(data, state, fmt.low, fmt.high)
+    _sums(data, state, fmt.min_code, fmt.max_code)
     for lane in range(LANES):
         s = state[S * LANES + lane]
         state[TERM * LANES + lane] = s * state[SLOPE * LANES + lane]
@@ -366,7 +367,7 @@ def search(
     for _ in range(starts):
         _start_from_best(state, fmt, estimates, blocks)
         for exact_round in range(exact_rounds):
-            _estimate(state, slots, fmt.least, fmt.most)
+            _estimate(state, slots, fmt.min_scale, fmt.max_scale)
             _search_neighbours(data, state, slots, fmt, reach, neighbour_slots)
             _record(state, blocks)
             if exact_round + 1 < exact_rounds:
@@ -377,17 +378,17 @@ def search(
 
 @subkernel
 def _codes(data: Lanes, state: np.ndarray, fmt: ScaleFormat, codes: np.ndarray) -> None:
-    """Nearest codes - low under the candidate."""
+    """Nearest codes - `min_code` under the candidate."""
     xs, _ = data
     for j in range(SIZE):
         for lane in range(LANES):
-            t = min(max(xs[j * LANES + lane] * state[INVERSE * LANES + lane], fmt.low), fmt.high)
-            codes[j * LANES + lane] = np.uint8(np.int32(((t + ROUND) - ROUND) - fmt.low))
+            t = min(max(xs[j * LANES + lane] * state[INVERSE * LANES + lane], fmt.min_code), fmt.max_code)
+            codes[j * LANES + lane] = np.uint8(np.int32(((t + ROUND) - ROUND) - fmt.min_code))
 
 
 @subkernel
 def block_result(work: Work, b: int, codes: np.ndarray, scales: np.ndarray) -> np.float32:
-    """Result of block b: fills codes uint8[256] with q - low and scales int8[16] with S; returns d."""
+    """Result of block b: fills codes uint8[256] with q - `min_code` and scales int8[16] with S; returns d."""
     _, state, _, lanes = work
     block_codes(lanes, b, SUBS, codes)
     any_scale = False

@@ -26,7 +26,7 @@ from quantkit.codegen.simd import F32, I8, I16, I32, IrBuilder, Value, vector
 
 BYTES4, BYTES8, BYTES16, BYTES32 = (vector(lanes, I8) for lanes in (4, 8, 16, 32))
 FLOATS4, FLOATS8, FLOATS16 = (vector(lanes, F32) for lanes in (4, 8, 16))
-INTS4, INTS8, INTS16 = (vector(lanes, I32) for lanes in (4, 8, 16))
+INTS8 = vector(8, I32)
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class InterleavedSubBlock:
 
 @dataclass(frozen=True)
 class Format:
-    """A type as CPU kernels read it. A row group is `rows` interleaved rows, or one row."""
+    """How CPU kernels read a type. A row group is `rows` interleaved rows, or one row."""
 
     name: str
     read: Callable[..., Iterator[Any]]

@@ -32,14 +32,14 @@ def nibbles(ir: IrBuilder, address: Value) -> list[Value]:
     return [lines[0] & 15, lines[0] >> 4, lines[1] & 15, lines[1] >> 4]
 
 
-def bits(ir: IrBuilder, address: Value, apart: int) -> Value:
-    """The 16 bytes of a PLANE twice, the second time shifted right so that a step's bit is at one place in all lanes.
+def bits(ir: IrBuilder, address: Value, distance: int) -> Value:
+    """The 16 bytes of a PLANE twice, the second time shifted right, so that a step's bit has one position in all lanes.
 
     The shift crosses bytes: only the low bits of each byte are valid in both halves.
     """
-    both = ir.load(BYTES16, address)
-    shifts = ir.constant(INTS8, [0] * 4 + [apart] * 4)
-    return (ir.join(both, both).view(INTS8) >> shifts).view(BYTES32)
+    plane = ir.load(BYTES16, address)
+    shifts = ir.constant(INTS8, [0] * 4 + [distance] * 4)
+    return (ir.join(plane, plane).view(INTS8) >> shifts).view(BYTES32)
 
 
 def steps4(codes: Iterable[Value], columns: Iterable[int] = NIB_COLUMNS) -> list[tuple[Value, int, int]]:
@@ -47,7 +47,7 @@ def steps4(codes: Iterable[Value], columns: Iterable[int] = NIB_COLUMNS) -> list
     return [(code, column, column + 16) for code, column in zip(codes, columns)]
 
 
-def twice(ir: IrBuilder, address: Value) -> Value:
+def row_scales_twice(ir: IrBuilder, address: Value) -> Value:
     """The four float16 scales at an address, for lanes 0..3 and again for lanes 4..7."""
     scales = load_halves(ir, address, 4)
     return ir.join(scales, scales)
@@ -90,10 +90,10 @@ def _mxfp4_r8(ir, block):
 
 @format_of("q5_0_r4", columns=32, nbytes=88, offset=16, largest=31, rows=4)
 def _q5_0_r4(ir, block):
-    fifth_bits = bits(ir, block + 8, apart=1)
+    fifth_bits = bits(ir, block + 8, distance=1)
     low = nibbles(ir, block + 24)
     codes = [low[t] | shift_words(fifth_bits, 4 - bit) & 16 for t, bit in enumerate((0, 4, 2, 6))]
-    yield InterleavedSubBlock(steps4(codes), twice(ir, block))
+    yield InterleavedSubBlock(steps4(codes), row_scales_twice(ir, block))
 
 
 @format_of("q6_0_r4", columns=32, nbytes=104, offset=32, largest=63, rows=4)
@@ -101,9 +101,9 @@ def _q6_0_r4(ir, block):
     bit_pairs = ir.load(BYTES32, block + 8)
     low = nibbles(ir, block + 40)
     codes = [low[t] | shift_words(bit_pairs, 4 - bit) & 48 for t, bit in enumerate((0, 4, 2, 6))]
-    yield InterleavedSubBlock(steps4(codes), twice(ir, block))
+    yield InterleavedSubBlock(steps4(codes), row_scales_twice(ir, block))
 
 
 @format_of("iq4_nl_r4", columns=32, nbytes=72, offset=128, largest=255, rows=4)
 def _iq4_nl_r4(ir, block):
-    yield InterleavedSubBlock(steps4(ir.lookup(CODES, n) for n in nibbles(ir, block + 8)), twice(ir, block))
+    yield InterleavedSubBlock(steps4(ir.lookup(CODES, n) for n in nibbles(ir, block + 8)), row_scales_twice(ir, block))

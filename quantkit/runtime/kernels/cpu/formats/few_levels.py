@@ -41,18 +41,17 @@ def _digits(ir: IrBuilder, packed: Value, columns: list[int]) -> Value:
 
     The block's bytes become the upper halves of words, so that a product is modulo 256 there.
     """
-    places = [_digit(c) for c in columns]
-    loaded = [(byte if byte < 8 else byte + 3) + i // 8 * 16 for i, (byte, _) in enumerate(places)]
+    positions = [_digit(c) for c in columns]
+    loaded = [(byte if byte < 8 else byte + 3) + i // 8 * 16 for i, (byte, _) in enumerate(positions)]
     words = ir.shuffle(packed, ir.zero(BYTES32), [i for byte in loaded for i in (32, byte)]).view(_SHORTS16)
-    words = words * ir.constant(_SHORTS16, [3 ** (4 - k) for _, k in places])
+    words = words * ir.constant(_SHORTS16, [3 ** (4 - k) for _, k in positions])
     return ir.multiply_high(words, ir.constant(_SHORTS16, 3)).view(BYTES32)
 
 
 @format_of("iq1_bn", columns=64, nbytes=13, offset=1, largest=2, head=2)
 def _iq1_bn(ir, block, head):
-    packed = ir.join(
-        ir.load(BYTES8, block), ir.load(BYTES8, block + 5)
-    )  # a load of 16 bytes could end beyond the tensor
+    # a load of 16 bytes could end beyond the tensor
+    packed = ir.join(ir.load(BYTES8, block), ir.load(BYTES8, block + 5))
     packed, scale = ir.join(packed, packed), ir.splat(load_half(ir, head), 8)
     # Words of two vectors become bytes, halves of both in turn: one instruction, without crossing 128-bit lanes.
     order = [16 * half + 32 * part + 2 * i for half in range(2) for part in range(2) for i in range(8)]
@@ -93,6 +92,6 @@ def _q8_kv(ir, block, head):
 
 @format_of("mxfp4", columns=32, nbytes=17, offset=E2M1_OFFSET, largest=24)
 def _mxfp4(ir, block):
-    place = ir.table(_POWERS, I32) + (ir.load(I8, block).unsigned(I64) << 2)
+    address = ir.table(_POWERS, I32) + (ir.load(I8, block).unsigned(I64) << 2)
     codes = ir.lookup(E2M1_CODES, low_then_high(ir, ir.load(BYTES16, block + 1)))
-    yield SubBlock(codes, ir.splat(ir.load(F32, place), 8))
+    yield SubBlock(codes, ir.splat(ir.load(F32, address), 8))

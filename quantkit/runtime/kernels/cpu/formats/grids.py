@@ -1,7 +1,7 @@
 """Formats of iq2_xxs, iq2_xs, iq2_s, iq3_xxs and iq3_s: indices of grid points, and a sign per column.
 
-The tables hold magnitude + offset; the code of a negative column is 2 * offset minus that. Indices and signs that are
-not indices_in_memory ready to use are computed for the whole block at once.
+The tables hold magnitude + offset; the code of a negative column is 2 * offset minus that. Indices and signs that have
+to be assembled from several fields are computed for the whole block at once and stored (`points.indices_in_memory`).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ _ODD_NIBBLES = [0x80 * (i.bit_count() % 2) for i in range(16)]
 _SHORTS16 = vector(16, I16)
 
 
-def negated(ir: IrBuilder, codes: Value, where: Value, offset: int) -> Value:
+def negated(ir: IrBuilder, codes: Value, mask: Value, offset: int) -> Value:
     """Codes of the negated values where `where` holds."""
-    return ir.choose(where, 2 * offset - codes, codes)
+    return ir.choose(mask, 2 * offset - codes, codes)
 
 
 def odd_multiples(numbers: Value, d: Value) -> Value:
@@ -60,11 +60,11 @@ def _iq2_xs(ir, block):
     d = load_half(ir, block) * 0.125
     scales = [_nibble_scales(ir, block + 66 + 4 * half, d) for half in range(2)]
     words = [ir.load(_SHORTS16, block + 2 + 32 * half) for half in range(2)]
-    at = indices_in_memory(ir, [part & 511 for part in words])
+    index_address = indices_in_memory(ir, [part & 511 for part in words])
     high = ir.shuffle(*((part >> 9).view(BYTES32) for part in words), range(0, 64, 2))
     signs = ir.in_memory(_with_parity(ir, high))
     for s in range(8):
-        codes = codes_of(ir, IQ2_XS, at, range(4 * s, 4 * s + 4))
+        codes = codes_of(ir, IQ2_XS, index_address, range(4 * s, 4 * s + 4))
         negative = ir.bits(ir.load(I32, signs + 4 * s))
         yield SubBlock(negated(ir, codes, negative, OFFSET), spread(ir, scales[s // 4], 2 * s % 8, 2 * s % 8 + 1))
 
@@ -80,11 +80,11 @@ def _iq2_s(ir, block):
     d = load_half(ir, block) * 0.125
     scales = [_nibble_scales(ir, block + 74 + 4 * half, d) for half in range(2)]
     high = [pairs_as_high_bits(ir, ir.load(vector(4, I8), block + 66 + 4 * half)) for half in range(2)]
-    at = indices_in_memory(
+    index_address = indices_in_memory(
         ir, [ir.load(BYTES16, block + 2 + 16 * half).unsigned(I16) | high[half] for half in range(2)]
     )
     for s in range(8):
-        codes = codes_of(ir, IQ2_S, at, range(4 * s, 4 * s + 4))
+        codes = codes_of(ir, IQ2_S, index_address, range(4 * s, 4 * s + 4))
         negative = ir.bits(ir.load(I32, block + 34 + 4 * s))
         yield SubBlock(negated(ir, codes, negative, OFFSET), spread(ir, scales[s // 4], 2 * s % 8, 2 * s % 8 + 1))
 
@@ -100,20 +100,20 @@ def _iq3_xxs(ir, block):
         yield SubBlock(negated(ir, codes, negative, OFFSET), spread(ir, scales, s))
 
 
-def ninth_bit(ir: IrBuilder, indices: Value, where: Value) -> Value:
+def ninth_bit(ir: IrBuilder, indices: Value, mask: Value) -> Value:
     """16 bytes as words, with bit 8 set where `where` holds."""
     words = indices.unsigned(I16)
-    return ir.choose(where, words | 256, words)
+    return ir.choose(mask, words | 256, words)
 
 
 @format_of("iq3_s", columns=256, nbytes=110, offset=OFFSET_3S, largest=31)
 def _iq3_s(ir, block):
     scales = _nibble_scales(ir, block + 106, load_half(ir, block))
     high = [ir.bits(ir.load(I16, block + 66 + 2 * part)) for part in range(4)]
-    at = indices_in_memory(
+    index_address = indices_in_memory(
         ir, [ninth_bit(ir, ir.load(BYTES16, block + 2 + 16 * part), high[part]) for part in range(4)]
     )
     for s in range(8):
-        codes = codes_of(ir, IQ3_S, at, range(8 * s, 8 * s + 8))
+        codes = codes_of(ir, IQ3_S, index_address, range(8 * s, 8 * s + 8))
         negative = ir.bits(ir.load(I32, block + 74 + 4 * s))
         yield SubBlock(negated(ir, codes, negative, OFFSET_3S), spread(ir, scales, s))

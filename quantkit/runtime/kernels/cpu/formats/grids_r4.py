@@ -40,7 +40,7 @@ Steps = list[tuple[Value, int, int]]  # of an InterleavedSubBlock
 
 
 def steps_of_eight(
-    ir: IrBuilder, table: Table, at: Callable[[int], Value], row: int, column: int, kind: IntType = I16
+    ir: IrBuilder, table: Table, index_address: Callable[[int], Value], row: int, column: int, kind: IntType = I16
 ) -> Steps:
     """Steps of grid points of eight columns.
 
@@ -50,7 +50,9 @@ def steps_of_eight(
     for g in range(2):
         # Rows 0 and 1, then 2 and 3: the points of columns 8 g .. 8 g + 7, then of columns 16 further; two words each.
         first, last = (
-            codes_of(ir, table, at, [row * r + column * c for c in (g, g + 2) for r in rows], kind).view(INTS8)
+            codes_of(ir, table, index_address, [row * r + column * c for c in (g, g + 2) for r in rows], kind).view(
+                INTS8
+            )
             for rows in ((0, 1), (2, 3))
         )
         for half in range(2):
@@ -62,12 +64,12 @@ def steps_of_eight(
 
 def _signed(ir: IrBuilder, steps: Steps, signs: Value) -> Steps:
     """Apply signs to steps. `signs` are 16 bytes, each for eight columns of a row: four rows, then the next columns."""
-    found = []
+    signed_steps = []
     for codes, low, high in steps:
         flags = ir.shuffle(signs, None, [4 * (c // 4 % 4) + low // 8 + 2 * (c // 16) for c in range(32)])
         negative = ir.any_bits(flags, [1 << low % 8 + c % 4 for c in range(32)])
-        found.append((negated(ir, codes, negative, OFFSET), low, high))
-    return found
+        signed_steps.append((negated(ir, codes, negative, OFFSET), low, high))
+    return signed_steps
 
 
 def _from_running(packed: Value) -> Value:
@@ -117,8 +119,8 @@ def _iq2_s_r4(ir, block):
     d = row_scales(ir, block, 0.125)
     for b in range(8):
         high = pairs_as_high_bits(ir, ir.load(BYTES4, block + 136 + 4 * b))
-        at = indices_in_memory(ir, [ir.load(BYTES16, block + 8 + 16 * b).unsigned(I16) | high])
-        steps = _signed(ir, steps_of_eight(ir, IQ2_S, at, 4, 1), ir.load(BYTES16, block + 168 + 16 * b))
+        index_address = indices_in_memory(ir, [ir.load(BYTES16, block + 8 + 16 * b).unsigned(I16) | high])
+        steps = _signed(ir, steps_of_eight(ir, IQ2_S, index_address, 4, 1), ir.load(BYTES16, block + 168 + 16 * b))
         yield InterleavedSubBlock(steps, odd_multiples(row_nibbles(ir, block + 296 + 4 * b), d))
 
 
@@ -128,8 +130,8 @@ def _iq3_xxs_r4(ir, block):
     for b in range(8):
         packed, steps = ir.load(BYTES16, block + 8 + 16 * b), []
         for s in range(4):
-            places = [8 * row + s + half for half in (0, 4) for row in range(4)]
-            codes = codes_of(ir, IQ3_XXS, (block + 136 + 32 * b).__add__, places, I8)
+            numbers = [8 * row + s + half for half in (0, 4) for row in range(4)]
+            codes = codes_of(ir, IQ3_XXS, (block + 136 + 32 * b).__add__, numbers, I8)
             steps.append((codes, 4 * s, 4 * s + 16))
         yield InterleavedSubBlock(_signed(ir, steps, _from_running(packed)), _bit_scales(ir, packed, d))
 
@@ -144,11 +146,13 @@ def _iq3_s_r4(ir, block):
         flags = ir.splat(ir.load(I32, block + 264 + 4 * b), 4).view(BYTES16)
         numbers = [ir.load(BYTES16, block + 8 + 32 * b + 16 * half) for half in range(2)]
         bits = [[1 << 2 * half + i // 8 + 4 * (i // 4 % 2) for i in range(16)] for half in range(2)]
-        at = indices_in_memory(ir, [ninth_bit(ir, numbers[half], ir.any_bits(flags, bits[half])) for half in range(2)])
+        index_address = indices_in_memory(
+            ir, [ninth_bit(ir, numbers[half], ir.any_bits(flags, bits[half])) for half in range(2)]
+        )
         signs = ir.load(BYTES16, block + 296 + 16 * b)
         steps = []
         for s in range(4):
-            codes = codes_of(ir, IQ3_S, at, range(8 * s, 8 * s + 8))
+            codes = codes_of(ir, IQ3_S, index_address, range(8 * s, 8 * s + 8))
             negative = ir.any_bits(ir.join(signs, signs), [1 << s + 4 * (c // 16) for c in range(32)])
             steps.append((negated(ir, codes, negative, OFFSET_3S), 4 * s, 4 * s + 16))
         yield InterleavedSubBlock(steps, ir.shuffle(scales[b // 2], None, [4 * (b % 2) + k % 4 for k in range(8)]))

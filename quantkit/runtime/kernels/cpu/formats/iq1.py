@@ -49,12 +49,12 @@ def _iq1_s(ir, block):
         numbers.append(
             ir.load(BYTES16, block + 2 + 16 * half).unsigned(I16) | _as_high_bits(ir, each, [0, 1, 2, 3] * 4)
         )
-    words, at = words.unsigned(I32), indices_in_memory(ir, numbers)
+    words, index_address = words.unsigned(I32), indices_in_memory(ir, numbers)
     scales = odd_multiples(words >> 12 & 7, ir.splat(load_half(ir, block) * 0.125, 8))
     shifts = ir.in_memory(_shift_bytes(words))
     for s in range(8):
         shift = ir.splat(ir.load(I32, shifts + 4 * s), 8).view(BYTES32)
-        yield SubBlock(codes_of(ir, _TABLE, at, range(4 * s, 4 * s + 4)) + shift, spread(ir, scales, s))
+        yield SubBlock(codes_of(ir, _TABLE, index_address, range(4 * s, 4 * s + 4)) + shift, spread(ir, scales, s))
 
 
 @format_of("iq1_m", columns=256, nbytes=56, offset=9, largest=18, scale_columns=16)
@@ -72,11 +72,11 @@ def _iq1_m(ir, block):
         high = nibbles.unsigned(I16) << 8 & 0x700
         numbers.append(ir.load(BYTES16, block + 16 * half).unsigned(I16) | high)
         shifts.append(nibbles >> 2 & 2 ^ 2)
-    at, shifts_at = indices_in_memory(ir, numbers), ir.in_memory(ir.join(*shifts))
+    index_address, shifts_at = indices_in_memory(ir, numbers), ir.in_memory(ir.join(*shifts))
     for s in range(8):
         shift = ir.splat(ir.load(I32, shifts_at + 4 * s), 8).view(BYTES32)
         shift = ir.shuffle(shift, None, [c // 8 for c in range(32)])
-        codes = codes_of(ir, _TABLE, at, range(4 * s, 4 * s + 4))
+        codes = codes_of(ir, _TABLE, index_address, range(4 * s, 4 * s + 4))
         yield SubBlock(codes + shift, spread(ir, scales[s // 4], 2 * s % 8, 2 * s % 8 + 1))
 
 
@@ -84,10 +84,10 @@ def _iq1_m(ir, block):
 def _iq1_s_r4(ir, block, head):
     words = ir.load(vector(4, I16), block + 16)
     high = _as_high_bits(ir, ir.shuffle(words, None, [0, 1, 2, 3] * 4), [g for g in range(4) for _ in range(4)])
-    at = indices_in_memory(ir, [ir.load(BYTES16, block).unsigned(I16) | high])
+    index_address = indices_in_memory(ir, [ir.load(BYTES16, block).unsigned(I16) | high])
     words = ir.join(words, words).unsigned(I32)
     shift = _shift_bytes(words).view(BYTES32)
-    steps = [(codes + shift, low, high) for codes, low, high in steps_of_eight(ir, _TABLE, at, 1, 4)]
+    steps = [(codes + shift, low, high) for codes, low, high in steps_of_eight(ir, _TABLE, index_address, 1, 4)]
     yield InterleavedSubBlock(steps, odd_multiples(words >> 12 & 7, row_scales(ir, head, 0.125)))
 
 
@@ -97,10 +97,10 @@ def _iq1_m_r4(ir, block, head):
     nibbles = ir.load(BYTES8, block + 16)
     high = ir.shuffle(nibbles, None, [i // 8 * 4 + i % 4 for i in range(16)]).unsigned(I16)
     high = high << ir.constant(_SHORTS16, [8 - 4 * (i // 4 % 2) for i in range(16)]) & 0x700
-    at = indices_in_memory(ir, [ir.load(BYTES16, block).unsigned(I16) | high])
+    index_address = indices_in_memory(ir, [ir.load(BYTES16, block).unsigned(I16) | high])
     flags = ir.shuffle(nibbles, None, [c // 4 for c in range(32)])
     steps = []
-    for codes, low, high_column in steps_of_eight(ir, _TABLE, at, 1, 4):
+    for codes, low, high_column in steps_of_eight(ir, _TABLE, index_address, 1, 4):
         shift = ir.where_bits(flags, [8 << 4 * (low // 8)] * 32, 2) ^ 2
         steps.append((codes + shift, low, high_column))
     yield InterleavedSubBlock(steps, row_nibbles(ir, block + 24).real() * row_scales(ir, head, 0.125))

@@ -27,8 +27,8 @@ def _pair(ir: IrBuilder, scales: list[Value], j: int) -> SpreadLanes:
 
 @format_of("q2_K", columns=256, nbytes=84, offset=0, largest=3, scale_columns=16, has_minimum=True)
 def _q2_k(ir, block):
-    both = load_halves(ir, block + 80, 2)
-    d, d_min = ir.shuffle(both, None, [0] * 8), ir.shuffle(both, None, [1] * 8) * -1.0
+    d_and_dmin = load_halves(ir, block + 80, 2)
+    d, d_min = ir.shuffle(d_and_dmin, None, [0] * 8), ir.shuffle(d_and_dmin, None, [1] * 8) * -1.0
     packed = [ir.load(BYTES8, block + 8 * half).unsigned(I32) for half in range(2)]
     scales, minimums = [(v & 15).real() * d for v in packed], [(v >> 4).real() * d_min for v in packed]
     multipliers = ir.shuffle(ir.load(BYTES16, block), None, [*range(16)] * 2) & 15
@@ -65,7 +65,7 @@ def _scales_and_minimums(ir: IrBuilder, block: Value) -> tuple[Value, Value]:
     Twelve bytes hold eight 6-bit multipliers of d and eight of dmin: bytes 0..3 and 4..7 the first four of each with,
     in their top two bits, the high bits of the last four, whose low nibbles share bytes 8..11.
     """
-    packed = [ir.load(BYTES4, block + at) for at in (4, 8, 12)]
+    packed = [ir.load(BYTES4, block + offset) for offset in (4, 8, 12)]
     first = ir.join(packed[0], packed[2] & 15 | (packed[0] >> 2) & 0x30) & 63
     second = ir.join(packed[1], packed[2] >> 4 | (packed[1] >> 2) & 0x30) & 63
     scales = first.unsigned(I32).real() * ir.splat(load_half(ir, block), 8)

@@ -145,7 +145,7 @@ def _iq5_k(ir, block):
 
 @format_of("iq6_k", columns=256, nbytes=212, offset=127, largest=249, scale_columns=16)
 def _iq6_k(ir, block):
-    """With the integer code values of `products`, not the cubic."""
+    """With the integer code values of matrix products (`product_rows`), not the cubic."""
     d = ir.splat(load_half(ir, block), 8)
     scales = [ir.load(vector(8, I8), block + 4 + 8 * half).signed(I32).real() * d for half in range(2)]
     flags = _flags(ir, block + 2, 1)

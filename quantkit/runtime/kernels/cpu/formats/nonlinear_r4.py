@@ -57,8 +57,8 @@ def _flags(ir: IrBuilder, address: Value) -> Value:
 
 def _halves_shifted(ir: IrBuilder, address: Value, right: int) -> Value:
     """16 bytes twice, the second time shifted right; bits from the next byte must be masked by the caller."""
-    twice = ir.shuffle(ir.load(BYTES16, address), None, [*range(16), *range(16)]).view(INTS8)
-    return (twice >> ir.constant(INTS8, [0] * 4 + [right] * 4)).view(BYTES32)
+    doubled = ir.shuffle(ir.load(BYTES16, address), None, [*range(16), *range(16)]).view(INTS8)
+    return (doubled >> ir.constant(INTS8, [0] * 4 + [right] * 4)).view(BYTES32)
 
 
 def _nibble_steps(ir: IrBuilder, address: Value) -> Iterator[tuple[Value, int]]:
@@ -127,7 +127,7 @@ def _iq5_k_r4(ir, block):
         yield InterleavedSubBlock(steps, _six_bits(ir, block + 32, block + 16, j) * d)
 
 
-def _odd(ir, d, address):
+def _odd_multiplier(ir, d, address):
     """(d * m, bytes with the flag as bit 0) of four bytes: bits 1..7 give odd m from -127 on, bit 0 is the flag."""
     numbers = _twice(ir, ir.load(BYTES4, address)).unsigned(I32)
     return float_minus(numbers & 254, 127) * d, numbers
@@ -143,7 +143,7 @@ def _shift(ir, numbers, shift):
 def _iq4_ks_r4(ir, block, head):
     d = _twice(ir, ir.load(FLOATS4, head))
     for j in range(8):
-        scale, numbers = _odd(ir, d, block + 4 * j)
+        scale, numbers = _odd_multiplier(ir, d, block + 4 * j)
         shift = _shift(ir, numbers, 2)
         steps = [(code + shift, column, column + 16) for code, column in _k4_steps(ir, block + 32 + 64 * j)]
         yield InterleavedSubBlock(steps, scale)
@@ -153,7 +153,7 @@ def _iq4_ks_r4(ir, block, head):
 def _iq5_ks_r4(ir, block, head):
     d = _twice(ir, ir.load(FLOATS4, head))
     for j in range(8):
-        scale, numbers = _odd(ir, d, block + 4 * j)
+        scale, numbers = _odd_multiplier(ir, d, block + 4 * j)
         shift = _shift(ir, numbers, 1)
         steps = _k5_steps(ir, block + 32 + 64 * j, block + 544 + 16 * j)
         yield InterleavedSubBlock([(code + shift, column, column + 16) for code, column in steps], scale)

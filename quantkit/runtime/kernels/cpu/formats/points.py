@@ -42,11 +42,13 @@ def indices_in_memory(ir: IrBuilder, indices: Iterable[Value]) -> Callable[[int]
 
 
 def codes_of(
-    ir: IrBuilder, found: Table, at: Callable[[int], Value], places: Iterable[int], kind: IntType = I16
+    ir: IrBuilder, points: Table, index_address: Callable[[int], Value], numbers: Iterable[int], kind: IntType = I16
 ) -> Value:
     """32 bytes: side by side the grid points whose indices, integers of type `kind`, are at at(place)."""
-    start, size = ir.table(found.points, found.element), found.element.width // 8
-    joined = ir.zero(vector(32 // size, found.element))
-    for i, place in enumerate(places):
-        joined = ir.insert(joined, i, ir.load(found.element, start + ir.load(kind, at(place)).unsigned(I64) * size))
+    start, size = ir.table(points.points, points.element), points.element.width // 8
+    joined = ir.zero(vector(32 // size, points.element))
+    for i, number in enumerate(numbers):
+        joined = ir.insert(
+            joined, i, ir.load(points.element, start + ir.load(kind, index_address(number)).unsigned(I64) * size)
+        )
     return joined.view(BYTES32)

@@ -50,7 +50,7 @@ def _of_sub_block(ir: IrBuilder, flags: Value, j: int) -> Value:
     return ir.splat(ir.load(I32, flags + 4 * j), 8).view(BYTES32)
 
 
-def _odd_scales(ir: IrBuilder, d: Value, multipliers: Value) -> Value:
+def _odd_scales(d: Value, multipliers: Value) -> Value:
     """d * m of eight bytes: bits 1..7 give odd m from -127 on, bit 0 is a flag."""
     return float_minus(multipliers.unsigned(I32) & 254, 127) * d
 
@@ -96,7 +96,7 @@ def _iq3_ks(ir, block, head):
 @format_of("iq4_ks", columns=256, nbytes=136, offset=127, largest=244, head=4)
 def _iq4_ks(ir, block, head):
     multipliers = ir.load(vector(8, I8), block)
-    scales, flags = _odd_scales(ir, ir.splat(ir.load(F32, head), 8), multipliers), _odd_flags(ir, multipliers, 2)
+    scales, flags = _odd_scales(ir.splat(ir.load(F32, head), 8), multipliers), _odd_flags(ir, multipliers, 2)
     for g in range(8):
         codes = ir.lookup(K4_CODES, low_then_high(ir, ir.load(BYTES16, block + 8 + 16 * g)))
         yield SubBlock(codes + _of_sub_block(ir, flags, g), spread(ir, scales, g))
@@ -105,7 +105,7 @@ def _iq4_ks(ir, block, head):
 @format_of("iq5_ks", columns=256, nbytes=168, offset=127, largest=250, head=4)
 def _iq5_ks(ir, block, head):
     multipliers = ir.load(vector(8, I8), block)
-    scales, flags = _odd_scales(ir, ir.splat(ir.load(F32, head), 8), multipliers), _odd_flags(ir, multipliers, 1)
+    scales, flags = _odd_scales(ir.splat(ir.load(F32, head), 8), multipliers), _odd_flags(ir, multipliers, 1)
     high = ir.load(BYTES32, block + 136)
     for pair in range(4):
         packed = ir.load(BYTES32, block + 8 + 32 * pair)
@@ -119,7 +119,7 @@ def _iq5_ks(ir, block, head):
 def _iq4_kss(ir, block, head):
     # A word has four codes in its upper 15 bits; the lowest bits of a sub-block's words are its multiplier.
     multipliers = _lowest_bits(ir, block)
-    scales, flags = _odd_scales(ir, ir.splat(ir.load(F32, head), 8), multipliers), _odd_flags(ir, multipliers, 2)
+    scales, flags = _odd_scales(ir.splat(ir.load(F32, head), 8), multipliers), _odd_flags(ir, multipliers, 2)
     for g in range(8):
         words = ir.shuffle(ir.load(BYTES16, block + 16 * g), None, [*range(16), *range(16)]).view(WORDS16)
         packed = ((words >> 1) ^ (words & -2)).view(BYTES32)
@@ -132,13 +132,13 @@ def _lowest_bits(ir: IrBuilder, block: Value) -> Value:
 
     Sub-blocks 0, 1, 4, 5 and 2, 3, 6, 7 are computed together: neighbours would become one vector of 512 bits.
     """
-    found = ir.zero(vector(2, I32))
+    bits = ir.zero(vector(2, I32))
     for i in range(2):
         a, b = (ir.load(BYTES32, block + 32 * i + 64 * j) & ir.constant(BYTES32, [1, 0] * 16) for j in range(2))
         # Low bytes of the first eight words of both, then of the last eight: one pack instruction.
         lowest = ir.shuffle(a, b, [32 * (c // 8 % 2) + 16 * (c // 16) + 2 * (c % 8) for c in range(32)])
-        found = ir.insert(found, i, ir.integer_of(lowest, 1))
-    return ir.shuffle(found.view(vector(8, I8)), None, [0, 2, 4, 6, 1, 3, 5, 7])
+        bits = ir.insert(bits, i, ir.integer_of(lowest, 1))
+    return ir.shuffle(bits.view(vector(8, I8)), None, [0, 2, 4, 6, 1, 3, 5, 7])
 
 
 PAIR_CODES = [int(PAIRS[code, element]) + 63 for element in range(2) for code in range(32)]
@@ -150,10 +150,10 @@ def _iq2_kl(ir, block, head):
     low = ir.splat(ir.load(I32, block + 2), 8) >> ir.constant(INTS8, [s % 4 * 8 + s // 4 * 4 for s in range(8)])
     scales = six_bits(ir, low, block) * ir.splat(load_half(ir, head), 8)
     # Each code is repeated for its two columns; the second one looks up the second half of the table.
-    twice, second = [j // 2 for j in range(32)], ir.constant(BYTES32, [0, 32] * 16)
-    high = ir.shuffle(ir.load(BYTES16, block + 70), None, twice)
+    columns, second = [j // 2 for j in range(32)], ir.constant(BYTES32, [0, 32] * 16)
+    high = ir.shuffle(ir.load(BYTES16, block + 70), None, columns)
     for pair in range(4):
-        packed = ir.shuffle(ir.load(BYTES16, block + 6 + 16 * pair), None, twice)
+        packed = ir.shuffle(ir.load(BYTES16, block + 6 + 16 * pair), None, columns)
         for t in range(2):
             s = 2 * pair + t
             code = shift_words(packed, -4 * t) & 15 | shift_words(high, 4 - s) & ~15

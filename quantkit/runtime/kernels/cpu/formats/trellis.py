@@ -47,8 +47,8 @@ def _row_scale(ir: IrBuilder, head: Value, lanes: int = 8) -> Value:
 
 def _book_scales(ir: IrBuilder, codes: Value, head: Value) -> Value:
     """Scales d * BOOK[code] of 8 codes."""
-    found = ir.part(ir.lookup(_BOOK, ir.join(codes, codes)), 0, 8)
-    return found.signed(I32).real() * _row_scale(ir, head)
+    multipliers = ir.part(ir.lookup(_BOOK, ir.join(codes, codes)), 0, 8)
+    return multipliers.signed(I32).real() * _row_scale(ir, head)
 
 
 @format_of("iq1_kt", columns=256, nbytes=56, offset=126, largest=252, head=4)
@@ -57,9 +57,9 @@ def _iq1_kt(ir, block, head):
     scales = _book_scales(ir, subs & 15, head)
     high = low_then_high(ir, ir.load(BYTES16, block + 40)).unsigned(I16) << 8
     flags = ir.shuffle(subs, None, [g // 4 for g in range(32)])
-    top = ir.any_bits(flags, [16 << g % 4 for g in range(32)])
-    top = ir.choose(top, ir.constant(_SHORTS32, OFFSET + 4096), ir.constant(_SHORTS32, OFFSET))
-    seeds = (ir.load(BYTES32, block + 8).unsigned(I16) | high) + top
+    high_part = ir.any_bits(flags, [16 << g % 4 for g in range(32)])
+    high_part = ir.choose(high_part, ir.constant(_SHORTS32, OFFSET + 4096), ir.constant(_SHORTS32, OFFSET))
+    seeds = (ir.load(BYTES32, block + 8).unsigned(I16) | high) + high_part
     for s in range(8):
         codes = _sums(ir, ir.shuffle(seeds, None, [4 * s + c // 8 for c in range(32)]), wrap=False)
         yield SubBlock(codes, spread(ir, scales, s))
@@ -93,11 +93,11 @@ def _iq4_kt(ir, block, head):
         words = ir.load(BYTES16, block + 16 * part)
         # Lane g of a sub-block gets two bytes, the first of which has the first of its bits 8 + 3 g .. 8 + 3 g + 2.
         lanes = [4 * (g // 8) + min(1 + 3 * (g % 8) // 8 + byte, 3) for g in range(32) for byte in range(2)]
-        top = ir.shuffle(words, None, lanes).view(_SHORTS32)
-        top = top << ir.constant(_SHORTS32, [12 - 3 * (g % 8) % 8 for g in range(32)]) & 0x7000
+        high_part = ir.shuffle(words, None, lanes).view(_SHORTS32)
+        high_part = high_part << ir.constant(_SHORTS32, [12 - 3 * (g % 8) % 8 for g in range(32)]) & 0x7000
         table = ir.shuffle(words, None, [4 * (i // 16) for i in range(64)]).view(_SHORTS32) << 15
         high = nibbles << 8 & 0xF00 if part == 0 else nibbles << 4 & 0xF00
-        seeds = (ir.load(BYTES32, block + 32 + 32 * part).unsigned(I16) | high | top) + table + OFFSET
+        seeds = (ir.load(BYTES32, block + 32 + 32 * part).unsigned(I16) | high | high_part) + table + OFFSET
         for s in range(4):
             codes = _sums(ir, ir.shuffle(seeds, None, [8 * s + c // 4 for c in range(32)]), group=4)
             yield SubBlock(codes, spread(ir, scales, 4 * part + s))

@@ -1,4 +1,4 @@
-"""How a codec is made of the function that reads a sub-block, and fields that several families state."""
+"""`codecs`, the decorator that makes codecs of a function that reads a sub-block, and helpers of several families."""
 
 from __future__ import annotations
 
@@ -7,30 +7,35 @@ from typing import Any
 
 import numpy as np
 
-from quantkit.runtime.kernels.cuda.fields import Place, place
+from quantkit.runtime.kernels.cuda.fields import LinearAddresses, linear_addresses
 from quantkit.runtime.kernels.cuda.reader import Codec, Reader, SubBlock
 from quantkit.types import get
 
-Fields = Sequence[Place]
+Fields = Sequence[LinearAddresses]
 
 
-def own(width: int, addresses: np.ndarray | Sequence[int]) -> Place:
-    """A field of a type that no other interleaves, by its bit addresses in a block (`types/interleave.packed` …)."""
-    return place(width, addresses)
+def base_field(width: int, addresses: np.ndarray | Sequence[int]) -> LinearAddresses:
+    """A field of a type without interleaved form, by its bit addresses in a block (`interleave_fields.packed`, …)."""
+    return linear_addresses(width, addresses)
 
 
 def codecs(
     fields: Mapping[str, Fields], group: int = 32, has_min: bool = False, tail: int = 0
 ) -> Callable[[Callable[[Reader], SubBlock]], list[Codec]]:
-    """Decorator: the codecs of these types, whose sub-blocks one function reads. The types give the sizes."""
+    """Decorator: make the codecs of several types from one function that reads their sub-blocks.
+
+    fields   by name of type, the fields of its blocks
+    group    columns that share a scale
+    tail     bytes after the blocks of a row
+    """
 
     def make(read: Callable[[Reader], SubBlock]) -> list[Codec]:
         made = []
-        for name, places in fields.items():
+        for name, addresses in fields.items():
             kind = get(name)
             rows, head = kind.interleave, kind.interleave * kind.row_meta_bytes - tail
             sizes = kind.block_size, rows * kind.block_bytes
-            made.append(Codec(kind.name, read, tuple(places), *sizes, group, has_min, rows, head, tail))
+            made.append(Codec(kind.name, read, tuple(addresses), *sizes, group, has_min, rows, head, tail))
         return made
 
     return make

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from quantkit.runtime.kernels.cuda.codecs.base import codecs, own
+from quantkit.runtime.kernels.cuda.codecs.base import base_field, codecs
 from quantkit.runtime.kernels.cuda.fields import interleaved
 from quantkit.runtime.kernels.cuda.reader import Reader, SubBlock
 from quantkit.types.families.grid_points import grid
@@ -57,7 +57,7 @@ def odd(r: Reader, d: Any, number: Any, unit: float) -> Any:
     return d * unit * r.ir.real(number * 2 + 1)
 
 
-@codecs({"iq2_xxs": (own(16, [0]), own(32, packed(32, 16, at=2)))})
+@codecs({"iq2_xxs": (base_field(16, [0]), base_field(32, packed(32, 16, at=2)))})
 def iq2_xxs(r: Reader) -> SubBlock:
     """`types/iq2_xxs.py`."""
     d, words = r.fields
@@ -67,7 +67,10 @@ def iq2_xxs(r: Reader) -> SubBlock:
     return SubBlock(codes, [odd(r, r.half(d.at()), word >> 28, 0.125)], [])
 
 
-@codecs({"iq2_xs": (own(16, [0]), own(16, packed(16, 32, at=2)), own(4, packed(4, 16, at=66)))}, group=16)
+@codecs(
+    {"iq2_xs": (base_field(16, [0]), base_field(16, packed(16, 32, at=2)), base_field(4, packed(4, 16, at=66)))},
+    group=16,
+)
 def iq2_xs(r: Reader) -> SubBlock:
     """`types/iq2_xs.py`."""
     d, words, numbers = r.fields
@@ -78,23 +81,26 @@ def iq2_xs(r: Reader) -> SubBlock:
 
 
 _IQ2_S = (
-    own(16, [0]), own(8, packed(8, 32, at=2)), own(8, packed(8, 32, at=34)), own(8, packed(8, 8, at=66)),
-    own(4, packed(4, 16, at=74)),
-)  # fmt: skip
+    base_field(16, [0]),
+    base_field(8, packed(8, 32, at=2)),
+    base_field(8, packed(8, 32, at=34)),
+    base_field(8, packed(8, 8, at=66)),
+    base_field(4, packed(4, 16, at=74)),
+)
 
 
 @codecs({"iq2_s": _IQ2_S}, group=16)
 def iq2_s(r: Reader) -> SubBlock:
     """`types/iq2_s.py`."""
     d, low, signs, high, numbers = r.fields
-    top = high.at(1)
-    points = [a | (top >> 2 * i & 3) << 8 for i, a in enumerate(bytes_of(low.quads(1, 4)[0]))]
+    high_bits = high.at(1)
+    points = [a | (high_bits >> 2 * i & 3) << 8 for i, a in enumerate(bytes_of(low.quads(1, 4)[0]))]
     codes = signed(r, "iq2_s", points, bytes_of(signs.quads(1, 4)[0]))
     scale = r.half(d.at())
     return SubBlock(codes, [odd(r, scale, numbers.at(2, h), 0.125) for h in range(2)], [])
 
 
-@codecs({"iq3_xxs": (own(16, [0]), own(8, packed(8, 64, at=2)), own(32, packed(32, 8, at=66)))})
+@codecs({"iq3_xxs": (base_field(16, [0]), base_field(8, packed(8, 64, at=2)), base_field(32, packed(32, 8, at=66)))})
 def iq3_xxs(r: Reader) -> SubBlock:
     """`types/iq3_xxs.py`."""
     d, low, words = r.fields
@@ -105,18 +111,21 @@ def iq3_xxs(r: Reader) -> SubBlock:
 
 
 _IQ3_S = (
-    own(16, [0]), own(8, packed(8, 64, at=2)), own(8, packed(8, 8, at=66)), own(8, packed(8, 32, at=74)),
-    own(4, packed(4, 8, at=106)),
-)  # fmt: skip
+    base_field(16, [0]),
+    base_field(8, packed(8, 64, at=2)),
+    base_field(8, packed(8, 8, at=66)),
+    base_field(8, packed(8, 32, at=74)),
+    base_field(4, packed(4, 8, at=106)),
+)
 
 
 @codecs({"iq3_s": _IQ3_S})
 def iq3_s(r: Reader) -> SubBlock:
     """`types/iq3_s.py`."""
     d, low, high, signs, numbers = r.fields
-    top = high.at(1)
+    high_bits = high.at(1)
     points = [point for quad in low.quads(2, 8) for point in bytes_of(quad)]
-    points = [point | (top >> i & 1) << 8 for i, point in enumerate(points)]
+    points = [point | (high_bits >> i & 1) << 8 for i, point in enumerate(points)]
     codes = signed(r, "iq3_s", points, bytes_of(signs.quads(1, 4)[0]))
     return SubBlock(codes, [odd(r, r.half(d.at()), numbers.at(1), 1.0)], [])
 
@@ -131,7 +140,7 @@ def _ternary(r: Reader, points: list[Any], negative: list[Any]) -> list[Any]:
     return codes
 
 
-@codecs({"iq1_s": (own(16, [0]), own(8, packed(8, 32, at=2)), own(16, packed(16, 8, at=34)))})
+@codecs({"iq1_s": (base_field(16, [0]), base_field(8, packed(8, 32, at=2)), base_field(16, packed(16, 8, at=34)))})
 def iq1_s(r: Reader) -> SubBlock:
     """`types/iq1_s.py`."""
     d, low, high = r.fields
@@ -151,7 +160,16 @@ def iq1_s_r4(r: Reader) -> SubBlock:
     return _sub_block(r, r.head_half(), [low.at(0, i) for i in range(4)], high.at())
 
 
-@codecs({"iq1_m": (own(8, packed(8, 32)), own(8, packed(8, 16, at=32)), own(16, packed(16, 4, at=48)))}, group=16)
+@codecs(
+    {
+        "iq1_m": (
+            base_field(8, packed(8, 32)),
+            base_field(8, packed(8, 16, at=32)),
+            base_field(16, packed(16, 4, at=48)),
+        )
+    },
+    group=16,
+)
 def iq1_m(r: Reader) -> SubBlock:
     """`types/iq1_m.py`: the f16 scale is in the top four bits of four words."""
     low, high, words = r.fields
@@ -177,8 +195,8 @@ _IQ1_M_R4 = (
 def iq1_m_r4(r: Reader) -> SubBlock:
     """`types/iq1_m_r4.py`."""
     low, high, multipliers = r.fields
-    d, both = r.head_half(), multipliers.at()
+    d, byte = r.head_half(), multipliers.at()
     nibbles = [high.at(0, g // 2) >> 4 * (g % 2) & 15 for g in range(4)]
     points = [low.at(0, g) | (n & 7) << 8 for g, n in enumerate(nibbles)]
-    scales = [d * r.ir.real(both >> 4 * h & 15) * 0.125 for h in range(2)]
+    scales = [d * r.ir.real(byte >> 4 * h & 15) * 0.125 for h in range(2)]
     return SubBlock(_ternary(r, points, [n & 8 for n in nibbles]), scales, [])

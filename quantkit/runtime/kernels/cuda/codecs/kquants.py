@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from quantkit.runtime.kernels.cuda.codecs.base import codecs, minus_offset
-from quantkit.runtime.kernels.cuda.fields import both
+from quantkit.runtime.kernels.cuda.fields import base_and_interleaved
 from quantkit.runtime.kernels.cuda.reader import Reader, SubBlock
 from quantkit.types.q2_k_r4 import Q2_K_R4
 from quantkit.types.q3_k_r4 import Q3_K_R4
@@ -17,11 +17,11 @@ from quantkit.types.q5_k_r4 import Q5_K_R4
 from quantkit.types.q6_k_r4 import Q6_K_R4
 
 
-@codecs(both(Q2_K_R4), group=16, has_min=True)
+@codecs(base_and_interleaved(Q2_K_R4), group=16, has_min=True)
 def q2_k(r: Reader) -> SubBlock:
     """`types/q2_k.py`: scale and min are four bits each."""
-    d, least, numbers, codes = r.fields
-    scale, minimum = r.half(d.at()), r.half(least.at()) * -1.0
+    d, dmin, numbers, codes = r.fields
+    scale, minimum = r.half(d.at()), r.half(dmin.at()) * -1.0
     both_halves = [numbers.at(2, h) for h in range(2)]
     return SubBlock(
         codes.quads(),
@@ -30,7 +30,7 @@ def q2_k(r: Reader) -> SubBlock:
     )
 
 
-@codecs(both(Q3_K_R4), group=16)
+@codecs(base_and_interleaved(Q3_K_R4), group=16)
 def q3_k(r: Reader) -> SubBlock:
     """`types/q3_k.py`: codes 0 to 7 minus 4."""
     d, high, low, thirds, codes = r.fields
@@ -41,18 +41,18 @@ def q3_k(r: Reader) -> SubBlock:
 
 def _scale_and_min(r: Reader) -> tuple[list[Any], list[Any]]:
     """Of q4_K and q5_K."""
-    d, least, high, high_least, low, low_least, *_ = r.fields
+    d, dmin, high, high_least, low, low_least, *_ = r.fields
     scale = r.half(d.at()) * r.ir.real(low.at(1) | high.at(1) << 4)
-    return [scale], [r.half(least.at()) * -1.0 * r.ir.real(low_least.at(1) | high_least.at(1) << 4)]
+    return [scale], [r.half(dmin.at()) * -1.0 * r.ir.real(low_least.at(1) | high_least.at(1) << 4)]
 
 
-@codecs(both(Q4_K_R4), has_min=True)
+@codecs(base_and_interleaved(Q4_K_R4), has_min=True)
 def q4_k(r: Reader) -> SubBlock:
     """`types/q4_k.py`."""
     return SubBlock(r.fields[6].quads(), *_scale_and_min(r))
 
 
-@codecs(both(Q5_K_R4), has_min=True)
+@codecs(base_and_interleaved(Q5_K_R4), has_min=True)
 def q5_k(r: Reader) -> SubBlock:
     """`types/q5_k.py`."""
     fifths, nibbles = r.fields[6:]
@@ -60,7 +60,7 @@ def q5_k(r: Reader) -> SubBlock:
     return SubBlock(codes, *_scale_and_min(r))
 
 
-@codecs(both(Q6_K_R4), group=16)
+@codecs(base_and_interleaved(Q6_K_R4), group=16)
 def q6_k(r: Reader) -> SubBlock:
     """`types/q6_k.py`: codes 0 to 63 minus 32."""
     d, numbers, crumbs, nibbles = r.fields

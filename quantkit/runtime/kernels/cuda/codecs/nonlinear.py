@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from quantkit.runtime.kernels.cuda.codecs.base import as_words, codecs, minus_offset, own
-from quantkit.runtime.kernels.cuda.fields import both
+from quantkit.runtime.kernels.cuda.codecs.base import as_words, base_field, codecs, minus_offset
+from quantkit.runtime.kernels.cuda.fields import base_and_interleaved
 from quantkit.runtime.kernels.cuda.reader import ONES, SIGNS, Reader, SubBlock
 from quantkit.types.families.codebooks import K2, K3, K4, K5, K6, Book
 from quantkit.types.families.interleave import packed, planes
@@ -40,7 +40,7 @@ def _flags(r: Reader) -> list[Any]:
     return [r.fields[1].at(2, h) for h in range(2)]
 
 
-@codecs(both(IQ2_K_R4), group=16)
+@codecs(base_and_interleaved(IQ2_K_R4), group=16)
 def iq2_k(r: Reader) -> SubBlock:
     """`types/iq2_k.py`."""
     d, _, numbers, crumbs = r.fields
@@ -49,7 +49,7 @@ def iq2_k(r: Reader) -> SubBlock:
     return SubBlock(lookup_codes(r, K2, crumbs.quads(), _flags(r)), scales, [])
 
 
-@codecs(both(IQ3_K_R4), group=16)
+@codecs(base_and_interleaved(IQ3_K_R4), group=16)
 def iq3_k(r: Reader) -> SubBlock:
     """`types/iq3_k.py`."""
     d, _, signs, numbers, crumbs, high = r.fields
@@ -57,7 +57,7 @@ def iq3_k(r: Reader) -> SubBlock:
     for h in range(2):
         size = numbers.at(2, h) * 2 + 1
         scales.append(scale * r.ir.real(r.ir.choose(signs.at(2, h), size * -1, size)))
-    codes = [c | top << 2 for c, top in zip(crumbs.quads(), high.quads())]
+    codes = [c | high_bits << 2 for c, high_bits in zip(crumbs.quads(), high.quads())]
     return SubBlock(lookup_codes(r, K3, codes, _flags(r)), scales, [])
 
 
@@ -67,7 +67,7 @@ def _six_bits(r: Reader) -> list[Any]:
     return [scale * minus_offset(r, low.at(2, h) | high.at(2, h) << 4, 32) for h in range(2)]
 
 
-@codecs(both(IQ4_K_R4), group=16)
+@codecs(base_and_interleaved(IQ4_K_R4), group=16)
 def iq4_k(r: Reader) -> SubBlock:
     """A word's two nibbles are of both sub-blocks: the shift is added to what the plain book has, plus 128."""
     table = r.words(*as_words(K4.values[:16] + 128))
@@ -75,7 +75,7 @@ def iq4_k(r: Reader) -> SubBlock:
     return SubBlock([(v + shifts[q // 4]) ^ SIGNS for q, v in enumerate(values)], _six_bits(r), [])
 
 
-@codecs(both(IQ5_K_R4), group=16)
+@codecs(base_and_interleaved(IQ5_K_R4), group=16)
 def iq5_k(r: Reader) -> SubBlock:
     """`types/iq5_k.py`."""
     nibbles, fifths = r.fields[4:]
@@ -84,9 +84,12 @@ def iq5_k(r: Reader) -> SubBlock:
 
 
 _IQ6_K = (
-    own(16, [0]), own(1, packed(1, 16, at=2)), own(8, packed(8, 16, at=4)), own(4, planes(4, 32, 256, at=20)),
-    own(2, planes(2, 32, 256, at=148)),
-)  # fmt: skip
+    base_field(16, [0]),
+    base_field(1, packed(1, 16, at=2)),
+    base_field(8, packed(8, 16, at=4)),
+    base_field(4, planes(4, 32, 256, at=20)),
+    base_field(2, planes(2, 32, 256, at=148)),
+)
 
 
 @codecs({"iq6_k": _IQ6_K}, group=16)

@@ -9,8 +9,8 @@ from quantkit.types import layout
 CODECS: dict[int, Codec] = {
     layout(codec.name).ggml_type: codec
     for family in (blocks32, kquants, nonlinear, rowscaled, trellis, grids, grids_r4)
-    for made in vars(family).values()
-    if isinstance(made, list)
-    for codec in made
+    for codecs in vars(family).values()
+    if isinstance(codecs, list)
+    for codec in codecs
     if isinstance(codec, Codec)
 }

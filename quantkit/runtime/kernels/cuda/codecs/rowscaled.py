@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from quantkit.runtime.kernels.cuda.codecs.base import as_words, codecs, minus_offset, own
+from quantkit.runtime.kernels.cuda.codecs.base import as_words, base_field, codecs, minus_offset
 from quantkit.runtime.kernels.cuda.codecs.nonlinear import codebook_words, lookup_codes
-from quantkit.runtime.kernels.cuda.fields import Place, both, interleaved
+from quantkit.runtime.kernels.cuda.fields import LinearAddresses, base_and_interleaved, interleaved
 from quantkit.runtime.kernels.cuda.reader import Reader, SubBlock
 from quantkit.types.families.codebooks import K2, K3, K4, K5
 from quantkit.types.families.interleave import QUAD, Lines, Slots, packed, planes
@@ -23,7 +23,7 @@ from quantkit.types.iq4_xs_r8 import IQ4_XS_R8
 from quantkit.types.iq5_ks_r4 import IQ5_KS_R4
 
 
-@codecs(both(IQ4_XS_R8))
+@codecs(base_and_interleaved(IQ4_XS_R8))
 def iq4_xs(r: Reader) -> SubBlock:
     """`types/iq4_xs.py`."""
     d, high, low, nibbles = r.fields
@@ -33,12 +33,12 @@ def iq4_xs(r: Reader) -> SubBlock:
 
 
 _IQ2_KS = (
-    own(1, packed(1, 8, at=0)), own(1, packed(1, 8, at=1)), own(4, packed(4, 8, at=2)),
-    own(2, planes(2, 32, 256, at=6)),
+    base_field(1, packed(1, 8, at=0)), base_field(1, packed(1, 8, at=1)), base_field(4, packed(4, 8, at=2)),
+    base_field(2, planes(2, 32, 256, at=6)),
 )  # fmt: skip
 _IQ3_KS = (
-    own(1, packed(1, 8, at=1)), own(1, packed(1, 8, at=0)), own(4, planes(4, 4, 8, at=2)),
-    own(2, planes(2, 32, 256, at=6)), own(1, planes(1, 32, 256, at=70)),
+    base_field(1, packed(1, 8, at=1)), base_field(1, packed(1, 8, at=0)), base_field(4, planes(4, 4, 8, at=2)),
+    base_field(2, planes(2, 32, 256, at=6)), base_field(1, planes(1, 32, 256, at=70)),
 )  # fmt: skip
 
 
@@ -57,48 +57,48 @@ def iq2_ks(r: Reader) -> SubBlock:
 def iq3_ks(r: Reader) -> SubBlock:
     """`types/iq3_ks.py`."""
     crumbs, high = r.fields[3:]
-    codes = [c | top << 2 for c, top in zip(crumbs.quads(), high.quads())]
+    codes = [c | high_bit << 2 for c, high_bit in zip(crumbs.quads(), high.quads())]
     return SubBlock(lookup_codes(r, K3, codes, [r.fields[0].at(1)]), _five_bits(r), [])
 
 
-def _odd(r: Reader, number: Any) -> tuple[list[Any], list[Any]]:
+def _odd_multiplier(r: Reader, number: Any) -> tuple[list[Any], list[Any]]:
     """d * m of a byte that holds an odd m from -127 on over a flag, and the flag."""
     return [r.head_float() * minus_offset(r, number & 254, 127)], [number & 1]
 
 
-@codecs(both(IQ4_KS_R4))
+@codecs(base_and_interleaved(IQ4_KS_R4))
 def iq4_ks(r: Reader) -> SubBlock:
     """`types/iq4_ks.py`."""
     numbers, nibbles = r.fields
-    scales, flags = _odd(r, numbers.at(1))
+    scales, flags = _odd_multiplier(r, numbers.at(1))
     return SubBlock(nibbles.looked_up(codebook_words(r, K4, flags[0])), scales, [])
 
 
-@codecs(both(IQ5_KS_R4))
+@codecs(base_and_interleaved(IQ5_KS_R4))
 def iq5_ks(r: Reader) -> SubBlock:
     """`types/iq5_ks.py`."""
     numbers, nibbles, fifths = r.fields
-    scales, flags = _odd(r, numbers.at(1))
+    scales, flags = _odd_multiplier(r, numbers.at(1))
     codes = [low | high << 4 for low, high in zip(nibbles.quads(), fifths.quads())]
     return SubBlock(lookup_codes(r, K5, codes, flags), scales, [])
 
 
-@codecs({"iq4_kss": (own(8, packed(8, 128)),)})
+@codecs({"iq4_kss": (base_field(8, packed(8, 128)),)})
 def iq4_kss(r: Reader) -> SubBlock:
     """Halves of words: four codes in the upper 15 bits; their lowest bits make the multiplier."""
     words = r.fields[0].quads(4, 16)
     number = r.ir.word(0)
     for i, word in enumerate(words):
         number = number | (word & 1) << 2 * i | (word >> 16 & 1) << 2 * i + 1
-    scales, flags = _odd(r, number)
+    scales, flags = _odd_multiplier(r, number)
     even = [word & 0xFFFEFFFE for word in words]
     mixed = [word ^ (word >> 1 & 0x7FFF7FFF) for word in even]
     return SubBlock(r.lookup_halves(codebook_words(r, K4, flags[0]), mixed), scales, [])
 
 
 _IQ2_KL = (
-    own(2, packed(2, 8, at=0)), own(4, planes(4, 4, 8, at=2)), own(4, planes(4, 16, 128, at=6)),
-    own(1, planes(1, 16, 128, at=70)),
+    base_field(2, packed(2, 8, at=0)), base_field(4, planes(4, 4, 8, at=2)), base_field(4, planes(4, 16, 128, at=6)),
+    base_field(1, planes(1, 16, 128, at=70)),
 )  # fmt: skip
 
 
@@ -115,7 +115,7 @@ def iq2_kl(r: Reader) -> SubBlock:
     return SubBlock(codes, [scale], [])
 
 
-@codecs({"q8_KV": (own(8, packed(8, 32)),)})
+@codecs({"q8_KV": (base_field(8, packed(8, 32)),)})
 def q8_kv(r: Reader) -> SubBlock:
     """`types/q8_kv.py`: signed bytes."""
     return SubBlock(r.fields[0].quads(), [r.head_float(8)], [])
@@ -127,7 +127,7 @@ def q8_kv_r8(r: Reader) -> SubBlock:
     return SubBlock(r.fields[0].quads(), [r.head_float()], [])
 
 
-def _rows_of_bytes(rows: int) -> tuple[Place, Place]:
+def _rows_of_bytes(rows: int) -> tuple[LinearAddresses, LinearAddresses]:
     return interleaved(16, 1, rows, Slots(0, at=0)), interleaved(8, 256, rows, Lines(QUAD, at=2 * rows))
 
 
@@ -145,19 +145,19 @@ def q8_k_r16(r: Reader) -> SubBlock:
     return SubBlock([c ^ 0x80808080 for c in codes.quads()], [r.half(d.at())], [])
 
 
-@codecs(both(IQ2_BN_R4))
+@codecs(base_and_interleaved(IQ2_BN_R4))
 def iq2_bn(r: Reader) -> SubBlock:
     """`types/iq2_bn.py`: codes 0 to 2 minus 1."""
     return SubBlock([r.minus(c, 1) for c in r.fields[0].quads()], [r.head_float()], [])
 
 
-@codecs({"i2_s": (own(2, 8 * (np.arange(128) % 32) + 6 - 2 * (np.arange(128) // 32)),)}, tail=32)
+@codecs({"i2_s": (base_field(2, 8 * (np.arange(128) % 32) + 6 - 2 * (np.arange(128) // 32)),)}, tail=32)
 def i2_s(r: Reader) -> SubBlock:
     """`types/i2_s.py`."""
     return SubBlock([r.minus(c, 1) for c in r.fields[0].quads()], [r.tail_float()], [])
 
 
-@codecs({"iq1_bn": (own(8, packed(8, 8)), own(8, packed(8, 1, at=12)))})
+@codecs({"iq1_bn": (base_field(8, packed(8, 8)), base_field(8, packed(8, 1, at=12)))})
 def iq1_bn(r: Reader) -> SubBlock:
     """Sixteen columns are three bytes of five digits, and one digit of the last byte."""
     packed_bytes = [_byte(r, 6, t) for t in range(6)]

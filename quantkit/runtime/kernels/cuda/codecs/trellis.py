@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quantkit.runtime.kernels.cuda.codecs.base import as_words, codecs, own
+from quantkit.runtime.kernels.cuda.codecs.base import as_words, base_field, codecs
 from quantkit.runtime.kernels.cuda.reader import ONES, Reader, SubBlock
 from quantkit.types.families.interleave import packed, planes
 from quantkit.types.families.trellis_code import BOOK, OFFSET, POWERS
@@ -30,10 +30,10 @@ def _bytes(word: Any) -> list[Any]:
     return [word >> 8 * i & 255 for i in range(4)]
 
 
-_IQ1_KT = own(8, packed(8, 8)), own(8, packed(8, 32, at=8)), own(4, planes(4, 16, 32, at=40))
-_IQ2_KT = own(4, planes(4, 4, 8)), own(16, packed(16, 32, at=4))
-_IQ3_KT = *_IQ2_KT, own(1, planes(1, 32, 256, at=68))
-_IQ4_KT = own(32, packed(32, 8)), own(8, packed(8, 64, at=32)), own(4, planes(4, 32, 64, at=96))
+_IQ1_KT = base_field(8, packed(8, 8)), base_field(8, packed(8, 32, at=8)), base_field(4, planes(4, 16, 32, at=40))
+_IQ2_KT = base_field(4, planes(4, 4, 8)), base_field(16, packed(16, 32, at=4))
+_IQ3_KT = *_IQ2_KT, base_field(1, planes(1, 32, 256, at=68))
+_IQ4_KT = base_field(32, packed(32, 8)), base_field(8, packed(8, 64, at=32)), base_field(4, planes(4, 32, 64, at=96))
 
 
 @codecs({"iq1_kt": _IQ1_KT})

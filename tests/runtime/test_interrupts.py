@@ -371,22 +371,22 @@ def test_two_threads_on_two_models(quantized: Path, recurrent: Path, switching: 
 
 
 def test_two_threads_generate_by_turns(tiny: Path) -> None:
-    """Nobody holds a model between two tokens."""
+    """Nobody holds a model between two tokens: after its first token, each thread waits for the other's."""
     model = load(tiny, numerics="fast", threads=2)
-    order: list[int] = []
+    both_began = threading.Barrier(2, timeout=300)
 
-    def reply(number: int) -> np.ndarray:
+    def reply(number: int, meet: Callable[[], object]) -> np.ndarray:
         cache, token, result = model.new_cache(64), int(TOKENS[number]), []
-        for _ in range(60):
+        for i in range(60):
             token = int(model.forward([token], cache, "last").argmax())
             result.append(token)
-            order.append(number)
+            if i == 0:
+                meet()
         return np.array(result)
 
-    expected = [reply(0), reply(1)]
-    order.clear()
-    np.testing.assert_array_equal(at_once(lambda: reply(0), lambda: reply(1)), expected)
-    assert order not in (sorted(order), sorted(order, reverse=True))
+    expected = [reply(number, lambda: None) for number in (0, 1)]
+    results = at_once(lambda: reply(0, both_began.wait), lambda: reply(1, both_began.wait))
+    np.testing.assert_array_equal(results, expected)
 
 
 def test_several_threads_multiply_by_one_matrix(quantized: Path, switching: None) -> None:

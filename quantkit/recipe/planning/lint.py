@@ -278,5 +278,5 @@ def _uncertain_moments(planned: Sequence[PlannedTensor], imatrix: Imatrix) -> st
     return (
         f"second moments of {len(few)} of {len(used)} inputs come from fewer than {FEW_PER_COLUMN} tokens a column: "
         f"{int(worst.tokens.max())} tokens for {min(worst.block, worst.columns)} columns of {name}; they count less; "
-        "measure on more text, or --second-moments blocks"
+        "measure on more text, or --second-moments blocks:64"
     )

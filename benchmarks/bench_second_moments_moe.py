@@ -1,7 +1,7 @@
 """What each form of second moments gains on a mixture of experts and on latent attention.
 
     python benchmarks/bench_second_moments_moe.py --train TEXT --calibrate TEXT --text TEXT TEXT
-        [--forms full,blocks:128,blocks:64] [--types IQ4_K,IQ3_K] [--shapes qwen3moe,deepseek2] [--steps 500]
+        [--forms full,blocks:128,blocks:64] [--types IQ4_K,IQ3_K] [--shapes qwen3moe,deepseek2]
         [--folder DIR] [--save]
 
 Trains the small models of benchmarks/trained.py on --train, some minutes each; --folder keeps them, so that a second
@@ -38,8 +38,8 @@ TABLE = Table(
     (
         Column("model"),
         Column("type"),
-        Column("reference", "ik_llama.cpp", ".4f"),
-        Column("plain", "ours, importance", ".4f"),
+        Column("reference", "ik_llama.cpp", ".5f"),
+        Column("plain", "ours, importance", ".5f"),
     ),
     "Mean KL divergence from the f16 model over texts that were used neither for training nor for calibration, exact "
     "numerics; all block matrices of one type, all encoders with the same importance. The models are small and learned "
@@ -56,7 +56,7 @@ def table(forms: list[str], models: list[dict[str, Any]]) -> Table:
             f"{model['model']}: perplexity {model['trained']:.0f} (untrained {model['untrained']:.0f}, by token "
             f"frequencies {model['unigram']:.0f}); second moments of {model['calibration']:,} tokens, {sizes}."
         )
-    columns = (*TABLE.columns, *(Column(form, f"ours, {form}", ".4f") for form in forms))
+    columns = (*TABLE.columns, *(Column(form, f"ours, {form}", ".5f") for form in forms))
     if "full" in forms:
         columns += (Column("ratio", "full / ik_llama.cpp", ".3f"),)
     return replace(TABLE, columns=columns, about=" ".join(about))
@@ -64,8 +64,8 @@ def table(forms: list[str], models: list[dict[str, Any]]) -> Table:
 
 def prepare(shape: str, options: argparse.Namespace) -> tuple[Path, dict[str, Path]]:
     """The trained model as a GGUF file, and an importance matrix for each form; what exists is kept."""
-    folder: Path = options.folder / f"{shape}.{options.train.stem}.{options.steps}"
-    trained.train(shape, options.train, folder / "hf", options.steps)
+    folder: Path = options.folder / f"{shape}.{options.train.stem}"
+    trained.train(shape, options.train, folder / "hf")
     model = folder / "f16.gguf"
     if not model.exists():
         quantkit.convert(folder / "hf", model)
@@ -143,7 +143,7 @@ def compare(shape: str, kind: str, model: Path, measured: dict[str, Path], base:
         out.unlink()
     if "full" in measured:
         row["ratio"] = row["full"] / row["reference"]
-    print(f"{shape} {kind}: " + "  ".join(f"{side} {row[side]:.4f}" for side in row["texts"]), flush=True)
+    print(f"{shape} {kind}: " + "  ".join(f"{side} {row[side]:.5f}" for side in row["texts"]), flush=True)
     return row
 
 
@@ -155,7 +155,6 @@ def main() -> None:
     parser.add_argument("--forms", default="full,blocks:128,blocks:64")
     parser.add_argument("--types", default="IQ4_K,Q4_K,IQ3_K,IQ3_KT,IQ2_K")
     parser.add_argument("--shapes", default=",".join(trained.SHAPES))
-    parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--calibrate-chunks", type=int, default=128, help="chunks of 512 tokens")
     parser.add_argument("--chunks", type=int, default=8, help="chunks of each text")
     parser.add_argument("--effort", default="normal")
@@ -180,7 +179,7 @@ def main() -> None:
         print(models[-1], flush=True)
         if models[-1]["trained"] > models[-1]["unigram"] / 2:
             sys.exit(f"{shape}: perplexity {models[-1]['trained']:.0f}, by token frequencies "
-                     f"{models[-1]['unigram']:.0f}: too little was learned; raise --steps")  # fmt: skip
+                     f"{models[-1]['unigram']:.0f}: too little was learned; change its schedule")  # fmt: skip
         rows += [compare(shape, kind, model, measured, base, texts, options) for kind in options.types.split(",")]
     records.save(table(options.forms.split(","), models), rows, options, models)
     print(json.dumps({"bench": TABLE.name, "models": models, "rows": rows}))

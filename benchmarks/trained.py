@@ -1,6 +1,6 @@
 """Small models that have learned a text, for benches of what random weights do not show.
 
-    train("qwen3moe", text, directory, steps=600) -> Training
+    train("qwen3moe", text, directory) -> Training
 
 SHAPES has a mixture of experts (Qwen3-MoE) and latent attention with experts and a shared one (DeepSeek-V3); rows are
 multiples of 256 columns, so that every type fits. The tokenizer is a byte-level BPE of 2048 tokens made from the text.
@@ -21,8 +21,6 @@ import numpy as np
 
 VOCABULARY = 2048
 CONTEXT = 256
-BATCH = 4  # sequences of CONTEXT tokens
-RATE = 2e-3
 _COMMON = {
     "vocab_size": VOCABULARY, "hidden_size": 256, "num_attention_heads": 4, "num_hidden_layers": 4,
     "moe_intermediate_size": 256, "num_experts_per_tok": 4, "norm_topk_prob": True, "max_position_embeddings": 512,
@@ -43,6 +41,18 @@ SHAPES: dict[str, dict[str, Any]] = {
         "topk_group": 1, "num_nextn_predict_layers": 0, "attention_bias": False,
     },
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Steps of AdamW, sequences of CONTEXT tokens in each, and the largest learning rate."""
+
+    steps: int
+    batch: int
+    rate: float
+
+
+SCHEDULES = {"qwen3moe": Schedule(1600, 2, 3e-3), "deepseek2": Schedule(500, 4, 2e-3)}  # 5 to 15 minutes each
 _BALANCING = 1e-3  # step of the routers' biases (DeepSeek-V3, 2.1.2); Qwen3's class has a loss for it
 
 
@@ -57,19 +67,21 @@ class Training:
     seconds: float
 
 
-def train(shape: str, text: Path, directory: Path, steps: int) -> Training:
-    """Train a model of SHAPES on a text. What `directory` holds from an earlier run is kept."""
+def train(shape: str, text: Path, directory: Path, schedule: Schedule | None = None) -> Training:
+    """Train a model of SHAPES on a text, by default as SCHEDULES says. What an earlier run left is kept."""
     record = directory / "training.json"
     if record.exists():
         return Training(**json.loads(record.read_text(encoding="utf-8")))
     import torch
 
+    schedule = schedule or SCHEDULES[shape]
+    steps, rate = schedule.steps, schedule.rate
     ids = np.asarray(tokenize(text, directory))
     model, begin, losses = build(shape), time.perf_counter(), []
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.1)
-    for step, batch in enumerate(_batches(ids, steps)):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.1)
+    for step, batch in enumerate(_batches(ids, schedule)):
         for group in optimizer.param_groups:
-            group["lr"] = RATE * min(1.0, (step + 1) / 50) * (0.05 + 0.95 * (1 + math.cos(math.pi * step / steps)) / 2)
+            group["lr"] = rate * min(1.0, (step + 1) / 50) * (0.05 + 0.95 * (1 + math.cos(math.pi * step / steps)) / 2)
         tokens = torch.from_numpy(batch)
         found = model(tokens[:, :-1])
         loss = torch.nn.functional.cross_entropy(found.logits.flatten(0, 1), tokens[:, 1:].flatten())
@@ -140,9 +152,9 @@ def unigram_entropy(ids: np.ndarray) -> float:
     return float(-(shares * np.log(shares)).sum())
 
 
-def _batches(ids: np.ndarray, steps: int) -> Iterator[np.ndarray]:
-    """int64[BATCH, CONTEXT + 1] at random places."""
+def _batches(ids: np.ndarray, schedule: Schedule) -> Iterator[np.ndarray]:
+    """int64[batch, CONTEXT + 1] at random places."""
     rng = np.random.default_rng(0)
-    for _ in range(steps):
-        starts = rng.integers(0, len(ids) - CONTEXT, BATCH)
+    for _ in range(schedule.steps):
+        starts = rng.integers(0, len(ids) - CONTEXT, schedule.batch)
         yield np.stack([ids[start : start + CONTEXT + 1] for start in starts]).astype(np.int64)

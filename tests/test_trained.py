@@ -25,10 +25,11 @@ def test_a_model_learns_and_converts(tmp_path: Path, text: Path, shape: str) -> 
     import torch
     import transformers
 
-    found = trained.train(shape, text, tmp_path / "hf", steps=30)
+    schedule = trained.Schedule(30, 4, 2e-3)
+    found = trained.train(shape, text, tmp_path / "hf", schedule)
     assert found.loss < np.log(trained.VOCABULARY) - 0.2
     assert 4 < found.unigram < np.log(trained.VOCABULARY)
-    assert trained.train(shape, text, tmp_path / "hf", steps=30) == found  # kept: the seconds are the same
+    assert trained.train(shape, text, tmp_path / "hf", schedule) == found  # kept: the seconds are the same
     quantkit.convert(tmp_path / "hf", tmp_path / "m.gguf", "f32")
     tokens = np.random.default_rng(0).integers(0, trained.VOCABULARY, 64)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()

@@ -99,13 +99,14 @@ def divergence(texts: list[Chunks], base: Logits, other: Logits) -> list[float]:
     for text in texts:
         values = []
         for tokens in text.inputs:
-            p, q = (_log_softmax(logits(tokens)[SCORED]) for logits in (base, other))
+            p, q = (log_softmax(logits(tokens)[SCORED]) for logits in (base, other))
             values.append((np.exp(p) * (p - q)).sum(axis=1))
         found.append(float(np.mean(values)))
     return found
 
 
-def _log_softmax(x: np.ndarray) -> np.ndarray:
+def log_softmax(x: np.ndarray) -> np.ndarray:
+    """float64[rows, n], over the columns."""
     x = x.astype(np.float64) - x.max(axis=1, keepdims=True)
     result: np.ndarray = x - np.log(np.exp(x).sum(axis=1, keepdims=True))
     return result

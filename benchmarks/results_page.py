@@ -22,10 +22,12 @@ from benchmarks.records import FOLDER, ROOT, SCHEMA
 PAGE = ROOT / "docs" / "results.md"
 _SECTIONS = {
     "Running a model": ("model", "bound", "kernels", "noise", "cache", "evaluation", "gpu"),
-    "Quantizing": ("types", "types-fast", "types-best", "quantize", "files", "perplexity"),
+    "Quantizing": (
+        "types", "types-fast", "types-best", "quantize", "files", "perplexity", "second_moments", "second_moments_moe",
+    ),
     "Files": ("repack", "convert", "jobs", "deepseek"),
     "Checks": ("golden", "bounded-bases", "robustness", "startup"),
-}
+}  # fmt: skip
 _HEAD = """<!-- made by `make results` from benchmarks/results/*.json; do not edit -->
 # Results
 

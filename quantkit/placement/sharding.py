@@ -125,7 +125,7 @@ def _groups(
 def _attention(part: blocks.Attention, tensors: Mapping[str, Info]) -> list[Side]:
     group = part.heads // part.kv_heads
     rows = tensors[part.q.weight].shape[0]
-    if part.norms_together:
+    if part.norms_across_heads:
         norm = part.q_norm or part.k_norm
         raise UnsupportedError(
             f"{norm.weight if norm else part.q.weight}: queries of all heads are normalized together, which -sm graph "

@@ -106,7 +106,7 @@ class _Linter:
         if not wrong and embedding.bytes_after >= kind.tensor_bytes(embedding.shape):
             return ""
         return (
-            f"{f'takes {listed(wrong)}, and' if wrong else 'does nothing:'} this model's output matrix is its "
+            f"{f'matches {listed(wrong)}, and' if wrong else 'does nothing:'} this model's output matrix is its "
             rf"embedding, which becomes {embedding.type.name}; if you mean that, write ^token_embd\.weight"
         )
 

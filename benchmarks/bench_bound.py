@@ -1,14 +1,14 @@
-"""How near token generation comes to what bounds it: the speed of memory, and the speed of the kernel itself.
+"""Token generation compared with its two upper bounds: memory bandwidth, and the speed of the kernel itself.
 
     python benchmarks/bench_bound.py [--types q4_0,iq4_k,q8_0] [--shape llama-1.2b] [-t 2] [-n 64] [-r 5]
 
-Of a synthetic model (synthetic.py, made in --folder), all in one run and on as many threads, GB/s of weights:
-    memory   summing the model's bytes with vector instructions, as `quantkit bench` does
-    kernel   products with a vector of rows that stay in the core's own cache: the bound of its instructions
-    TG       generating tokens, weights and cache read a token over its time
-    share    TG over the smaller of the two
-A product that waits for nothing but memory or nothing but its instructions would have a share of 1; what is left are
-attention, norms and the waits between operations. A table; the last line is JSON.
+GB/s of weights of a synthetic model (synthetic.py, written to --folder), all with the same number of threads:
+    memory   sum of the model's bytes with vector instructions, as in `quantkit bench`
+    kernel   matrix-vector products whose rows stay in the core's cache: the bound given by instructions
+    TG       token generation: bytes of weights and KV cache read per token, divided by the time of a token
+    share    TG divided by the smaller of the two
+Attention, norms and the synchronization between operations keep the share below 1. Prints a table; the last line is
+JSON.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _SECONDS = 0.3
 
 
 def kernel_speed(kind: types.QuantType, n: int, threads: int) -> float:
-    """GB/s of all threads, each with rows of its own that it multiplies again and again."""
+    """GB/s of all threads together; each multiplies its own rows repeatedly."""
     product = dispatch.product(kind)
     assert product is not None
     rows = max(kind.interleave, RESIDENT // kind.row_bytes(n) // kind.interleave * kind.interleave)

@@ -1,16 +1,16 @@
-"""`quantkit convert` beside copying the checkpoint's shards.
+"""The time of `quantkit convert` compared with copying the checkpoint's shards.
 
     python benchmarks/bench_convert.py [--size 2] [--kinds llama,experts] [--threads 2] [--repeat 3] [--directory DIR]
 
-A checkpoint of about --size GB in shards of 500 MB, random: "llama", whose query and key rows change places, or
-"experts", of which 32 a layer are stacked. Copying (`cp` of the shards) and converting take turns, page cache warm, to
-names that are not there, on one file system; medians of --repeat.
+The checkpoint is random, has about --size GB and shards of 500 MB. "llama" has query and key rows that are permuted,
+"experts" has 32 experts per layer that are stacked. `cp` of the shards and the conversion alternate, with a warm page
+cache and to new files on the same file system. Figures are medians of --repeat runs.
 
-    copy       GB/s of cp: bytes read, which are as many as are written; "synced" until they are on the disk, too
-    convert    the same of `quantkit convert`, the whole process: half the sum of bytes read and written
-    /copy      the one divided by the other, of each turn; the median
-    CPU        seconds of the process, which say more where the machine is busy with other things
-    peak       the most memory it ever had resident, pages of mapped files included (VmHWM)
+    copy       GB/s of cp: bytes read, as many as written; "synced": including fsync
+    convert    GB/s of `quantkit convert`, whole process: half the sum of bytes read and written
+    /copy      convert divided by copy of the same round; the median
+    CPU        CPU seconds of the process, for machines that are busy
+    peak       peak resident memory, including pages of mapped files (VmHWM)
 
 The last line is JSON.
 """
@@ -37,7 +37,7 @@ from benchmarks.records import Column, Table
 
 TABLE = Table(
     "convert",
-    "How fast is `quantkit convert`, beside `cp`?",
+    "How fast is `quantkit convert`, compared with `cp`?",
     (
         Column("conversion"),
         Column("seconds", "seconds", ".2f"),
@@ -58,7 +58,7 @@ _COMMON = {"vocab_size": 4096, "hidden_size": 4096, "num_attention_heads": 32, "
 
 
 def config(kind: str, gigabytes: float, item: int) -> dict[str, Any]:
-    """A model of that size where an element of a matrix takes `item` bytes."""
+    """A config.json of a model of that size, with matrix elements of `item` bytes."""
     if kind == "llama":
         layers = max(1, round(gigabytes * 1e9 / (218e6 * item)))
         return _COMMON | {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "intermediate_size": 14336,
@@ -73,7 +73,7 @@ def config(kind: str, gigabytes: float, item: int) -> dict[str, Any]:
 def copy(source: Path, target: Path, synced: bool) -> float:
     """Seconds to copy the shards."""
     target.mkdir()
-    os.sync()  # so that neither pays for what was written before
+    os.sync()  # writes of earlier runs must not slow down either
     started = time.perf_counter()
     subprocess.run(["cp", *map(str, sorted(source.glob("*.safetensors"))), str(target)], check=True)
     if synced:

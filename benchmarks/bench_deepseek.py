@@ -1,12 +1,12 @@
-"""DeepSeek-V3's own row sizes, three layers of them: an FP8 checkpoint converted to BF16 and run in every way of -mla.
+"""Convert an FP8 checkpoint with DeepSeek-V3's row sizes and three layers to BF16, and run it with each -mla mode.
 
     python benchmarks/bench_deepseek.py [--experts 16] [--tokens 136] [--directory DIR] [--threads 2]
 
-One dense layer of 18432 and two with experts of 2048 and a shared one; 128 heads, latents of 512 and 1536, FP8 in
-blocks of 128 x 128, random. It takes about 9 GB of disk with 16 experts. `convert` runs as a process of its own, whose
-peak of memory (VmHWM) counts pages of mapped files. Then a prompt of --tokens, at once (128 and more are expanded by
--mla 2 and 3), and four tokens step by step; logits of -mla 1, 2 and 3 are compared with those of -mla 0, in exact
-numerics. Fails where two differ by 1e-3 or more. The last line is JSON, times in seconds.
+One dense layer of 18432 and two layers with experts of 2048 and a shared expert; 128 heads, latents of 512 and 1536,
+random FP8 in blocks of 128 x 128. 16 experts take about 9 GB of disk. `convert` runs as a process of its own, and its
+peak memory (VmHWM) includes pages of mapped files. Then a prompt of --tokens runs as one batch (-mla 2 and 3 expand
+the latents from 128 tokens on), followed by four single tokens. Numerics are exact. Fails if log-probabilities of -mla
+1, 2 or 3 differ from those of -mla 0 by 1e-3 or more. The last line is JSON, times in seconds.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def config(experts: int) -> dict[str, Any]:
 
 
 def run(path: Path, mla: int, tokens: list[int], threads: int | None) -> tuple[np.ndarray, float]:
-    """Log-probabilities of a prompt at once and four steps, and how long that took."""
+    """Log-probabilities of a prompt in one batch and of four single tokens; and the seconds."""
     model = quantkit.load(path, mla=mla, threads=threads)
     started = time.perf_counter()
     cache = model.new_cache(len(tokens))

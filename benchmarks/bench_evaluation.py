@@ -1,12 +1,12 @@
-"""Perplexity beside the reference wheel's libllama, by turns, and what collecting an importance matrix adds to it.
+"""The time of perplexity compared with ik_llama.cpp, and the extra time of collecting an importance matrix.
 
     python benchmarks/bench_evaluation.py MODEL.gguf … -f TEXT [-c 512] [--chunks 4] [-t 2] [-r 5]
 
-Every round runs the reference over the chunks, one after another as fresh sequences, logits for the scored half; then
-ours in fast numerics. Both keep caches of f16 and run with flash attention; the negative log-likelihoods of both are
-taken by the same kernel and must agree to a hundredth. Then perplexity and the collection of an importance matrix with
-perplexity, both in exact numerics, which is what commands do where nothing is said. Ratios are medians of the rounds'
-own, of seconds and of user CPU: the latter hardly heed what else the machine does. The last line is JSON.
+In each round, libllama of the wheel ik-llama-cpp-python runs the chunks one after another as new sequences, with logits
+for the scored half; then quantkit runs them in fast numerics. Both use an f16 KV cache and flash attention. The same
+kernel computes both negative log-likelihoods, which must agree to 0.01. Then perplexity alternates with perplexity plus
+importance matrix, both in exact numerics, the default of the commands. Ratios are medians over rounds of ratios of
+seconds and of user CPU time; the latter depends little on other processes. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ TABLE = Table(
     "Perplexity in fast numerics; the importance matrix is collected in exact numerics and compared with perplexity "
     "alone in exact numerics.",
 )
-REST = 0.05  # seconds between two, until the other's threads have gone to sleep
+REST = 0.05  # seconds between two runs, until the threads of the first one sleep
 
 
 def reference_nll(llama: Llama, chunks: Chunks) -> float:
@@ -63,7 +63,7 @@ def reference_nll(llama: Llama, chunks: Chunks) -> float:
             batch.token[i], batch.pos[i] = int(token), i
             batch.n_seq_id[i], batch.seq_id[i][0], batch.logits[i] = 1, 0, int(i >= rows.start)
         if status := C.llama_decode(llama._context, batch):
-            raise RuntimeError(f"the reference's llama_decode returned {status}")
+            raise RuntimeError(f"ik_llama.cpp: llama_decode returned {status}")
         outputs = C.llama_get_logits_ith(llama._context, rows.start)
         logits = np.ctypeslib.as_array(outputs, (rows.stop - rows.start, llama.n_vocab))
         found.append(negative_log_likelihood(logits, text[rows.start + 1 :]))
@@ -72,15 +72,15 @@ def reference_nll(llama: Llama, chunks: Chunks) -> float:
 
 
 def timed(run: Callable[[], Any]) -> tuple[float, float, Any]:
-    """Seconds, user CPU seconds, and what came of it."""
+    """Seconds, user CPU seconds, and the result."""
     time.sleep(REST)
     begin, cpu = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_utime
     found = run()
     return time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_SELF).ru_utime - cpu, found
 
 
-def by_turns(first: Callable[[], Any], second: Callable[[], Any], repeat: int) -> dict[str, float]:
-    """Medians: seconds of both, second / first by seconds and by user CPU."""
+def alternate(first: Callable[[], Any], second: Callable[[], Any], repeat: int) -> dict[str, float]:
+    """Run both alternately. Medians: seconds of each, and second / first by seconds and by user CPU time."""
     first(), second()
     rounds = [(timed(first), timed(second)) for _ in range(repeat)]
     return {
@@ -98,11 +98,11 @@ def measure(path: Path, options: argparse.Namespace) -> dict[str, Any]:
     with Llama(path, options.ctx, options.threads, cache_types=("f16", "f16")) as reference:
         theirs, ours = reference_nll(reference, chunks), float(perplexity_of_chunks(fast, chunks).nll.mean())
         if abs(theirs - ours) > 0.01 * ours:
-            raise RuntimeError(f"{path}: mean nll {ours:.4f}, of the reference {theirs:.4f}")
-        speed = by_turns(
+            raise RuntimeError(f"{path}: mean nll {ours:.4f}, with ik_llama.cpp {theirs:.4f}")
+        speed = alternate(
             lambda: perplexity_of_chunks(fast, chunks), lambda: reference_nll(reference, chunks), options.repeat
         )
-    added = by_turns(lambda: perplexity_of_chunks(exact, chunks), lambda: collect(exact, chunks), options.repeat)
+    added = alternate(lambda: perplexity_of_chunks(exact, chunks), lambda: collect(exact, chunks), options.repeat)
     return {
         "model": path.stem, "nll": ours, "nll_reference": theirs, "tokens_s": tokens / speed["first"],
         "tokens_s_reference": tokens / speed["second"], "ratio": speed["ratio"], "cpu_ratio": speed["cpu_ratio"],
@@ -128,8 +128,8 @@ def main() -> None:
     for path in options.models:
         row = measure(path, options)
         rows.append(row)
-        said = f"{row['model']:20s} {row['tokens_s']:8.1f} {row['tokens_s_reference']:8.1f}  {row['ratio']:5.2f} "
-        print(f"{said}({row['cpu_ratio']:.2f})  imatrix {row['imatrix']:.3f} ({row['imatrix_cpu']:.3f})", flush=True)
+        text = f"{row['model']:20s} {row['tokens_s']:8.1f} {row['tokens_s_reference']:8.1f}  {row['ratio']:5.2f} "
+        print(f"{text}({row['cpu_ratio']:.2f})  imatrix {row['imatrix']:.3f} ({row['imatrix_cpu']:.3f})", flush=True)
     records.save(TABLE, rows, options)
     print(json.dumps({"bench": "evaluation", "isa": cpu_target.isa(), "threads": options.threads, "ctx": options.ctx,
                       "chunks": options.chunks, "rows": rows}))  # fmt: skip

@@ -1,15 +1,15 @@
-"""Perplexity, in the reference, of files that we quantize and of files that llama-quantize quantizes.
+"""Perplexity, measured by ik_llama.cpp, of files written by quantkit and by llama-quantize.
 
     python benchmarks/bench_files.py --types IQ4_K,IQ3_K,IQ2_K,Q4_K,IQ4_KT --calibrate TEXT --text TEXT…
                                      [--seeds 0,1,2] [--chunks 11] [--effort normal] [--pure] [--folder DIR]
 
-The model is SmolLM2 embedded into 768 columns (tests/conformance/embedded.py), once for each seed: the same function
-through other weights. Both files of a type have the same mix of types and the same importance matrix, of --calibrate;
-both are run by the reference's libllama, so they differ in the codes that the encoders chose and in nothing else.
+The model is SmolLM2 embedded into 768 columns (tests/conformance/embedded.py), once per seed: the same function with
+other weights. Both files of a type have the same mix of types and the same importance matrix, from --calibrate, and
+libllama of ik_llama.cpp runs both. So they differ only in the codes that the encoders chose.
 
-Where a file stands against the other on one text is a matter of luck as much as of its encoder: two encodings of equal
-error differ by one or two percent of perplexity. So there are several models and texts, and the last column is the mean
-over them of ln(ours / reference) with its standard error. A table; the last line is JSON.
+On a single text, two encodings with the same error differ by one or two percent of perplexity at random. So several
+models and texts are used; the last column is the mean over them of ln(ours / ik_llama.cpp) with its standard error.
+Prints a table; the last line is JSON.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ CONTEXT = 512
 
 
 def prepare(folder: Path, seed: int, calibrate: Path) -> tuple[Path, Path]:
-    """The embedded model of a seed and its importance matrix; what exists is kept."""
+    """The embedded model of a seed and its importance matrix; existing files are reused."""
     folder.mkdir(parents=True, exist_ok=True)
     model, matrix = folder / f"f16.{seed}.gguf", folder / f"imatrix.{calibrate.stem}.{seed}.dat"
     if not model.exists():
@@ -74,7 +74,7 @@ def prepare(folder: Path, seed: int, calibrate: Path) -> tuple[Path, Path]:
 
 
 def write(side: str, model: Path, matrix: Path, kind: str, out: Path, options: Any) -> float:
-    """Quantize `model` to `out`; seconds."""
+    """Quantize `model` to `out`. Returns the seconds."""
     begin = time.perf_counter()
     if side == "ours":
         file, importance = quantkit.open(model), matrices.read(matrix)
@@ -89,7 +89,7 @@ def write(side: str, model: Path, matrix: Path, kind: str, out: Path, options: A
 
 
 def losses(path: Path, texts: list[Chunks]) -> list[np.ndarray]:
-    """Of each text the negative log-likelihoods of its scored tokens, by the reference."""
+    """The negative log-likelihoods of the scored tokens of each text, by ik_llama.cpp."""
     found = []
     with Llama(path, n_ctx=CONTEXT) as llama:
         for text in texts:
@@ -140,7 +140,7 @@ def main() -> None:
         below = sum(ratio <= 0 for ratio in ratios)
         means.append({"type": kind, "mean_ln_ratio": float(np.mean(ratios)), "error": float(error),
                       "at_or_below": below, "runs": len(ratios)})  # fmt: skip
-        print(f"{kind:8s} mean ln(ours / reference) {np.mean(ratios):+.4f} +/- {error:.4f}, at or below in {below} of "
+        print(f"{kind:8s} mean ln(ours / ik) {np.mean(ratios):+.4f} +/- {error:.4f}, at or below in {below} of "
               f"{len(ratios)}", flush=True)  # fmt: skip
     records.save(TABLE, means, options, results)
     print(json.dumps({"bench": "files", "pure": options.pure, "effort": options.effort, "rows": results}))

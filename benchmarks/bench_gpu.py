@@ -1,29 +1,31 @@
-"""What a GPU computes and how fast, in one command: every type's kernels, models on it, experts beside it.
+"""Check and time what runs on a GPU: the kernels of every type, dense models, models with experts.
 
     python benchmarks/bench_gpu.py [--types q4_K,iq4_k] [--models q8_0] [--device 0] [--folder /dev/shm]
                                                                                     (make bench-gpu)
 
-Without a GPU it says so in one line and exits with 1. With one it takes under 8 minutes, most of them compiling.
+Without a GPU it prints one line and exits with 1. With one it takes under 8 minutes, most of them for compiling.
 
-    copy       GB/s of torch's copies of 1 GiB, read and written bytes counted; bus: from pinned memory to the GPU
+    copy       GB/s of torch's copies of 1 GiB, read plus written bytes; bus: from pinned memory to the GPU
     gemm       TFLOP/s of torch's bfloat16 product, 2048 x 4096 by 4096 x 14336
-    decode     the type's decoded values against the plain decoder's, which must be equal (float32, 64 rows of 1024)
-    product    root of the mean squared difference of products over that of the products, against the plain decoder's
-               in float32: with one vector (bytes as activations) and with 40 (bfloat16)
-    logits     the largest difference of a tiny llama's from the CPU's over their spread, exact numerics; and, of fast
-               numerics, the root of the mean squared one: a prompt of 9, then three tokens, the last one a graph
-    GB/s, %    packed bytes that products with one vector read a second, 14336 x 4096, out of 512 MiB and more so that
-               nothing stays in the GPU's cache; percent of copy
-    TFLOP/s, % of products with 2048 vectors, decoded tiles and torch's product; percent of gemm
-    8B         a llama of 8B's sizes with random weights, as `load(…, devices="cuda:0")` runs it: tokens a second of
-               generating after 512 tokens, percent of weight bytes / copy; of a prompt of 2048, percent of gemm. The
-               aims are 60 % and 40 %
-    experts    a qwen3moe of random weights on the CPU alone, with its experts there and the rest on the GPU (hybrid),
-               the same with experts streamed for prompts, and all on the GPU; where there is another GPU, its layers
-               shared by both (-sm graph): tokens a second of both kinds, and how far logits are from the CPU's
+    values     whether decoded values equal those of the CPU's decoder (float32, 64 rows of 1024)
+    product    root-mean-square error of products relative to the CPU's decoded values in float32: with one vector
+               (activations as bytes) and with 40 (bfloat16)
+    logits     a tiny llama on the GPU and on the CPU: the largest difference of logits, divided by their standard
+               deviation, in exact numerics; the root mean square of the differences in fast numerics. A prompt of 9,
+               then three tokens, the last one with a CUDA graph
+    GB/s, %    packed bytes that products with one vector read per second, 14336 x 4096, from 512 MiB or more, so that
+               the GPU's cache does not help; percent of copy
+    TFLOP/s, % products with 2048 vectors by decoded tiles and torch's product; percent of gemm
+    8B         a llama of 8B's shape with random weights, run as with `load(…, devices="cuda:0")`: tokens/s of
+               generation after 512 tokens, in percent of copy; tokens/s of a prompt of 2048, in percent of gemm. The
+               targets are 60 % and 40 %
+    experts    a qwen3moe with random weights: on the CPU; with its experts on the CPU and the rest on the GPU (hybrid);
+               the same with experts copied to the GPU for prompts (streamed); on the GPU; with a second GPU, layers
+               shared by both (-sm graph): tokens/s of prompt and generation, and the error of logits against the CPU
 
-Times are wall clock, medians. What fails is said in its line, and the exit status is 1; the rest goes on. The last line
-is JSON. --tiny takes shapes so small that numba's simulator runs all of it: tests/runtime/cuda/test_sim_bench.py.
+Times are medians of wall-clock times. A failure is printed in its line and makes the exit status 1; the other parts
+still run. The last line is JSON. --tiny selects shapes so small that numba's simulator can run everything:
+tests/runtime/cuda/test_sim_bench.py.
 """
 
 from __future__ import annotations
@@ -69,7 +71,7 @@ class Sizes:
     generated: int = 32
     copied: int = 1 << 30
     out_of_cache: int = 512 << 20
-    checked: tuple[int, int] = 64, 1024  # rows and columns that are compared
+    checked: tuple[int, int] = 64, 1024  # rows and columns to compare
     llama: str = "llama-8b"
     small: str = "llama-tiny"
     experts: str = "qwen3moe"
@@ -92,22 +94,22 @@ TABLE = Table(
     "Products with one vector of 4,096 columns and with 2,048 vectors, against torch's copy and bfloat16 product.",
 )
 MODEL_TYPES = ("q4_K", "iq4_k", "q8_0", "iq2_k")
-FAR = 0.05  # fast logits may be so far from exact ones: activations are bytes
-NEAR = 1e-3  # and exact ones so far from the CPU's
+FAST_TOLERANCE = 0.05  # of logits in fast numerics, whose activations are bytes, to the CPU's
+EXACT_TOLERANCE = 1e-3  # of logits in exact numerics to the CPU's
 
 
-def seconds(gpu: Gpu, run: Callable[[], Any], repeat: int, together: int = 1) -> float:
-    """Median time of a call, after one to warm up; `together` of them are waited for at once."""
+def seconds(gpu: Gpu, run: Callable[[], Any], repeat: int, calls: int = 1) -> float:
+    """Median time of a call, after one to warm up; the GPU is synchronized once per `calls` calls."""
     run()
-    taken = []
+    times = []
     for _ in range(repeat):
         gpu.synchronize()
         begin = time.perf_counter()
-        for _ in range(together):
+        for _ in range(calls):
             run()
         gpu.synchronize()
-        taken.append((time.perf_counter() - begin) / together)
-    return statistics.median(taken)
+        times.append((time.perf_counter() - begin) / calls)
+    return statistics.median(times)
 
 
 def machine(gpu: Gpu, sizes: Sizes) -> dict[str, float]:
@@ -129,7 +131,7 @@ def machine(gpu: Gpu, sizes: Sizes) -> dict[str, float]:
 
 @dataclass
 class Prepared:
-    """What is known of a type before the GPU is asked: bytes, their values, a model and the CPU's logits of it."""
+    """What the CPU computes for a type: encoded rows and their values, a model and its logits."""
 
     data: np.ndarray
     plain: np.ndarray
@@ -139,7 +141,7 @@ class Prepared:
 
 
 def prepare(name: str, sizes: Sizes, folder: Path, capability: tuple[int, int] | None) -> Prepared:
-    """Also compiles the kernels of a type, to the cache on disk."""
+    """Compute the reference values of a type, and compile its kernels to the cache on disk."""
     from quantkit.runtime.kernels.cuda import kernels
 
     begin, kind, (rows, n) = time.perf_counter(), types.get(name), sizes.checked
@@ -151,25 +153,25 @@ def prepare(name: str, sizes: Sizes, folder: Path, capability: tuple[int, int] |
     path = logits = None
     if kind.encode_rows is not None:
         path = write(sizes.small, name, folder / f"{name}.gguf")
-        logits = spoken(load(path, threads=1))
+        logits = model_logits(load(path, threads=1))
     return Prepared(data, kind.dequantize(data, n, products=True), path, logits, compiled)
 
 
 def prepared(
     names: list[str], sizes: Sizes, folder: Path, capability: tuple[int, int] | None
 ) -> Iterator[tuple[str, Prepared | Exception]]:
-    """`prepare` of all, by all cores; where nothing is to be compiled, one after another."""
+    """`prepare` for all types, with all cores; one after another if nothing is to be compiled."""
     if capability is None:
         yield from ((name, prepare(name, sizes, folder, None)) for name in names)
         return
     with concurrent.futures.ProcessPoolExecutor() as pool:
-        found = {name: pool.submit(prepare, name, sizes, folder, capability) for name in names}
-        for name, future in found.items():
+        futures = {name: pool.submit(prepare, name, sizes, folder, capability) for name in names}
+        for name, future in futures.items():
             yield name, future.exception() or future.result()  # type: ignore[misc]
 
 
 def sample(name: str, rows: int, n: int) -> np.ndarray:
-    """uint8[rows, row bytes]: encoded normal rows, or of types without encoder any bytes."""
+    """uint8[rows, row bytes]: encoded normal rows; random bytes for types without an encoder."""
     kind, rng = types.get(name), np.random.default_rng(0)
     if kind.encode_rows is None:
         return rng.integers(0, 256, (rows, kind.row_bytes(n)), np.uint8)
@@ -177,8 +179,8 @@ def sample(name: str, rows: int, n: int) -> np.ndarray:
     return kind.quantize(x, np.ones(n, np.float32) if kind.requires_imatrix else None, effort="fast")
 
 
-def spoken(model: Model) -> np.ndarray:
-    """Logits of a prompt, and of tokens one by one after it."""
+def model_logits(model: Model) -> np.ndarray:
+    """Logits of a prompt, and of three single tokens after it."""
     tokens = np.random.default_rng(3).integers(0, model.vocab_size, 12)
     cache = model.new_cache(16)
     return np.concatenate([model.forward(part, cache) for part in np.split(tokens, [9, 10, 11])])
@@ -187,77 +189,85 @@ def spoken(model: Model) -> np.ndarray:
 # ------------------------------------------------------------------------------------------------------- every type
 
 
-def error(found: np.ndarray, right: np.ndarray) -> float:
-    fine = np.isfinite(right)
-    return math.sqrt(np.mean((found - right)[fine] ** 2) / np.mean(right[fine] ** 2))
+def error(values: np.ndarray, expected: np.ndarray) -> float:
+    finite = np.isfinite(expected)
+    return math.sqrt(np.mean((values - expected)[finite] ** 2) / np.mean(expected[finite] ** 2))
 
 
-def values(gpu: Gpu, name: str, given: Prepared) -> dict[str, Any]:
-    """Whether decoding is exact, and how far products are off."""
-    kind, plain = types.get(name), given.plain
+def values(gpu: Gpu, name: str, prepared_type: Prepared) -> dict[str, Any]:
+    """Whether decoding is exact, and the errors of products."""
+    kind, plain = types.get(name), prepared_type.plain
     rows, n = plain.shape
-    matrices = gpu.matrices(given.data, kind, rows, n)
+    matrices = gpu.matrices(prepared_type.data, kind, rows, n)
     decoded = matrices.decoded(exact=True).cpu().numpy()
     x = np.random.default_rng(1).standard_normal((40, n)).astype(np.float32)
-    there = gpu.array(x)
-    one, many = matrices(there[:1]).cpu().numpy(), matrices(there).cpu().numpy()
+    on_gpu = gpu.array(x)
+    vector, batch = matrices(on_gpu[:1]).cpu().numpy(), matrices(on_gpu).cpu().numpy()
     return {
         "exact": bool(np.array_equal(decoded, plain, equal_nan=True)),
-        "vector_error": error(one, x[:1] @ plain.T),
-        "batch_error": error(many, x @ plain.T),
+        "vector_error": error(vector, x[:1] @ plain.T),
+        "batch_error": error(batch, x @ plain.T),
     }
 
 
-def logits(name: str, given: Prepared, device: str) -> dict[str, Any]:
-    """How far a model's logits are from the CPU's; nothing of types that are not encoded."""
-    if given.model is None or given.logits is None:
+def logits(name: str, prepared_type: Prepared, device: str) -> dict[str, Any]:
+    """The error of a model's logits against the CPU's; None for types without an encoder."""
+    if prepared_type.model is None or prepared_type.logits is None:
         return {"exact_logits": None, "fast_logits": None}
-    wanted = given.logits
-    exact = spoken(load(given.model, devices=device))
-    fast = spoken(load(given.model, devices=device, numerics="fast", cache_type="f32"))
-    spread = float(np.std(wanted))
+    expected = prepared_type.logits
+    exact = model_logits(load(prepared_type.model, devices=device))
+    fast = model_logits(load(prepared_type.model, devices=device, numerics="fast", cache_type="f32"))
+    spread = float(np.std(expected))
     return {
-        "exact_logits": float(np.abs(exact - wanted).max()) / spread,
-        "fast_logits": float(np.sqrt(np.mean((fast - wanted) ** 2))) / spread,
+        "exact_logits": float(np.abs(exact - expected).max()) / spread,
+        "fast_logits": float(np.sqrt(np.mean((fast - expected) ** 2))) / spread,
     }
 
 
 def random_matrices(gpu: Gpu, name: str, rows: int, n: int, count: int) -> Matrices:
-    """Of any bytes below 64: few enough large halves for finite scales."""
+    """Matrices of random bytes below 64, which give finite scales."""
     kind = types.get(name)
     size = count * rows * kind.row_bytes(n)
     data = gpu.torch.randint(0, 64, (size,), dtype=gpu.torch.uint8, device=gpu.torch_device)
     return Matrices(gpu, data, kind, rows, n)
 
 
-def rates(gpu: Gpu, name: str, sizes: Sizes, there: dict[str, float]) -> dict[str, float]:
-    one = sizes.rows * types.get(name).row_bytes(sizes.columns)
-    count = -(-sizes.out_of_cache // one)
+def rates(gpu: Gpu, name: str, sizes: Sizes, peak: dict[str, float]) -> dict[str, float]:
+    matrix_bytes = sizes.rows * types.get(name).row_bytes(sizes.columns)
+    count = -(-sizes.out_of_cache // matrix_bytes)
     matrices = random_matrices(gpu, name, sizes.rows, sizes.columns, count)
     x = gpu.empty(1, sizes.columns).normal_()
     ids = gpu.torch.arange(count, dtype=gpu.torch.int32, device=gpu.torch_device).reshape(1, count)
     graph = gpu.capture(lambda: matrices.of_experts(x, ids))
-    bytes_rate = count * one / seconds(gpu, graph.replay, sizes.repeat, 4)
-    many = gpu.empty(sizes.tokens, sizes.columns).normal_()
-    rate = 2 * sizes.tokens * sizes.columns * sizes.rows / seconds(gpu, lambda: matrices(many), sizes.repeat)
+    bytes_rate = count * matrix_bytes / seconds(gpu, graph.replay, sizes.repeat, 4)
+    batch = gpu.empty(sizes.tokens, sizes.columns).normal_()
+    rate = 2 * sizes.tokens * sizes.columns * sizes.rows / seconds(gpu, lambda: matrices(batch), sizes.repeat)
     return {
-        "bytes_rate": bytes_rate, "of_copy": bytes_rate / there["copy"],
-        "batch_rate": rate, "of_gemm": rate / there["gemm"],
+        "bytes_rate": bytes_rate, "of_copy": bytes_rate / peak["copy"],
+        "batch_rate": rate, "of_gemm": rate / peak["gemm"],
     }  # fmt: skip
 
 
-def of_type(gpu: Gpu, name: str, given: Prepared, sizes: Sizes, there: dict[str, float]) -> dict[str, Any]:
-    found = values(gpu, name, given) | logits(name, given, f"cuda:{gpu.index}") | rates(gpu, name, sizes, there)
-    far = found["exact_logits"] is not None and not (found["exact_logits"] < NEAR and found["fast_logits"] < FAR)
-    exact = found["exact"] or (types.get(name).ggml_type in FLOAT_IDS and found["vector_error"] < 2**-8)
-    return found | {"right": exact and not far, "compile_seconds": given.seconds}
+def of_type(gpu: Gpu, name: str, prepared_type: Prepared, sizes: Sizes, peak: dict[str, float]) -> dict[str, Any]:
+    figures = (
+        values(gpu, name, prepared_type)
+        | logits(name, prepared_type, f"cuda:{gpu.index}")
+        | rates(gpu, name, sizes, peak)
+    )
+    off = figures["exact_logits"] is not None and not (
+        figures["exact_logits"] < EXACT_TOLERANCE and figures["fast_logits"] < FAST_TOLERANCE
+    )
+    exact = figures["exact"] or (types.get(name).ggml_type in FLOAT_IDS and figures["vector_error"] < 2**-8)
+    return figures | {"right": exact and not off, "compile_seconds": prepared_type.seconds}
 
 
 def line_of_type(name: str, got: dict[str, Any]) -> str:
-    far = " ".join(f"{'-':>9}" if got[key] is None else f"{got[key]:9.2e}" for key in ("exact_logits", "fast_logits"))
+    logit_errors = " ".join(
+        f"{'-':>9}" if got[key] is None else f"{got[key]:9.2e}" for key in ("exact_logits", "fast_logits")
+    )
     return (
         f"{name:>12} {'right' if got['right'] else 'WRONG':>7} {got['vector_error']:9.2e} {got['batch_error']:9.2e} "
-        f"{far} {got['bytes_rate'] / 1e9:7.0f} {100 * got['of_copy']:5.0f} {got['batch_rate'] / 1e12:8.0f} "
+        f"{logit_errors} {got['bytes_rate'] / 1e9:7.0f} {100 * got['of_copy']:5.0f} {got['batch_rate'] / 1e12:8.0f} "
         f"{100 * got['of_gemm']:5.0f} {got['compile_seconds']:10.1f}"
     )
 
@@ -265,51 +275,55 @@ def line_of_type(name: str, got: dict[str, Any]) -> str:
 # ----------------------------------------------------------------------------------------------------------- models
 
 
-def generating(model: Model, sizes: Sizes) -> tuple[float, float, np.ndarray]:
-    """Tokens a second of a prompt and of generating, and logits of both."""
+def generation_speed(model: Model, sizes: Sizes) -> tuple[float, float, np.ndarray]:
+    """Tokens/s of a prompt and of generation, and the logits of both."""
     rng = np.random.default_rng(4)
-    prompt, few = (rng.integers(0, model.vocab_size, n) for n in (sizes.tokens, sizes.context))
+    prompt, context = (rng.integers(0, model.vocab_size, n) for n in (sizes.tokens, sizes.context))
     n_ctx = max(sizes.tokens, sizes.context + sizes.generated)
-    cache, taken = model.new_cache(n_ctx), []
+    cache, times = model.new_cache(n_ctx), []
     for _ in range(1 + min(3, sizes.repeat)):
         cache.clear()
         begin = time.perf_counter()
         last = model.forward(prompt, cache, logits="last")
-        taken.append(time.perf_counter() - begin)
+        times.append(time.perf_counter() - begin)
     cache.clear()
-    model.forward(few, cache, logits="last")
-    made, each = [last], []
+    model.forward(context, cache, logits="last")
+    logits_of_steps, step_times = [last], []
     for token in rng.integers(0, model.vocab_size, sizes.generated):
         begin = time.perf_counter()
-        made.append(model.forward([int(token)], cache, logits="last"))
-        each.append(time.perf_counter() - begin)
-    return len(prompt) / statistics.median(taken[1:]), 1 / statistics.median(each[2:]), np.concatenate(made)
+        logits_of_steps.append(model.forward([int(token)], cache, logits="last"))
+        step_times.append(time.perf_counter() - begin)
+    return (
+        len(prompt) / statistics.median(times[1:]),
+        1 / statistics.median(step_times[2:]),
+        np.concatenate(logits_of_steps),
+    )
 
 
-def whole(gpu: Gpu, name: str, sizes: Sizes, folder: Path, there: dict[str, float]) -> dict[str, Any]:
+def dense_model(gpu: Gpu, name: str, sizes: Sizes, folder: Path, peak: dict[str, float]) -> dict[str, Any]:
     """A dense model on the GPU."""
     path = write(sizes.llama, name, folder / "model.gguf")
     try:
         model = load(path, devices=f"cuda:{gpu.index}", numerics="fast", cache_type="f16", n_ctx=sizes.tokens + 64)
-        pp, tg, _ = generating(model, sizes)
+        pp, tg, _ = generation_speed(model, sizes)
         nbytes = bytes_per_token(model, 0)
         embedding = model.weights[model.head.embedding]
         weights = sum(math.prod(t.shape) for t in model.weights.values() if t is not embedding)
     finally:
         path.unlink()
-    operations = 2 * (weights - math.prod(embedding.shape))  # the output is computed for the last token alone
+    operations = 2 * (weights - math.prod(embedding.shape))  # the output matrix is used for the last token only
     return {
-        "pp": pp, "tg": tg, "bytes": nbytes, "tg_of_copy": tg * nbytes / there["copy"],
-        "pp_of_gemm": pp * operations / there["gemm"],
+        "pp": pp, "tg": tg, "bytes": nbytes, "tg_of_copy": tg * nbytes / peak["copy"],
+        "pp_of_gemm": pp * operations / peak["gemm"],
     }  # fmt: skip
 
 
-def beside(gpu: Gpu, sizes: Sizes, folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """A model with experts, where they are and by whom they are computed."""
-    device, kept = f"cuda:{gpu.index}", frozenset({"MUL_MAT_ID"})
+def expert_placements(gpu: Gpu, sizes: Sizes, folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Speed and logit error of a model with experts, for each placement of the experts."""
+    device, not_offloaded = f"cuda:{gpu.index}", frozenset({"MUL_MAT_ID"})
     ways: dict[str, dict[str, Any]] = {
         "CPU": {},
-        "hybrid": {"devices": device, "override_tensor": "_exps=CPU", "offload": Offload(forbidden=kept)},
+        "hybrid": {"devices": device, "override_tensor": "_exps=CPU", "offload": Offload(forbidden=not_offloaded)},
         "streamed": {"devices": device, "override_tensor": "_exps=CPU", "offload": Offload(1)},
         "GPU": {"devices": device},
     }
@@ -317,17 +331,17 @@ def beside(gpu: Gpu, sizes: Sizes, folder: Path) -> Iterator[tuple[str, dict[str
     with contextlib.suppress(UnsupportedError):
         gpu_worker.gpu(other)
         ways["graph"] = {"devices": f"{device},cuda:{other}", "split_mode": "graph"}
-    path, wanted = write(sizes.experts, sizes.kind_of_experts, folder / "experts.gguf"), None
-    for way, how in ways.items():
+    path, expected = write(sizes.experts, sizes.kind_of_experts, folder / "experts.gguf"), None
+    for way, arguments in ways.items():
         try:
-            model = load(path, numerics="fast", cache_type="f16", n_ctx=sizes.tokens + 64, **how)
-            pp, tg, found = generating(model, sizes)
+            model = load(path, numerics="fast", cache_type="f16", n_ctx=sizes.tokens + 64, **arguments)
+            pp, tg, logits_of_way = generation_speed(model, sizes)
         except Exception as failure:
             yield way, {"failed": f"{type(failure).__name__}: {failure}"}
             continue
-        wanted = found if wanted is None else wanted
+        expected = logits_of_way if expected is None else expected
         sent = 0 if model.split is None else model.split.ledger.bytes["CPU", f"CUDA{gpu.index}"]
-        yield way, {"pp": pp, "tg": tg, "to_gpu": sent, "error": error(found, wanted)}
+        yield way, {"pp": pp, "tg": tg, "to_gpu": sent, "error": error(logits_of_way, expected)}
         gpu.torch.cuda.empty_cache()
 
 
@@ -346,38 +360,38 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def all_types(
-    gpu: Gpu, names: list[str], sizes: Sizes, folder: Path, there: dict[str, float], tiny: bool
+    gpu: Gpu, names: list[str], sizes: Sizes, folder: Path, peak: dict[str, float], tiny: bool
 ) -> dict[str, Any]:
     heads: tuple[tuple[str, int], ...]
     heads = ("type", 12), ("values", 7), ("product", 9), ("of 40", 9), ("logits", 9), ("fast", 9), ("GB/s", 7), ("%", 5)
     heads = *heads, ("TFLOP/s", 8), ("%", 5), ("compile s", 10)
     print(" ".join(f"{head:>{width}}" for head, width in heads))
-    found: dict[str, Any] = {}
-    for name, given in prepared(names, sizes, folder, None if tiny else gpu.capability):
+    results: dict[str, Any] = {}
+    for name, prepared_type in prepared(names, sizes, folder, None if tiny else gpu.capability):
         try:
-            if isinstance(given, Exception):
-                raise given
-            found[name] = of_type(gpu, name, given, sizes, there)
-            print(line_of_type(name, found[name]), flush=True)
+            if isinstance(prepared_type, Exception):
+                raise prepared_type
+            results[name] = of_type(gpu, name, prepared_type, sizes, peak)
+            print(line_of_type(name, results[name]), flush=True)
         except Exception as failure:
-            found[name] = {"right": False, "failed": f"{type(failure).__name__}: {failure}"}
-            print(f"{name:>12}  FAILED {found[name]['failed']}", flush=True)
+            results[name] = {"right": False, "failed": f"{type(failure).__name__}: {failure}"}
+            print(f"{name:>12}  FAILED {results[name]['failed']}", flush=True)
         gpu.torch.cuda.empty_cache()
-    return found
+    return results
 
 
-def all_models(gpu: Gpu, names: list[str], sizes: Sizes, folder: Path, there: dict[str, float]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def all_models(gpu: Gpu, names: list[str], sizes: Sizes, folder: Path, peak: dict[str, float]) -> dict[str, Any]:
+    results: dict[str, Any] = {}
     for name in names:
         try:
-            got = found[name] = whole(gpu, name, sizes, folder, there)
+            got = results[name] = dense_model(gpu, name, sizes, folder, peak)
             print(f"8B {name:9} TG {got['tg']:7.1f} tokens/s, {100 * got['tg_of_copy']:.0f} % of copy (aim 60); "
                   f"PP {got['pp']:8.0f}, {100 * got['pp_of_gemm']:.0f} % of gemm (aim 40)", flush=True)  # fmt: skip
         except Exception as failure:
-            found[name] = {"failed": f"{type(failure).__name__}: {failure}"}
-            print(f"8B {name:9} FAILED {found[name]['failed']}", flush=True)
+            results[name] = {"failed": f"{type(failure).__name__}: {failure}"}
+            print(f"8B {name:9} FAILED {results[name]['failed']}", flush=True)
         gpu.torch.cuda.empty_cache()
-    return found
+    return results
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -385,26 +399,26 @@ def main(arguments: list[str] | None = None) -> int:
     sizes = TINY if options.tiny else Sizes()
     try:
         gpu = gpu_worker.gpu(options.device)
-    except UnsupportedError as found:
-        print(f"bench-gpu: {found}", file=sys.stderr)
+    except UnsupportedError as failure:
+        print(f"bench-gpu: {failure}", file=sys.stderr)
         return 1
-    begin, there = time.perf_counter(), machine(gpu, sizes)
-    copy, bus, gemm = there["copy"] / 1e9, there["bus"] / 1e9, there["gemm"] / 1e12
+    begin, peak = time.perf_counter(), machine(gpu, sizes)
+    copy, bus, gemm = peak["copy"] / 1e9, peak["bus"] / 1e9, peak["gemm"] / 1e12
     print(f"{gpu.name}, torch {gpu.torch.__version__}: copy {copy:.0f} GB/s, bus {bus:.0f}, gemm {gemm:.0f} TFLOP/s\n")
     names = options.types.split(",") if options.types else [t.name for t in types.all() if product(t)]
     models = [name for name in options.models.split(",") if name]
-    figures: dict[str, Any] = {"gpu": gpu.name, "torch": gpu.torch.__version__} | there
-    with tempfile.TemporaryDirectory(dir=options.folder) as made:
-        folder = Path(made)
-        figures["types"] = all_types(gpu, names, sizes, folder, there, options.tiny)
-        figures["models"] = all_models(gpu, models, sizes, folder, there)
+    figures: dict[str, Any] = {"gpu": gpu.name, "torch": gpu.torch.__version__} | peak
+    with tempfile.TemporaryDirectory(dir=options.folder) as temporary:
+        folder = Path(temporary)
+        figures["types"] = all_types(gpu, names, sizes, folder, peak, options.tiny)
+        figures["models"] = all_models(gpu, models, sizes, folder, peak)
         figures["experts"] = {}
-        for way, got in beside(gpu, sizes, folder):
+        for way, got in expert_placements(gpu, sizes, folder):
             figures["experts"][way] = got
-            said = f"FAILED {got['failed']}" if "failed" in got else (
+            line = f"FAILED {got['failed']}" if "failed" in got else (
                 f"TG {got['tg']:7.1f} tokens/s, PP {got['pp']:8.0f}; logits {got['error']:.1e} from the CPU's"
             )  # fmt: skip
-            print(f"experts {way:9} {said}", flush=True)
+            print(f"experts {way:9} {line}", flush=True)
     figures["seconds"] = time.perf_counter() - begin
     rows = [
         {"type": name, "exact": "yes" if got["exact"] else "no", "gb_s": got["bytes_rate"] / 1e9,
@@ -414,9 +428,9 @@ def main(arguments: list[str] | None = None) -> int:
     records.save(TABLE, rows, options, figures)
     print(json.dumps(figures))
     others = [*figures["models"].values(), *figures["experts"].values()]
-    far = any(got.get("error", 0) > FAR for got in others)
+    off = any(got.get("error", 0) > FAST_TOLERANCE for got in others)
     wrong = not all(got["right"] for got in figures["types"].values())
-    return 1 if wrong or far or any("failed" in got for got in others) else 0
+    return 1 if wrong or off or any("failed" in got for got in others) else 0
 
 
 if __name__ == "__main__":

@@ -1,25 +1,27 @@
-"""Quantizing straight from an FP8 checkpoint, killed and gone on with, with one rule changed; what the hashes cost.
+"""Quantize an FP8 checkpoint directly; interrupt and resume it; change one rule; measure the time of hashing.
 
     python benchmarks/bench_jobs.py [--size 6] [--small 0.3] [--kills 20] [--detour] [--threads 2] [--directory DIR]
 
-The checkpoint is made here: DeepSeek V3's shapes in two layers, one of them dense, as many experts as make --size GB
-(10^9 bytes), codes F8_E4M3 of normal weights with a random scale for each 128 x 128. It goes to IQ4_K with IQ3_K for
-ffn_gate_exps and ffn_up_exps, attention and shared experts in q8_0. The process is looked at twenty times a second:
+The checkpoint is random: DeepSeek V3's shapes in two layers, one of them dense, with as many experts as give --size GB
+(10^9 bytes), F8_E4M3 codes of normal weights with a random scale for each 128 x 128. It is quantized to IQ4_K with
+IQ3_K for ffn_gate_exps and ffn_up_exps, and q8_0 for attention and shared experts. The process is sampled twenty times
+a second:
 
-    anonymous  the most memory of its own (RssAnon of /proc/PID/status)
-    mapped     the most pages of mapped files that were resident in it at a time (RssFile): of the checkpoint, which the
-               system may drop, of the program and its libraries
-    peak       the most of both together, by the kernel's own count (VmHWM)
-    temporary  files beside the output while it ran, and in its TMPDIR
+    anonymous  peak of its own memory (RssAnon of /proc/PID/status)
+    mapped     peak of resident pages of mapped files (RssFile): the checkpoint, which the system may evict, the program
+               and its libraries
+    peak       peak of both together, as counted by the kernel (VmHWM)
+    temporary  files next to the output during the run, and in its TMPDIR
 
---detour also converts it to BF16, quantizes that and compares the files, which takes three times its size of disk.
+--detour also converts the checkpoint to BF16, quantizes that and compares the files, which takes three times its size
+of disk.
 
-The kills are of a checkpoint of --small GB: SIGKILL at a random moment of the run, then the same command. "Done" is
-what the journal held when it was killed, "resumed" what the second run says; the outputs are compared with that of a
-run that was left alone. Then one rule is changed, and the file made anew with --partial-requant.
+A checkpoint of --small GB is interrupted: SIGKILL at a random moment, then the same command again. "done" is the number
+of tensors in the journal after the kill, "resumed" the number that the second run reports; the outputs are compared
+with that of an uninterrupted run. Then one rule is changed, and the file is written again with --partial-requant.
 
-The cost of hashing is the CPU time of a run against that of one that does not hash, medians of --repeat. The last line
-is JSON.
+The time of hashing is the CPU time of a run compared with one without hashes, medians of --repeat. The last line is
+JSON.
 """
 
 from __future__ import annotations
@@ -72,7 +74,7 @@ CONFIG: dict[str, Any] = {
     "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
                             "weight_block_size": [BLOCK, BLOCK]},
 }  # fmt: skip
-# Less of everything but the layout, for what is run again and again.
+# The same layout with smaller sizes, for repeated runs.
 SMALL = {"hidden_size": 2048, "intermediate_size": 4096, "moe_intermediate_size": 1024, "num_attention_heads": 16,
          "num_key_value_heads": 16, "q_lora_rank": 768, "vocab_size": 2048}  # fmt: skip
 RUN = "import sys; from quantkit.cli import main; sys.exit(main())"
@@ -83,7 +85,7 @@ RUN_WITHOUT_HASHES = f"from quantkit.formats import provenance; provenance.of_pi
 
 
 def matrices(config: dict[str, Any]) -> Iterator[tuple[str, int, int]]:
-    """Names and shapes of what is in FP8."""
+    """Names and shapes of the FP8 matrices."""
     n, heads = config["hidden_size"], config["num_attention_heads"]
     key, value = config["qk_nope_head_dim"] + config["qk_rope_head_dim"], config["v_head_dim"]
     latent = config["kv_lora_rank"]
@@ -124,7 +126,7 @@ def specs(config: dict[str, Any]) -> list[CheckpointSpec]:
 
 
 def make(directory: Path, gigabytes: float, changes: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint with as many experts as come nearest to a size, of at least two."""
+    """Write a checkpoint with the number of experts, at least two, that comes nearest to a size."""
     config = CONFIG | changes | {"n_routed_experts": 0}
     rest = sum(spec.nbytes for spec in specs(config))
     expert = 3 * config["hidden_size"] * config["moe_intermediate_size"]
@@ -204,16 +206,16 @@ def digest(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def straight(folder: Path, gigabytes: float, threads: int, detour: bool) -> dict[str, Any]:
-    """The large checkpoint to its final types."""
-    source, out = folder / "fp8", folder / "straight.gguf"
+def direct(folder: Path, gigabytes: float, threads: int, detour: bool) -> dict[str, Any]:
+    """Quantize the large checkpoint to its final types."""
+    source, out = folder / "fp8", folder / "direct.gguf"
     config = make(source, gigabytes, {})
     size = sum(path.stat().st_size for path in source.glob("*.safetensors"))
     print(f"checkpoint: {size / 1e9:.2f} GB, {config['n_routed_experts']} experts", flush=True)
     found = watched(command(source, out, threads), out, folder / "tmp") | {"input": size}
     mib = {name: f"{found[name] / 2**20:.0f} MiB" for name in ("anonymous", "mapped", "peak")}
-    print(f"straight: {found['seconds']:.0f} s, {found['size'] / 1e9:.2f} GB, " + json.dumps(mib), flush=True)
-    print(f"files that there were meanwhile: {', '.join(found['files'])}", flush=True)
+    print(f"direct: {found['seconds']:.0f} s, {found['size'] / 1e9:.2f} GB, " + json.dumps(mib), flush=True)
+    print(f"files during the run: {', '.join(found['files'])}", flush=True)
     if detour:
         bf16, other = folder / "bf16.gguf", folder / "detour.gguf"
         subprocess.run([sys.executable, "-c", RUN, "convert", str(source), str(bf16), "--pre", "gpt-2", "--json"],
@@ -228,23 +230,25 @@ def straight(folder: Path, gigabytes: float, threads: int, detour: bool) -> dict
     return found
 
 
-# ------------------------------------------------------------------------------------------------------------ the kills
+# ----------------------------------------------------------------------------------------------------------- interrupts
 
 
-def killed(arguments: Sequence[str], out: Path, whole: str, moments: Sequence[float]) -> list[dict[str, Any]]:
-    """Runs killed after so many seconds each, and gone on with."""
+def kill_and_resume(
+    arguments: Sequence[str], out: Path, expected: str, moments: Sequence[float]
+) -> list[dict[str, Any]]:
+    """Kill a run after each of these numbers of seconds, and resume it."""
     rows = []
     for moment in moments:
         process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         time.sleep(moment)
         process.send_signal(signal.SIGKILL)
         process.wait()
-        left = resume.unfinished(out)
-        over = out.exists()  # it was quicker than the kill
+        unfinished = resume.unfinished(out)
+        too_late = out.exists()  # the run finished before the kill
         out.unlink(missing_ok=True)
         finished = json.loads(subprocess.run(arguments, check=True, capture_output=True).stdout)
-        row = {"after": round(moment, 2), "done": left[0] if left else 0, "resumed": finished["resumed"],
-               "same": digest(out) == whole, "over": over}  # fmt: skip
+        row = {"after": round(moment, 2), "done": unfinished[0] if unfinished else 0, "resumed": finished["resumed"],
+               "same": digest(out) == expected, "over": too_late}  # fmt: skip
         rows.append(row)
         print(json.dumps(row), flush=True)
         out.unlink()
@@ -263,12 +267,12 @@ def interrupted(folder: Path, gigabytes: float, threads: int, kills: int, repeat
         times.append(time.perf_counter() - started)
     seconds, whole = min(times), digest(out)
     out.unlink()
-    draw = random.Random(1)
-    rows = killed(arguments, out, whole, [draw.uniform(0.2, 1) * seconds for _ in range(kills)])
+    rng = random.Random(1)
+    rows = kill_and_resume(arguments, out, whole, [rng.uniform(0.2, 1) * seconds for _ in range(kills)])
     good = sum(row["same"] and row["done"] == row["resumed"] for row in rows)
-    print(f"killed {kills} times: {good} came out the same, with no done tensor redone", flush=True)
+    print(f"killed {kills} times: {good} are identical, without repeated tensors", flush=True)
 
-    found = {"kills": rows, "seconds": seconds, "rule": one_rule(source, out, threads)}
+    found = {"kills": rows, "seconds": seconds, "rule": change_one_rule(source, out, threads)}
     costs: dict[str, list[float]] = {"hashed": [], "not hashed": []}
     for _ in range(repeat):
         for name, run in (("hashed", RUN), ("not hashed", RUN_WITHOUT_HASHES)):
@@ -280,17 +284,17 @@ def interrupted(folder: Path, gigabytes: float, threads: int, kills: int, repeat
     return found
 
 
-def one_rule(source: Path, out: Path, threads: int) -> dict[str, Any]:
-    """All tensors, then one rule changed: counts, seconds, and whether it is what a run from nothing gives."""
-    seconds, said = {}, {}
+def change_one_rule(source: Path, out: Path, threads: int) -> dict[str, Any]:
+    """Quantize, change one rule and requantize: counts, seconds, and whether a fresh run writes the same file."""
+    seconds, reports = {}, {}
     for name, rules, flags in (("all", RULES, []), ("one rule", OTHER_RULES, ["--partial-requant"]),
                                ("from nothing", OTHER_RULES, ["--fresh"])):  # fmt: skip
         started = time.perf_counter()
         done = subprocess.run([*command(source, out, threads, rules), *flags], check=True, capture_output=True)
-        seconds[name], said[name] = time.perf_counter() - started, json.loads(done.stdout)
+        seconds[name], reports[name] = time.perf_counter() - started, json.loads(done.stdout)
         if name == "one rule":
             first = digest(out)
-    count, reused = len(said["one rule"]["tensors"]), said["one rule"]["reused"]
+    count, reused = len(reports["one rule"]["tensors"]), reports["one rule"]["reused"]
     found = {"tensors": count, "reused": reused, "seconds": seconds, "same": digest(out) == first}
     print(f"one rule: {json.dumps(found)}", flush=True)
     out.unlink()
@@ -344,7 +348,7 @@ def main() -> None:
         if options.small:
             found["small"] = interrupted(folder, options.small, options.threads, options.kills, options.repeat)
         if options.size:
-            found["large"] = straight(folder, options.size, options.threads, options.detour)
+            found["large"] = direct(folder, options.size, options.threads, options.detour)
     records.save(TABLE, summary(found), options, found)
     print(json.dumps(found))
 

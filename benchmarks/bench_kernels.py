@@ -1,10 +1,10 @@
-"""Speed of the products with packed weights, by type: one vector, and a batch of 192.
+"""Speed of the products with packed weights, by type: with one vector, and with a batch of 192.
 
     python benchmarks/bench_kernels.py [--types iq4_k,q4_K] [--rows 4096] [--n 2048] [--repeat 5]
 
-One thread, CPU seconds, medians; weights are random bytes and larger than the caches where --rows x --n is. For a
-vector: GB/s of weights read and Gweights/s; beside it the speed of summing the same bytes as F32, which is what memory
-gives one thread. For a batch: GOP/s, two operations a weight and token. A table; the last line is JSON.
+Medians of CPU seconds of one thread. Weights are random bytes; choose --rows x --n larger than the caches. For a
+vector: GB/s of weights and 10^9 weights/s; for comparison, GB/s of summing F32 bytes, the memory bandwidth of one
+thread. For a batch: GOP/s, counting two operations per weight and token. Prints a table; the last line is JSON.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def seconds(run: Callable[[], None], repeat: int) -> float:
 
 
 def prepared(n: int) -> np.ndarray:
-    """A vector as the products read it."""
+    """A quantized vector, in the form that the products read."""
     buffer = np.zeros(kernel_sizes.activation_bytes(n), np.uint8)
     buffer[: 4 * n].view(np.float32)[:] = np.random.default_rng(1).standard_normal(n)
     _quantize(buffer.ctypes.data, n)
@@ -114,10 +114,10 @@ def main() -> None:
     for name in wanted:
         kind = types.get(name)
         data = tame_bytes(kind, rng, options.rows, options.n)
-        one, many = (f(kind, data, options.n, options.repeat) for f in (vector, batch))
+        one, batch_seconds = (f(kind, data, options.n, options.repeat) for f in (vector, batch))
         weights = options.rows * options.n
         row = {"gb_s": data.nbytes / one / 1e9, "gweights_s": weights / one / 1e9,
-               "gop_s": 2 * weights * TOKENS / many / 1e9}  # fmt: skip
+               "gop_s": 2 * weights * TOKENS / batch_seconds / 1e9}  # fmt: skip
         results[name] = row
         print(f"{name:12s} {row['gb_s']:7.2f} {row['gweights_s']:11.2f} {row['gop_s']:12.0f}", flush=True)
     records.save(TABLE, [{"type": name, **row} for name, row in results.items()], options)

@@ -1,15 +1,14 @@
-"""Prompt and generation speed beside the reference wheel's, in one process, by turns.
+"""Prompt and generation speed compared with ik_llama.cpp, in one process and in alternation.
 
     python benchmarks/bench_model.py [MODEL.gguf …] [--synthetic llama-1.2b --types q4_K,iq4_k]
                                      [-t 2] [-p 512] [-n 64] [-d 2048] [-r 5] [-ctk f16] [-ctv f16] [-khad] [-vhad]
 
-Every round times the reference's prompt of -p tokens (-p 0: none) and the generation of -n tokens into an empty cache,
-then ours: so what else the machine does meets both alike. With -d, both then fill their caches to that depth once, and
-further rounds time generation there, what was generated being forgotten after each. Both keep the same cache, of
-halves where nothing else is said, and run with flash attention. The table gives medians over the rounds, and the ratio
-ours / reference as the median of the rounds' own ratios. --synthetic makes models of random weights (synthetic.py) in
---folder, one by one.
-The last line is JSON.
+In each round, libllama of the wheel runs a prompt of -p tokens (-p 0: none) and generates -n tokens into an empty
+cache, then quantkit does the same; so other load on the machine affects both alike. With -d, both then fill their
+caches to that depth once, and further rounds time generation there; the generated tokens are removed after each. Both
+have the same KV cache, f16 by default, and flash attention. The table has medians over rounds; the ratio ours /
+ik_llama.cpp is the median of the ratios of the rounds. --synthetic writes models with random weights (synthetic.py) to
+--folder, one at a time. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -56,8 +55,8 @@ TABLE = Table(
     "Tokens per second, medians over rounds in which both programs alternate; both use flash attention and the same "
     "KV cache. GB/s: weights and cache that generation reads.",
 )
-BATCH = 512  # tokens of a prompt at a time
-REST = 0.05  # seconds between the two, until the other's threads have gone to sleep
+BATCH = 512  # tokens per batch of a prompt
+REST = 0.05  # seconds between two runs, until the threads of the first one sleep
 
 
 class Reference:
@@ -67,7 +66,7 @@ class Reference:
         from ik_llama_cpp import _ctypes_api as api
 
         self.api = api
-        self.forget = api._lib.llama_kv_cache_seq_rm  # of a sequence, from one position to another
+        self.forget = api._lib.llama_kv_cache_seq_rm  # remove positions of a sequence
         self.forget.argtypes, self.forget.restype = [ctypes.c_void_p] + [ctypes.c_int32] * 3, ctypes.c_bool
         api.llama_backend_init()
         parameters = api.llama_model_default_params()
@@ -82,7 +81,7 @@ class Reference:
         self.context = api.llama_init_from_model(self.model, context)
 
     def keep(self, tokens: int) -> None:
-        """Forget all but the first tokens."""
+        """Remove all but the first tokens from the cache."""
         self.forget(self.context, 0, tokens, -1)
 
     def close(self) -> None:
@@ -90,7 +89,7 @@ class Reference:
         self.api.llama_free_model(self.model)
 
     def run(self, tokens: np.ndarray, position: int) -> None:
-        """Decode tokens at a position; logits of the last only."""
+        """Decode tokens at a position, with logits of the last one only."""
         batch = self.api.llama_batch_init(len(tokens), 0, 1)
         batch.n_tokens = len(tokens)
         for i, token in enumerate(tokens):
@@ -99,7 +98,7 @@ class Reference:
         status = self.api.llama_decode(self.context, batch)
         self.api.llama_batch_free(batch)
         if status:
-            raise RuntimeError(f"the reference's llama_decode returned {status}")
+            raise RuntimeError(f"ik_llama.cpp: llama_decode returned {status}")
 
 
 class Ours:
@@ -121,8 +120,8 @@ def generate(side: Any, tokens: np.ndarray, position: int) -> float:
     return time.perf_counter() - begin
 
 
-def from_nothing(side: Any, tokens: np.ndarray, args: argparse.Namespace) -> list[float]:
-    """Seconds of a prompt, where asked, and of generation into an empty cache."""
+def from_empty_cache(side: Any, tokens: np.ndarray, args: argparse.Namespace) -> list[float]:
+    """Seconds of the prompt, unless -p is 0, and of generation, with an empty cache."""
     side.keep(0)
     time.sleep(REST)
     found = []
@@ -146,11 +145,11 @@ def at_depth(side: Any, tokens: np.ndarray, args: argparse.Namespace) -> list[fl
     return [generate(side, tokens[: args.n_gen], args.depth)]
 
 
-def by_turns(ours: Ours, reference: Reference, tokens: np.ndarray, args: argparse.Namespace) -> dict[str, list[Any]]:
-    """Of each thing that is timed, the seconds of (ours, the reference's) in each round but the first."""
+def alternate(ours: Ours, reference: Reference, tokens: np.ndarray, args: argparse.Namespace) -> dict[str, list[Any]]:
+    """For each timed step, the seconds of (ours, ik_llama.cpp) in each round but the first."""
     found: dict[str, list[Any]] = {}
     kinds = [(["pp"] if args.n_prompt else []) + ["tg"]] + ([["tgd"]] if args.depth else [])
-    for names, task in zip(kinds, (from_nothing, at_depth)):
+    for names, task in zip(kinds, (from_empty_cache, at_depth)):
         if task is at_depth:
             for side in (reference, ours):
                 fill(side, tokens, args.depth)
@@ -168,7 +167,7 @@ def measure(path: Path, args: argparse.Namespace) -> dict[str, Any]:
     ours = Ours(path, args.threads, n_ctx, cache)
     reference = Reference(path, args.threads, n_ctx, max(args.n_prompt, BATCH), cache)
     tokens = np.random.default_rng(0).integers(0, ours.model.vocab_size, n_ctx)
-    rounds = by_turns(ours, reference, tokens, args)
+    rounds = alternate(ours, reference, tokens, args)
     reference.close()
     found: dict[str, Any] = {"model": path.stem, "cache": str(cache), "fallback_reason": ours.model.fallback_reason}
     for name, pairs in rounds.items():

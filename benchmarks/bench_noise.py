@@ -1,11 +1,12 @@
-"""What fast numerics cost: mean KL divergence from exact ones of the same file, beside the reference's own.
+"""Mean KL divergence of fast numerics from exact numerics of the same file, for quantkit and ik_llama.cpp.
 
     python benchmarks/bench_noise.py [--types q8_0,q4_K,iq4_k] [--text TEXT] [--tokens 256] [--steps 32] [--folder DIR]
 
-The model is SmolLM2 embedded into 768 columns (tests/conformance/embedded.py), so that every type fits its rows, all of
-its matrices in the type. A text's first tokens run as one prompt, the first --steps of them one by one too. The exact
-run decodes weights and multiplies in float32, once with a cache of float32 and once with one of halves, as both fast
-runs have; so the latter says what the kernels alone do. Flash attention is on. A table; the last line is JSON.
+The model is SmolLM2 embedded into 768 columns (tests/conformance/embedded.py), so that its rows fit every type; all
+matrices have the type. The first tokens of a text run as one prompt, and the first --steps of them also one by one. The
+exact run decodes weights and multiplies in float32, once with an f32 and once with an f16 KV cache. The fast runs have
+an f16 cache, so the second comparison shows the error of the kernels alone. Flash attention is on. Prints a table; the
+last line is JSON.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from tests.types import data
 
 TABLE = Table(
     "noise",
-    "How far are fast numerics from exact ones?",
+    "How far are fast numerics from exact numerics?",
     (
         Column("type"),
         Column("prompts", "KLD, prompts", ".1e"),
@@ -48,7 +49,7 @@ CACHES = ("f32", "f16")  # of the exact run
 
 
 def noise(path: Path, tokens: np.ndarray, steps: int) -> dict[str, dict[str, float]]:
-    """Divergences from the exact run with each cache: of prompts and of single tokens, ours and the reference's."""
+    """Divergences from the exact run with each cache, for prompts and single tokens, of both programs."""
     fast = load(path, numerics="fast", threads=2)
     assert fast.fallback_reason is None, fast.fallback_reason
     with Llama(path, n_ctx=max(512, len(tokens)), cache_types=("f16", "f16")) as llama:
@@ -68,7 +69,7 @@ def noise(path: Path, tokens: np.ndarray, steps: int) -> dict[str, dict[str, flo
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--types", default=DEFAULT)
-    parser.add_argument("--text", type=Path, default=Path("../shared/golden/eval.txt"))
+    parser.add_argument("--text", type=Path, default=Path("tests/golden/eval.txt"))
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--folder", type=Path, default=Path("/tmp/quantkit-files"))

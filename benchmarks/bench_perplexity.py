@@ -1,14 +1,14 @@
-"""What an encoder's choices are worth on a model: perplexity and divergence with our bytes and with the reference's.
+"""Compare the encoders on a model: perplexity and KL divergence of files with quantkit's and ik_llama.cpp's bytes.
 
     python benchmarks/bench_perplexity.py --types iq4_k,iq2_k --text TEXT… --calibrate TEXT
                                           [--chunks 11] [--effort normal] [--no-imatrix] [--gain 1.0]
                                           [--tensors ^blk] [--sides ours,ref] [--folder DIR]
 
-The model is SmolLM2 embedded into 768 columns (tests/conformance/embedded.py), so that every type fits its rows. All
-weights of its layers get the type, or those in whose name --tensors is found (two bits everywhere leave no model). Both
-files are run by quantkit's exact runtime: they differ only in the bytes the encoder chose. --calibrate is the text of
-the importance matrix. `--gain` multiplies stored scales, as the reference does in products of iq2_kt and iq3_kt.
-Model, importance matrix and bases are kept in --folder. A table; the last line is JSON.
+The model is SmolLM2 embedded into 768 columns (tests/conformance/embedded.py), so that its rows fit every type. All
+weights of its layers get the type, or only those whose name matches --tensors (with two bits everywhere, the model is
+useless). quantkit runs both files in exact numerics, so they differ only in the bytes. --calibrate is the text of the
+importance matrix. `--gain` multiplies the stored scales, as ik_llama.cpp does in products of iq2_kt and iq3_kt. Model,
+importance matrix and bases in --folder are reused. Prints a table; the last line is JSON.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from tests.types import data
 
 TABLE = Table(
     "perplexity",
-    "What are an encoder's choices worth on a model?",
+    "What do the encoders achieve on a model?",
     (
         Column("type"),
         Column("side"),
@@ -57,7 +57,7 @@ TABLE = Table(
 
 
 def prepare(folder: Path, calibrate: Path | None, texts: list[Path], chunks: int) -> tuple[Path, Path, list[Path]]:
-    """The embedded model, its importance matrix and a base for every text; what exists is kept."""
+    """The embedded model, its importance matrix and a base for every text; existing files are reused."""
     from tests.conformance.embedded import embed
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -92,7 +92,7 @@ def scaled(encoded: np.ndarray, t: types.QuantType, gain: float) -> np.ndarray:
 
 
 def write(model: Path, out: Path, t: types.QuantType, importance: Any, side: str, options: Any) -> float:
-    """A file whose layers' weights are of type t, encoded by `side`; seconds spent encoding."""
+    """Write a file whose layers have type t, encoded by `side`. Returns the seconds of encoding."""
     f = gguf.open(model)
     wanted = re.compile(options.tensors)
     chosen = {name: t if wanted.search(name) and len(x.shape) == 2 else x.type for name, x in f.tensors.items()}

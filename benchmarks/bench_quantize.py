@@ -1,11 +1,11 @@
-"""Quantizing a whole model, process against process: `quantkit quantize` and the reference's llama-quantize by turns.
+"""Time of quantizing a whole model: `quantkit quantize` and ik_llama.cpp's llama-quantize in alternation.
 
     python benchmarks/bench_quantize.py [--types Q4_K_M,IQ4_K,IQ2_K,IQ3_KT] [--threads 2] [--repeat 3] [--pure]
                                         [--calibrate TEXT] [--folder DIR]
 
-The model is SmolLM2 embedded into 768 columns (tests/conformance/embedded.py), kept in --folder; with --calibrate both
-sides get the same importance matrix of that text. Both write to a name that is not there. Seconds are wall time of
-processes, start included, medians; the first run of ours, which may compile, is not counted. The last line is JSON.
+The model is SmolLM2 embedded into 768 columns (tests/conformance/embedded.py), stored in --folder; with --calibrate
+both get the same importance matrix of that text. Both write to a new file. Figures are medians of wall-clock seconds of
+whole processes; the first run of quantkit, which may compile kernels, is not counted. The last line is JSON.
 """
 
 from __future__ import annotations

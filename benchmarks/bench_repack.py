@@ -1,20 +1,20 @@
-"""Repacking and unpacking a file beside copying it, and beside the reference's llama-quantize --repack.
+"""Time of repacking and unpacking a file, compared with copying it and with llama-quantize --repack.
 
     python benchmarks/bench_repack.py [--types q4_0,iq4_k] [--size 1] [--threads 2] [--repeat 3] [--directory DIR]
 
-Each file holds --size GiB of one type in matrices of 14336 x 4096, its content random. All take turns over it, page
-cache warm, and write to a name that is not there; medians of --repeat. "CPU" are CPU seconds of the process, which say
-more where the machine is busy with other things.
+Each file holds --size GiB of one type in random matrices of 14336 x 4096. All programs alternate, with a warm page
+cache, and write to a new file. Figures are medians of --repeat runs. "CPU" is CPU seconds of the process, for machines
+that are busy.
 
-    copy       cp, which returns when all is in the page cache; "synced": until it is on the disk as well (fsync)
-    repack     quantkit repack, the whole process; it does not sync either. "own": its own seconds, from plan to rename
-    unpack     the way back
-    reference  llama-quantize --repack, the whole process
-    peak       the most memory that our process ever had resident, pages of the mapped input included (VmHWM)
-    kernel     interleaving all pieces on --threads threads, written nowhere
-    write      writing as many bytes in such pieces, made of nothing
+    copy       cp, which returns when all data are in the page cache; "synced": including fsync
+    repack     quantkit repack, the whole process, without fsync; "own": its seconds from plan to rename
+    unpack     quantkit unpack
+    reference  llama-quantize --repack of ik_llama.cpp, the whole process
+    peak       peak resident memory of quantkit, including pages of the mapped input (VmHWM)
+    kernel     interleaving all pieces on --threads threads, without writing
+    write      writing as many bytes in pieces of the same size, without interleaving
 
-    /copy      speed of repacking in that of copying; /synced: of copying until it is on the disk; unpack likewise
+    /copy      speed of repacking divided by that of cp; /synced: by that of cp with fsync; unpack likewise
 
 The last line is JSON, times in seconds.
 """
@@ -50,7 +50,7 @@ from quantkit.pipelines.repack_file import Repacking, plan_repack
 
 TABLE = Table(
     "repack",
-    "How fast is repacking, beside `cp`?",
+    "How fast is repacking, compared with `cp`?",
     (
         Column("type"),
         Column("copy", "cp, s", ".2f"),
@@ -73,7 +73,7 @@ COMMAND = (
 
 
 def make(path: Path, kind: str, gibibytes: float) -> None:
-    """A llama that has nothing but ffn_up."""
+    """A llama with ffn_up tensors only."""
     t = types.get(kind)
     count = max(1, round(gibibytes * 2**30 / (ROWS * t.row_bytes(COLUMNS))))
     metadata = Metadata({"general.architecture": "llama", "tokenizer.ggml.model": "no_vocab"})
@@ -87,7 +87,7 @@ def make(path: Path, kind: str, gibibytes: float) -> None:
     specs = [TensorSpec(f"blk.{i}.ffn_up.weight", (ROWS, COLUMNS), t) for i in range(count)]
     rng = np.random.default_rng(1)
     data = rng.integers(0, 256, (ROWS, t.row_bytes(COLUMNS)), dtype=np.uint8)
-    data &= 0xBF  # scales that are numbers wherever they stand: the reference refuses others
+    data &= 0xBF  # finite scales at every offset; ik_llama.cpp refuses others
     with Writer(path, metadata, specs) as writer:
         for spec in specs:
             writer.write(spec.name, data)
@@ -100,10 +100,12 @@ def seconds(function: Callable[[], Any]) -> float:
 
 
 def run(*command: str | Path) -> tuple[str, float]:
-    """What a command prints, and the CPU seconds it took."""
+    """The output of a command, and its CPU seconds."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    kept = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}  # as users have it
-    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, env=kept)
+    environment = {
+        key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"
+    }  # users have bytecode caches
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, env=environment)
     if done.returncode:
         raise SystemExit(f"{command[0]} failed:\n{done.stderr[-1000:]}")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -141,8 +143,8 @@ def reference(tool: Path, source: Path, out: Path, threads: int) -> dict[str, fl
     return {"reference": time.perf_counter() - begin, "reference CPU": cpu}
 
 
-class Nowhere:
-    """Has the pieces made, and remembers their sizes."""
+class DiscardingWriter:
+    """A writer that computes the pieces, drops them and records their sizes."""
 
     def __init__(self) -> None:
         self.sizes: list[tuple[str, int, int]] = []
@@ -158,7 +160,7 @@ def parts(job: Repacking, out: Path, threads: int) -> dict[str, float]:
     """Kernels without writing; writing without kernels."""
 
     def make_all() -> list[tuple[str, int, int]]:
-        writer: Any = Nowhere()
+        writer: Any = DiscardingWriter()
         tasks = (task for change in job.changes for task in change.tasks(writer))
         spread(tasks, job.nbytes, threads=threads, progress=False)
         return list(writer.sizes)
@@ -179,7 +181,7 @@ def parts(job: Repacking, out: Path, threads: int) -> dict[str, float]:
 
 
 def measure(kind: str, folder: Path, tool: Path | None, options: argparse.Namespace) -> dict[str, float]:
-    """Medians of everything for one type, and the ratios that count."""
+    """Medians of all times for one type, and the ratios of the table."""
     source, repacked, out = (folder / f"{name}.gguf" for name in ("source", "repacked", "out"))
     make(source, kind, options.size)
     job = plan_repack(quantkit.open(source))

@@ -1,20 +1,19 @@
-"""Every type beside the reference in one process: encoding error, encoding time, decoding time.
+"""Compare every type with ik_llama.cpp in one process: encoding error, encoding time, decoding time.
 
     python benchmarks/bench_types.py [--types q4_0,iq4_k] [--effort normal] [--seed 1] [--rows 64] [--n 1024]
                                      [--time-rows 512] [--threads 2] [--repeat 5] [--cpu-time]
 
-Every figure is ours / reference.
-    error    root of the weighted squared error of encoded rows, on four sets: Gaussian, Student t(4), real rows of
-             SmolLM2 after an orthogonal rotation (which removes the grid they were rounded to), Gaussian with outlier
-             columns. "none": without importance, by the weights the reference itself minimises
-             (tests/types/data.py, reference_weights); "imp": with importance, by the importance.
-    plain    without importance, unweighted: the largest of the four sets
-    time     encoding Gaussian rows, --time-rows of them, without and with importance, both sides on --threads threads.
-             More rows than for the errors: on 64, waking a thread takes longer than some types' work, and no tensor of
-             a model is that small
+Every figure is ours / ik_llama.cpp.
+    error    root of the weighted squared error of encoded rows, on four sets: Gaussian, Student t(4), rows of SmolLM2
+             after an orthogonal rotation (which removes the grid of their dtype), Gaussian with outlier columns.
+             "none": without importance, with the weights that ik_llama.cpp minimizes (tests/types/data.py,
+             reference_weights); "imp": with importance, weighted by it
+    plain    without importance and unweighted: the largest ratio of the four sets
+    time     encoding --time-rows Gaussian rows, without and with importance, both with --threads threads. More rows
+             than for the errors: with 64, waking a thread takes longer than the encoding of some types
     decode   decoding them
-Both sides take turns; medians of --repeat. --cpu-time measures one thread by CPU seconds, for machines that are busy
-with other things. The summary gives geometric means over types; the last line is JSON.
+The two programs alternate; figures are medians of --repeat. --cpu-time measures CPU seconds of one thread, for machines
+that are busy. The summary has geometric means over types; the last line is JSON.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ KINDS = ("gaussian", "student4", "rotated", "outliers")
 
 
 def median_seconds(repeat: int, clock: Callable[[], float], *functions: Callable[[], Any]) -> list[float]:
-    """Median time of each function; they take turns, after one call each to warm up."""
+    """Median time of each function; they alternate, after one call each to warm up."""
     for function in functions:
         function()
     times: list[list[float]] = [[] for _ in functions]
@@ -85,7 +84,7 @@ def geometric_mean(values: list[float]) -> float:
 
 
 class Reference:
-    """The reference's encoder and decoder over rows, on as many threads as ours; ctypes releases the GIL."""
+    """ik_llama.cpp's encoder and decoder over rows, with as many threads as ours; ctypes releases the GIL."""
 
     def __init__(self, t: types.QuantType, threads: int):
         from tests.conformance import ggml
@@ -166,7 +165,7 @@ def line(name: str, found: dict[str, Any]) -> str:
 
 
 def table_rows(results: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows of the table: of the four sets, the largest ratio of errors."""
+    """The rows of the table: for errors, the largest ratio of the four sets."""
 
     def worst(found: dict[str, float], label: str) -> float | None:
         return max((value for key, value in found.items() if key.endswith(label)), default=None)
@@ -180,7 +179,7 @@ def table_rows(results: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def summary(results: dict[str, Any]) -> dict[str, Any]:
-    """Geometric means over types (of each type's mean over its sets), the worst single ratios, and whose they are."""
+    """Geometric means over types (of each type's mean over its sets), the worst single ratios, and their types."""
     error = {name: geometric_mean(list(r["error"].values())) for name, r in results.items()}
     clock = {
         name: geometric_mean([r["time"][k] for k in ("none", "imp") if k in r["time"]]) for name, r in results.items()

@@ -1,4 +1,4 @@
-"""Checkpoints of random weights of any size, for benches: the tensors that a config.json's model has, in shards.
+"""Write checkpoints of random weights of any size for benchmarks: the tensors of a config.json's model, in shards.
 
 write(directory, config, "FP8" | "BF16" | "F32", shard_bytes) -> bytes of tensor data
 """
@@ -55,7 +55,7 @@ def _specs(config: dict[str, Any], dtype: str) -> Iterator[CheckpointSpec]:
 
 
 def write(directory: Path, config: dict[str, Any], dtype: str, shard_bytes: int = 5 * 10**9) -> int:
-    """A checkpoint whose activations stay of order one: matrices of standard deviation columns^-0.5, norms about 1."""
+    """Write a checkpoint whose activations are about 1: matrices with standard deviation columns^-0.5, norms near 1."""
     directory.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(1)
     normal = rng.standard_normal(_POOL, np.float32)

@@ -88,7 +88,7 @@ def save(
     path = FOLDER / f"{name}.json"
     FOLDER.mkdir(exist_ok=True)
     path.write_text(json.dumps(document, indent=1, ensure_ascii=False, default=_plain) + "\n", encoding="utf-8")
-    print(f"saved {path}; `make results` renews docs/results.md", file=sys.stderr)
+    print(f"saved {path}; `make results` updates docs/results.md", file=sys.stderr)
     return path
 
 

@@ -3,9 +3,9 @@
     python benchmarks/stress_team.py [--lists 1000000] [--threads 2,3,4] [--seed 1]
 
 The kernels of runtime/kernels/cpu/thread_team.py are compiled again with a random delay at each `_sync_point`: before
-and after each read and write of shared memory. Waiting threads yield and sleep after a few looks, not thousands, so
-that this happens all the time. A list is a chain of operations, each of which needs the results of all threads in the
-one before. Its results are known; exit status 1 where one differs.
+and after each read and write of shared memory. Waiting threads yield and sleep after a few reads instead of thousands,
+so that this happens often. A list is a chain of operations, each of which needs the results of all threads in the
+previous one. The expected results are known; the exit status is 1 if one differs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _KERNELS = ("_wait_while", "_barrier", "_execute", "_lead", "_work")
 
 @kernel
 def delay(sync: int) -> None:
-    """Nothing, some pauses, or a time slice given away: what a hash of a shared counter says."""
+    """Do nothing, pause, or yield the time slice, as a hash of a shared counter decides."""
     x = atomic_add(1, sync + _RANDOM) * 0x9E3779B97F4A7C1
     x = (x ^ (x >> 29)) * 0xBF58476D1CE4E5B
     chance = (x >> 32) & 63
@@ -76,7 +76,7 @@ def chain(parameters: Any, thread: int, threads: int) -> None:
 
 
 class Chain:
-    """A list of operations of which each needs all of the one before."""
+    """A list of operations, each of which needs all results of the previous one."""
 
     def __init__(self, threads: int, operations: int):
         self.threads, self.operations = threads, operations
@@ -85,7 +85,7 @@ class Chain:
         for source, target in zip(self.buffers, self.buffers[1:]):
             self.ops.add(chain, ChainParameters(source.ctypes.data, target.ctypes.data), barrier=True)
         self.array = np.array(self.ops._ops, np.int64)
-        self.array[-1, 2] = 0  # the end of a list is a barrier in any case
+        self.array[-1, 2] = 0  # the end of a list is always a barrier
 
     def check(self, first: int) -> None:
         """Compare the results of all operations with those expected for the number `first` of each thread."""
@@ -94,7 +94,7 @@ class Chain:
         for number, buffer in enumerate(self.buffers):
             got = buffer[::step]
             if not np.array_equal(got, wanted):
-                raise SystemExit(f"operation {number} of {self.operations} made {got}, wanted {wanted}")
+                raise SystemExit(f"operation {number} of {self.operations} returned {got}, expected {wanted}")
             wanted = (wanted.sum() + np.arange(1, self.threads + 1)) & 0xFFFFFF
 
 

@@ -1,11 +1,11 @@
-"""Models of random weights for benches: the shapes of real ones, every matrix of one type.
+"""Models with random weights for benchmarks: the shapes of real models, with one type for all matrices.
 
     write("llama-1.2b", "iq4_k", path)
     write("qwen3moe", "iq4_k", path)
 
-A few hundred rows are drawn and encoded for each row length, and every matrix repeats them: how long a product takes
-does not depend on the weights, and encoding a billion of them would take longer than the bench. Embedding and output
-are of the type too, where rows of an embedding can be of it, else q8_0; norms are float32. There is no tokenizer.
+A few hundred random rows are encoded for each row length, and every matrix repeats them: the time of a product does not
+depend on the weights, and encoding a billion of them would take longer than the benchmark. Embedding and output have
+the type too, or q8_0 if rows of an embedding cannot have it; norms are float32. There is no tokenizer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from quantkit import types
 from quantkit.formats.gguf import Metadata, TensorSpec, Writer
 from quantkit.types import QuantType
 
-ROWS = 64  # that are drawn
+ROWS = 64  # random rows
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Shape:
     vocabulary: int
     arch: str = "llama"
     head_dim: int = 64
-    experts: int = 0  # ff is that of one of them
+    experts: int = 0  # if there are experts, ff is the width of one
     used: int = 0
 
 
@@ -111,7 +111,7 @@ def write(name: str, kind_name: str, path: Path) -> Path:
             x = rng.standard_normal((ROWS, n)).astype(np.float32) / np.float32(n) ** np.float32(0.5)
             even = np.ones(n, np.float32) if spec.type.requires_imatrix else None
             drawn[spec.type.name, n] = spec.type.quantize(x, even, effort="fast")
-        if spec.name.endswith("ffn_gate_inp.weight"):  # every token has experts of its own, as it would
+        if spec.name.endswith("ffn_gate_inp.weight"):  # each token selects other experts, as in a real model
             return rng.standard_normal(spec.shape).astype(np.float32).view(np.uint8)
         return np.tile(drawn[spec.type.name, n], (-(-spec.shape[-2] // ROWS), 1))[: spec.shape[-2]]
 

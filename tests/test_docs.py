@@ -34,8 +34,10 @@ def test_generated_pages_are_fresh(name: str) -> None:
     path = _docs.DOCS / name
     assert path.exists(), f"{path} is missing: run python -m quantkit.cli._docs"
     text = path.read_text(encoding="utf-8")
-    if (first := text.partition("\n")[0] + "\n") != _docs.made():
-        pytest.fail(f"{name} was made by another typer, {first.strip()}: install the one that pyproject.toml pins")
+    if (first := text.partition("\n")[0] + "\n") != _docs.header():
+        pytest.fail(
+            f"{name} was generated with another typer, {first.strip()}: install the one that pyproject.toml pins"
+        )
     assert text == _docs.PAGES[name](), f"{path} is stale: run python -m quantkit.cli._docs and commit the result"
 
 
@@ -47,7 +49,7 @@ def test_figures_are_kept_of_a_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """Results as the demo leaves them give the README's lines; what is not printed is not kept."""
     for name in ("README", "FIGURES", "PICTURE"):
         monkeypatch.setattr(_docs, name, tmp_path / name)
-    table = "<!-- what `make demo` prints, kept by `make readme` -->\n```\nold\n```\n"
+    table = "<!-- output of `make demo`, updated by `make readme` -->\n```\nold\n```\n"
     (tmp_path / "README").write_text(f"# q\n{table}more\n```\nx\n```\n")
     figures = json.loads((_docs.DOCS / "demo.json").read_text(encoding="utf-8"))
     figures["models"][0]["path"] = "/home/me/bf16.gguf"

@@ -98,7 +98,7 @@ def test_what_is_quantized_again_and_what_is_not(both: Path, tmp_path: Path, kin
     write_relayout(job, tmp_path / "m.gguf")
     made = gguf.open(tmp_path / "m.gguf")
     of_keys = "bf16" if kind == "bf16" else "q8_0"
-    how = {change.spec.name.split(".")[-2]: change.how for change in job.made}
+    how = {change.spec.name.split(".")[-2]: change.how for change in job.new_tensors}
     assert how == {"attn_k_b": TRANSPOSED if kind == "bf16" else REQUANTIZED, "attn_v_b": ROWS}
     for i in range(3):
         whole = source.tensors[f"blk.{i}.attn_kv_b.weight"].dequantize().reshape(4, 96, 96)

@@ -88,7 +88,7 @@ class MiniMaxM2(Decoder):
         return super().numbers(keys, tensors) | experts.numbers(keys, tensors)
 
     def attention(self, hp: HParams, i: int) -> Attention:
-        return replace(with_head_norms(super().attention(hp, i), hp, i), norms_together=True)
+        return replace(with_head_norms(super().attention(hp, i), hp, i), norms_across_heads=True)
 
     def feed_forward(self, hp: HParams, i: int) -> Part:
         return experts.feed_forward(hp, i)

@@ -25,7 +25,7 @@ import typer
 from typer.core import TyperGroup
 
 from quantkit import __version__
-from quantkit.cli._terminal import message, showing_controls
+from quantkit.cli._terminal import escaped_controls, message
 from quantkit.errors import OptionError, QuantkitError, printable
 
 # The order of the help page, by when a user needs them. A command that is not listed comes last.
@@ -67,9 +67,9 @@ def _module(command: str) -> Any:
 
 def parser(*path: str) -> Any:
     """The parser that typer builds for a command or a subcommand."""
-    one = typer.Typer(add_completion=False, rich_markup_mode=None)
-    one.command(name=" ".join(path), context_settings=_SETTINGS)(_translated(load(*path)))
-    return typer.main.get_command(one)
+    single = typer.Typer(add_completion=False, rich_markup_mode=None)
+    single.command(name=" ".join(path), context_settings=_SETTINGS)(_with_exit_status(load(*path)))
+    return typer.main.get_command(single)
 
 
 class _Commands(TyperGroup):
@@ -120,8 +120,8 @@ def main(argv: list[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         _use_utf8(stream)
     try:
-        with showing_controls():
-            _translated(app)(argv, prog_name="quantkit")
+        with escaped_controls():
+            _with_exit_status(app)(argv, prog_name="quantkit")
         sys.stdout.flush()
     except SystemExit as done:
         return done.code if isinstance(done.code, int) else 0
@@ -130,7 +130,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _translated(function: Callable[..., Any]) -> Callable[..., Any]:
+def _with_exit_status(function: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `function` so that its exceptions end the process with the exit statuses in the table above.
 
     Both each command and `app` are wrapped, because typer uses another exit status for an interrupt. A bug still shows

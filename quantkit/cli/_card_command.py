@@ -88,18 +88,18 @@ def _candidates(file: GGUF) -> Iterator[_Command]:
     from quantkit.recipe.forms import rules_for_types
 
     name = argument(file.paths[0].name)
-    made = _MADE_BY.match(str(file.metadata.get("quantkit.recipe", "")))
-    if made:
+    stored = _MADE_BY.match(str(file.metadata.get("quantkit.recipe", "")))
+    if stored:
         try:
-            options, recipe = Options.parse(made[2]), find(file.paths[0])
+            options, recipe = Options.parse(stored[2]), find(file.paths[0])
         except QuantkitError:  # quantkit did not write this text
             pass
         else:
-            yield _Command(shlex.quote(made[1]), options, recipe, f"--recipe {name}")
-            yield _Command(shlex.quote(made[1]), replace(options, repack=True), recipe, f"--recipe {name}")
+            yield _Command(shlex.quote(stored[1]), options, recipe, f"--recipe {name}")
+            yield _Command(shlex.quote(stored[1]), replace(options, repack=True), recipe, f"--recipe {name}")
     rules = rules_for_types((t.name, t.type) for t in file.tensors.values())
-    carried = f"--recipe {name}" if "quantkit.recipe" not in file.metadata else ""
-    yield _Command("Q8_0", Options(), rules, carried or f"--custom-q {shlex.quote(rules.one_line())}")
+    recipe_option = f"--recipe {name}" if "quantkit.recipe" not in file.metadata else ""
+    yield _Command("Q8_0", Options(), rules, recipe_option or f"--custom-q {shlex.quote(rules.one_line())}")
 
 
 def _bf16(file: GGUF) -> list[TensorSpec]:

@@ -40,8 +40,8 @@ def required_text(path: Path | None, what: str) -> Path:
     return path
 
 
-class Running:
-    """Prints running values, and to stderr the estimated time left."""
+class ChunkPrinter:
+    """Prints the value after each chunk, and the estimated time left to stderr."""
 
     def __init__(self, every_seconds: float = 60.0):
         self._every = every_seconds
@@ -50,9 +50,9 @@ class Running:
     def value(self, progress: ChunkProgress[object], value: float) -> None:
         """Print `[3]11.1929,` for a chunk, and the time left when it is due."""
         print(f"[{progress.done}]{value:.4f},", end="", flush=True)
-        self.tick(progress)
+        self.show_eta(progress)
 
-    def tick(self, progress: ChunkProgress[object]) -> None:
+    def show_eta(self, progress: ChunkProgress[object]) -> None:
         """Print the time left, after the first batch and then once a minute."""
         if progress.done == progress.resumed + progress.per_batch:
             self._last_report = progress.seconds - self._every

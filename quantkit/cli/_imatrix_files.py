@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from quantkit.evaluate.imatrix.second_moments import InputMoments
     from quantkit.formats.imatrix import Imatrix
 
-FEW_PER_COLUMN = 4  # tokens: of fewer, more than a fifth of the correlations is noise; as in recipe.planning.lint
+FEW_PER_COLUMN = 4  # tokens; with fewer, over 1/5 of the correlations is noise; as in recipe.planning.lint
 FEW_TOKENS = 32  # the mean of 32 squares of normal numbers has a relative error of 1/4; as in recipe.planning.lint
 
 Output = Annotated[
@@ -30,14 +30,14 @@ Missing = Annotated[
         help="For experts without tokens: weight-one, layer-mean (mean of the layer's other experts) or error.",
     ),
 ]
-TheModel = Annotated[
+ModelFile = Annotated[
     Path | None, typer.Option("--model", "-m", metavar="GGUF", help="The model, to split legacy entries by expert.")
 ]
 
 
 def show(
     file: Annotated[Path, typer.Argument(help="Importance matrix, GGUF or legacy.")],
-    model: TheModel = None,
+    model: ModelFile = None,
     threshold: Annotated[
         int, typer.Option(metavar="N", help="List experts with fewer than N tokens.", min=1)
     ] = FEW_TOKENS,
@@ -90,8 +90,8 @@ def _print_rows(rows: Sequence[Coverage]) -> None:
     header = ("weight", "matrices", "columns", "tokens", "covered", "experts", "columns", "similar", "mean", "top 1 %")
     cells = []
     for r in rows:
-        few, most, middle = int(r.counts.min()), int(r.counts.max()), int(sorted(r.counts)[len(r.counts) // 2])
-        tokens = "" if not r.counted else str(most) if few == most else f"{few} / {middle} / {most}"
+        lowest, highest, median = int(r.counts.min()), int(r.counts.max()), int(sorted(r.counts)[len(r.counts) // 2])
+        tokens = "" if not r.counted else str(highest) if lowest == highest else f"{lowest} / {median} / {highest}"
         stacked = len(r.counts) > 1
         cells.append((
             r.name, len(r.counts), r.columns, tokens, f"{100 * r.covered:.1f} %" if stacked else "",
@@ -155,7 +155,7 @@ def merge(
 def convert(
     file: Annotated[Path, typer.Argument(metavar="IN", help="Importance matrix, GGUF or legacy.")],
     output: Annotated[Path, typer.Argument(metavar="OUT", help="Output file: GGUF for .gguf, else legacy.")],
-    model: TheModel = None,
+    model: ModelFile = None,
 ) -> None:
     """Convert an importance matrix between the GGUF and the legacy format.
 

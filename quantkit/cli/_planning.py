@@ -88,7 +88,7 @@ Compute = Annotated[
 ]
 
 # The command-line form of each option of PlanOptions, except `placement`, whose flags are in PLACEMENT.
-_FORMS: dict[str, Any] = {
+_ANNOTATIONS: dict[str, Any] = {
     "imatrix": ImatrixFile,
     "include_weights": IncludeWeights,
     "exclude_weights": ExcludeWeights,
@@ -140,7 +140,7 @@ def takes_plan_options(*without: str) -> Callable[[Callable[..., None]], Callabl
             options |= PLACEMENT
         elif field.name not in without:
             is_collection = field.default in ((), dataclasses.MISSING)
-            options[field.name] = _FORMS[field.name], None if is_collection else field.default
+            options[field.name] = _ANNOTATIONS[field.name], None if is_collection else field.default
     return lambda command: with_options(command, "options", options, _plan_options)
 
 

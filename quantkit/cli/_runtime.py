@@ -183,7 +183,12 @@ _OPTIONS: dict[str, tuple[Any, Any]] = {  # options of every command that runs a
         False,
     ),
     "v_cache_hadamard": (
-        Annotated[bool, typer.Option("--v-cache-hadamard", "-vhad", help="The same for values.")],
+        Annotated[
+            bool,
+            typer.Option(
+                "--v-cache-hadamard", "-vhad", help="Apply a Hadamard transform to values before they are quantized."
+            ),
+        ],
         False,
     ),
     "flash_attn": (
@@ -364,8 +369,8 @@ def _reduction(text: str | None) -> tuple[int, float] | None:
     if text is None:
         return None
     try:
-        least, share = text.split(",")
-        return int(least), float(share)
+        count, threshold = text.split(",")
+        return int(count), float(threshold)
     except ValueError:
         raise typer.BadParameter(f"-ser {text}: write K,T, for example 6,0.4") from None
 
@@ -384,13 +389,13 @@ def _profile(ledger: Ledger) -> str:
     """The table of --profile: seconds by device and kind of work, transfers, and the bottleneck."""
     from quantkit.runtime.parallel.ledger import KINDS
 
-    kinds = [kind for kind in KINDS if any(kind in mine for mine in ledger.seconds.values())]
+    kinds = [kind for kind in KINDS if any(kind in by_kind for by_kind in ledger.seconds.values())]
     rows = []
-    for device, mine in ledger.seconds.items():
-        total = sum(mine.values())
+    for device, by_kind in ledger.seconds.items():
+        total = sum(by_kind.values())
         read = ledger.weights[device]
         rate = f"{read / total / 1e9:.2f}" if total and read else ""
-        rows.append((device, *(f"{mine.get(kind, 0):.3f}" for kind in kinds), f"{total:.3f}", mib(read), rate))
+        rows.append((device, *(f"{by_kind.get(kind, 0):.3f}" for kind in kinds), f"{total:.3f}", mib(read), rate))
     lines = [table(("seconds", *kinds, "total", "weights read", "GB/s"), rows)]
     for (source, target), nbytes in ledger.bytes.items():
         lines.append(f"{source} -> {target}: {mib(nbytes)} in {ledger.transfers[source, target]} transfers")

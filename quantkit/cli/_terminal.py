@@ -1,7 +1,7 @@
-"""Text for a terminal: what files contain must not steer it.
+"""Output to a terminal: escape control characters in names and contents of files.
 
 Names of tensors, metadata and files can hold escape sequences that move the cursor, change the title or type for the
-user, and bidirectional controls that show text in another order. `showing_controls` replaces the standard streams by
+user, and bidirectional controls that show text in another order. `escaped_controls` replaces the standard streams by
 ones that write such characters as `\\x1b`. This protects all commands. Code that prints a name in a line or a table
 also escapes the line breaks in it (`errors.printable`); `message` does so for warnings and errors.
 """
@@ -23,21 +23,21 @@ _CONTROL = re.compile(f"[{CONTROLS}]")
 
 
 def visible(text: str) -> str:
-    """`text` with characters that steer a terminal escaped; line breaks and tabs stay."""
+    """`text` with control characters escaped, except for line breaks and tabs."""
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def message(text: str) -> str:
     """The lines of a warning or an error, each with its control characters escaped.
 
-    A continuation line of our own messages begins with two blanks. Any other line break comes from a file's name or
+    A continuation line of quantkit's messages begins with two blanks. Any other line break comes from a file's name or
     contents and is escaped too, so that it cannot begin a line that looks like a message.
     """
     return "\n".join(map(printable, re.split(r"\n(?=  )", text)))
 
 
 class _Stream:
-    """A text stream that shows control characters; all else is the stream's own."""
+    """A text stream that escapes control characters; everything else is passed to the wrapped stream."""
 
     def __init__(self, stream: Any):
         self._stream = stream
@@ -55,8 +55,8 @@ class _Stream:
 
 
 @contextlib.contextmanager
-def showing_controls() -> Iterator[None]:
-    """stdout and stderr show control characters inside."""
+def escaped_controls() -> Iterator[None]:
+    """A context in which stdout and stderr escape control characters."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (_Stream(stream) for stream in before)
     try:

@@ -36,7 +36,7 @@ def bench(
     models: Annotated[list[Path], typer.Argument(help="GGUF files, or any shard of a split one.")],
     n_prompt: Annotated[
         str, typer.Option("--n-prompt", "-p", metavar="N,…", help="Prompt tokens; 0: no prompt test.")
-    ] = ("512"),
+    ] = "512",
     n_gen: Annotated[
         str, typer.Option("--n-gen", "-n", metavar="N,…", help="Tokens to generate; 0: no generation test.")
     ] = "128",
@@ -115,12 +115,12 @@ def _cases(prompts: str, answers: str, depths: str, both: list[str], after: list
     return cases
 
 
-def _numbers(option: str, text: str, least: int) -> list[int]:
+def _numbers(option: str, text: str, minimum: int) -> list[int]:
     """The integers of a comma-separated list."""
     parts = text.split(",")
-    if not all(part.strip().isdecimal() and int(part) >= least for part in parts):
+    if not all(part.strip().isdecimal() and int(part) >= minimum for part in parts):
         raise typer.BadParameter(
-            f"{option} {text}: write integers of at least {least}, comma-separated, for example 512,1024"
+            f"{option} {text}: write integers of at minimum {minimum}, comma-separated, for example 512,1024"
         )
     return [int(part) for part in parts]
 

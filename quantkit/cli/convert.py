@@ -39,7 +39,7 @@ def convert(
         str,
         typer.Option(
             metavar="POLICY",
-            help="MTP (multi-token prediction) layers: keep or drop; auto: as is usual for the architecture.",
+            help="MTP (multi-token prediction) layers: keep or drop; auto: the architecture's default.",
         ),
     ] = "auto",
     vision: Annotated[

@@ -96,7 +96,7 @@ def convert_mla(
 def _summary(job: Relayout) -> str:
     """The changes as a table, one row per class of tensors."""
     classes: dict[tuple[str, str, str, str], list[int]] = defaultdict(list)
-    for change in job.made:
+    for change in job.new_tensors:
         kind = change.spec.name.split(".")[-2]
         before = ", ".join(f"{part}_b {tensor.type.name}" for part, tensor in change.sources.items())
         classes[kind, before, change.spec.type.name, change.how].append(change.spec.nbytes)
@@ -123,7 +123,7 @@ def _record(job: Relayout, paths: list[Path], seconds: float) -> dict[str, objec
                 "how": change.how,
                 "relative_error": job.errors.get(change.spec.name),
             }
-            for change in job.made
+            for change in job.new_tensors
         ],
         "largest_relative_error": max(job.errors.values(), default=0.0),
     }

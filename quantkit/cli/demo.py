@@ -90,11 +90,11 @@ class DemoRunner:
         state = path.stat()
         known = (str(path), state.st_mtime, state.st_size)
         if known not in self._digests:
-            made = hashlib.sha256()
+            digest = hashlib.sha256()
             with open(path, "rb") as file:
                 while part := file.read(1 << 20):
-                    made.update(part)
-            self._digests[known] = made.hexdigest()
+                    digest.update(part)
+            self._digests[known] = digest.hexdigest()
         return self._digests[known]
 
     def _records(self) -> dict[str, Any]:

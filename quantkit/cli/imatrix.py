@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quantkit.cli._evaluation import Batch, ChunkLimit, Context, Numerics, Running, on_message
+from quantkit.cli._evaluation import Batch, ChunkLimit, ChunkPrinter, Context, Numerics, on_message
 from quantkit.cli._imatrix_files import (
     FEW_TOKENS,
     Missing,
@@ -76,13 +76,15 @@ def imatrix(
         typer.Option(
             "--second-moments",
             metavar="FORM",
-            help="Also collect how columns go together, for quantize: full, rank:N, blocks:N or auto. Needs -o X.gguf.",
+            help="Also collect second moments, for quantize: full, rank:N, blocks:N or auto. Needs -o X.gguf.",
         ),
     ] = None,
     second_moments_size: Annotated[
         str | None,
         typer.Option(
-            "--second-moments-size", metavar="SIZE", help="Memory they may take, for example 8G; auto fits in it."
+            "--second-moments-size",
+            metavar="SIZE",
+            help="Memory limit for second moments, for example 8G; auto stays within it.",
         ),
     ] = None,
     dry_run: Annotated[
@@ -126,13 +128,13 @@ def imatrix(
         restart=restart, second_moments=second_moments or "", second_moments_size=limit, batch_size=batch_size,
         numerics=numerics, threads=threads,
     )  # fmt: skip
-    running, complete = Running(), set()  # texts whose perplexity is printed
+    printer, complete = ChunkPrinter(), set()  # texts whose perplexity is printed
 
     def show_chunk(progress: ChunkProgress[Perplexity | None]) -> None:
         if progress.so_far is None or json:
-            running.tick(progress)
+            printer.show_eta(progress)
             return
-        running.value(progress, progress.so_far.value)
+        printer.value(progress, progress.so_far.value)
         if progress.done == progress.chunks:
             print(f"\nFinal estimate: PPL = {progress.so_far}")
             complete.add(progress.text)

@@ -10,9 +10,9 @@ import typer
 from quantkit.cli._evaluation import (
     Batch,
     ChunkLimit,
+    ChunkPrinter,
     Context,
     Numerics,
-    Running,
     TextFile,
     on_message,
     required_text,
@@ -145,19 +145,19 @@ def _measure(
     """Measure the perplexity and print it, unless quiet; `style` is --ppl-output-type."""
     from quantkit.evaluate.perplexity import perplexity as measure
 
-    running = Running()
+    printer = ChunkPrinter()
 
     def show(progress: ChunkProgress[Perplexity]) -> None:
         so_far = progress.so_far
         if quiet:
-            running.tick(progress)
+            printer.show_eta(progress)
         elif style == 0:
-            running.value(progress, so_far.value)
+            printer.value(progress, so_far.value)
         else:
             mean, error = so_far.nll.mean(), so_far.mean_error
             tokens = (progress.done - 1) * so_far.n_ctx
             print(f"{tokens:8d}  {so_far.value:.4f}  {mean:4f}  {error:4f}", flush=True)
-            running.tick(progress)
+            printer.show_eta(progress)
 
     found = measure(model, text, options, progress=show, on_message=on_message, open_model=launch.open)
     if not quiet:
@@ -171,14 +171,14 @@ def _diverge(model: Path, base: Path, options: DivergenceOptions, launch: Launch
     from quantkit.evaluate.divergence import divergence
     from quantkit.evaluate.report import divergence_text
 
-    running = Running()
+    printer = ChunkPrinter()
 
     def show(progress: ChunkProgress[Divergence]) -> None:
         if not quiet:
             if progress.done == 1 + progress.resumed:
                 print(f"\n{divergence_text.CHUNK_HEADER}")
             print(divergence_text.chunk_line(progress.done, progress.so_far), flush=True)
-        running.tick(progress)
+        printer.show_eta(progress)
 
     found = divergence(model, base, None, options, progress=show, on_message=on_message, open_model=launch.open)
     if quiet:

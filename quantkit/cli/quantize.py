@@ -81,7 +81,7 @@ def quantize(
     propagate: Annotated[
         str | None,
         typer.Option(
-            metavar="WHICH", help="What makes the inputs of the next layer: original (default) or quantized weights."
+            metavar="WHICH", help="Weights that compute the inputs of the next layer: original (default) or quantized."
         ),
     ] = None,
     second_moments: Annotated[
@@ -92,7 +92,9 @@ def quantize(
     ] = None,
     second_moments_size: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="Memory that those of a layer may take, for example 8G; auto fits in it."),
+        typer.Option(
+            metavar="SIZE", help="Memory limit for the second moments of a layer, for example 8G; auto stays within it."
+        ),
     ] = None,
     hide_imatrix: Annotated[
         bool, typer.Option("--hide-imatrix", help="Do not store the name of the importance matrix in the output.")
@@ -171,8 +173,8 @@ def quantize(
     if calibrate:
         from quantkit.evaluate.imatrix import one_pass
 
-        say = (lambda line: None) if json else print
-        job = one_pass.prepare(source, positional.file_type, calibrate, given, calibration, on_message=say)
+        on_message = (lambda line: None) if json else print
+        job = one_pass.prepare(source, positional.file_type, calibrate, given, calibration, on_message=on_message)
     elif calibration is not None:
         raise OptionError("options of calibration are given without a text: pass --calibrate TEXT")
     else:

@@ -104,19 +104,19 @@ def lint(
     found, about = find(source, read_settings(settings)), planning.open_model(model)
     matrix = planning.read_imatrix(TypeOptions(imatrix=imatrix))
     print_imatrix(imatrix, matrix)
-    made = _plan(found, about, matrix or planning.complete_imatrix(about.tensors))
-    warnings = list(made.warnings)
-    if imatrix is None and (lacks := planning.missing_imatrix(made)):
-        warnings.append(lacks)
+    plan = _plan(found, about, matrix or planning.complete_imatrix(about.tensors))
+    warnings = list(plan.warnings)
+    if imatrix is None and (missing := planning.missing_imatrix(plan)):
+        warnings.append(missing)
     if strict and warnings:
         raise RecipeError("; ".join(warnings))
     if json:
         print_json(
             "quantkit.recipe-lint/1",
-            {"warnings": warnings, "notes": list(made.notes), "rules": [use.to_json() for use in made.rules]},
+            {"warnings": warnings, "notes": list(plan.notes), "rules": [use.to_json() for use in plan.rules]},
         )
         return
-    for note in made.notes:
+    for note in plan.notes:
         print(f"note: {note}")
     for warning in warnings:
         print(f"warning: {message(warning)}")

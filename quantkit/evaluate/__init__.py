@@ -1,7 +1,8 @@
 """Measure models: importance matrices, perplexity, KL divergence, comparison, throughput.
 
 The functions take models (`runtime`) or paths of GGUF files, texts and options, and return results with errors and
-conditions. Only `cli` imports this package; it never imports `pipelines`.
+conditions. Only `cli` imports this package. The package imports `pipelines` where a checkpoint is measured while it is
+quantized (`layers/checkpoint_model.py`, `imatrix`); `pipelines` never imports it.
 
     perplexity, divergence, compare, imatrix.run   the public functions; `quantkit.perplexity` and so on
     bench, tasks                                   throughput; multiple-choice tasks

@@ -1,4 +1,4 @@
-"""Open and create base files of KL divergence, in the format that the name or the first bytes tell."""
+"""Open and create base files for KL divergence, in the format given by the name or the first bytes."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def base_writer(
     """A writer of a base file over int[n_chunk, n_ctx] tokens: the bounded format for names that end in `.qkld`,
     ik_llama.cpp's format for others.
 
-    logged    what a log says of chunks written before
+    logged   the chunks that an interrupted run has written, from its log
     target   bounded format: target error of the mean KLD, in nats
-    note     bounded format: what the file is made of
+    note     bounded format: the origin of the file, stored in it
     """
     if path.suffix == ".qkld":
         return BoundedWriter(path, tokens, n_vocab, target=target, note=note, logged=logged)

@@ -1,21 +1,21 @@
-"""KL divergence from a bounded base file: a value, and a bound of its distance from the exact one.
+"""KL divergence from a bounded base file: an estimate, and a bound of its error.
 
 `formats/kld/bounded_file.py` describes what is stored, and why the unknown error is a sum of independent terms X with
 mean zero. Bernstein's inequality bounds such a sum over all rows. With V the sum of variances, b the largest |X| and
-L = log(3 / MISSED):
+L = log(3 / FAILURE_PROBABILITY):
 
     |sum X|  <=  sqrt(2 V L) + b L / 3
 
 V follows from e = log p - log q. For stored tokens e is known to one or two eighths of an octave of p:
 
     grid    X takes one of two values at a distance D: its variance is at most (D e)² / 4
-    tail    X is s with probability p / s: its variance is at most s p e². The stored tokens are a fair sample: the
-            sum of (s e)² over them has mean V. Its terms are at most c, the largest (s e)², so with the same certainty
+    tail    X is s with probability p / s: its variance is at most s p e². The stored tokens are an unbiased sample: the
+            sum of (s e)² over them has mean V. Its terms are at most c, the largest (s e)². With the same probability,
 
                 V  <=  (sqrt(c L / 2) + sqrt(c L / 2 + that sum))²         (lower tail of sums of positive terms)
 
-Probabilities below 2^-20 s are never stored. Their part of the sum lies for certain between the values that it has with
-the smallest and with the largest possible -log q.
+Probabilities below 2^-20 s are never stored. Their part of the sum lies between its values with the smallest and with
+the largest possible -log q.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import numpy as np
 
 from quantkit.codegen import jit, thread_pool
 from quantkit.codegen.jit import kernel
-from quantkit.evaluate.nll import first_largest, log_total
+from quantkit.evaluate.nll import first_largest, log_sum_exp_float64
 from quantkit.formats.kld.bounded_file import GRID, LARGE, LOG_ODDS, TAIL, BoundedRows
 
 BOUND_TERMS = 4  # numbers per row that `bound` takes
@@ -37,16 +37,16 @@ _FLOAT32 = 1e-7  # relative error of a float32: 2^-24 plus the error of computin
 
 def _table(step: float) -> np.ndarray:
     """float64[4, 255] for the classes below LARGE: the stored value r, both ends of log p, and D (s for the tail)."""
-    found = np.zeros((4, LARGE))
+    table = np.zeros((4, LARGE))
     below = np.arange(TAIL)
-    found[0, 1 : TAIL + 1] = found[3, 1 : TAIL + 1] = step
-    found[1, 1 : TAIL + 1] = math.log(step) - (below + 1) * _EIGHTH
-    found[2, 1 : TAIL + 1] = math.log(step) - below * _EIGHTH
+    table[0, 1 : TAIL + 1] = table[3, 1 : TAIL + 1] = step
+    table[1, 1 : TAIL + 1] = math.log(step) - (below + 1) * _EIGHTH
+    table[2, 1 : TAIL + 1] = math.log(step) - below * _EIGHTH
     lower, upper = np.concatenate([[1.0], GRID[:-1]]), np.concatenate([GRID[1:], GRID[-1:]])
-    found[0, TAIL + 1 :] = step * GRID
-    found[1, TAIL + 1 :], found[2, TAIL + 1 :] = np.log(step * lower), np.log(step * upper)
-    found[3, TAIL + 1 :] = step * np.maximum(GRID - lower, upper - GRID)
-    return found
+    table[0, TAIL + 1 :] = step * GRID
+    table[1, TAIL + 1 :], table[2, TAIL + 1 :] = np.log(step * lower), np.log(step * upper)
+    table[3, TAIL + 1 :] = step * np.maximum(GRID - lower, upper - GRID)
+    return table
 
 
 @kernel
@@ -57,39 +57,39 @@ def _compare_rows(
     """Fill out[r] = nll, nll of the base, KLD and the terms of the bound; and same_top[r]."""
     ceiling, floor = np.log(step), np.log(step) - 20.0 * np.log(2.0)
     for r in range(logits.shape[0]):
-        row, log_sum, at = logits[r], log_total(logits[r]), starts[r]
-        value, tail, grid, reach, certain = numbers[r, 0], 0.0, 0.0, 0.0, 1e-11
+        row, log_sum, next_large = logits[r], log_sum_exp_float64(logits[r]), starts[r]
+        value, tail, grid, grid_term, deterministic = numbers[r, 0], 0.0, 0.0, 0.0, 1e-11
         smallest, largest = np.inf, -np.inf  # x of tokens below s
         for i in range(row.shape[0]):
-            x, c = log_sum - np.float64(row[i]), classes[r, i]
-            if c == 255:
-                p = np.float64(large[at])
-                at += 1
+            x, class_ = log_sum - np.float64(row[i]), classes[r, i]
+            if class_ == 255:
+                p = np.float64(large[next_large])
+                next_large += 1
                 value += p * x
-                certain += p * abs(np.log(p) + x) * _FLOAT32
+                deterministic += p * abs(np.log(p) + x) * _FLOAT32
                 continue
-            if c <= 160:
+            if class_ <= 160:
                 smallest, largest = min(smallest, x), max(largest, x)
-            if c > 0:
-                value += table[0, c] * x
-                e = max(abs(table[1, c] + x), abs(table[2, c] + x)) + _SLACK
-                if c <= 160:
-                    tail += (table[3, c] * e) ** 2
+            if class_ > 0:
+                value += table[0, class_] * x
+                e = max(abs(table[1, class_] + x), abs(table[2, class_] + x)) + _SLACK
+                if class_ <= 160:
+                    tail += (table[3, class_] * e) ** 2
                 else:
-                    grid += (table[3, c] * e) ** 2 / 4
-                    reach = max(reach, table[3, c] * e)
-        wide = 0.0
+                    grid += (table[3, class_] * e) ** 2 / 4
+                    grid_term = max(grid_term, table[3, class_] * e)
+        tail_term = 0.0
         if smallest <= largest:
-            wide = step * (max(abs(ceiling + largest), abs(floor + smallest)) + _EIGHTH)
+            tail_term = step * (max(abs(ceiling + largest), abs(floor + smallest)) + _EIGHTH)
             value += numbers[r, 1] + numbers[r, 2] * (smallest + largest) / 2
-            certain += numbers[r, 2] * (largest - smallest) / 2
+            deterministic += numbers[r, 2] * (largest - smallest) / 2
         out[r, 0] = log_sum - np.float64(row[targets[r]])
         out[r, 1] = numbers[r, 3]
         out[r, 2] = value
         out[r, 3] = tail
         out[r, 4] = grid
-        out[r, 5] = max(wide, reach)
-        out[r, 6] = certain
+        out[r, 5] = max(tail_term, grid_term)
+        out[r, 6] = deterministic
         same_top[r] = first_largest(row) == top[r]
 
 
@@ -117,13 +117,13 @@ def compare_rows(
 def bound(terms: np.ndarray) -> float:
     """Bound, in nats, of the distance between the mean KLD over rows and the exact one.
 
-    It fails with a probability of at most `bounded_file.MISSED`.
+    It fails with a probability of at most `bounded_file.FAILURE_PROBABILITY`.
 
     terms  float64[rows, BOUND_TERMS]: sampled variance of the tail, variance of the grid, largest |X| (s |e| for the
            tail), and the deterministic part
     """
-    tail, grid, certain = (float(terms[:, i].sum()) for i in (0, 1, 3))
+    tail, grid, deterministic = (float(terms[:, i].sum()) for i in (0, 1, 3))
     largest = float(terms[:, 2].max())
-    more = largest**2 * LOG_ODDS / 2
-    variance = grid + (math.sqrt(more) + math.sqrt(more + tail)) ** 2
-    return (math.sqrt(2 * variance * LOG_ODDS) + largest * LOG_ODDS / 3 + certain) / len(terms)
+    correction = largest**2 * LOG_ODDS / 2
+    variance = grid + (math.sqrt(correction) + math.sqrt(correction + tail)) ** 2
+    return (math.sqrt(2 * variance * LOG_ODDS) + largest * LOG_ODDS / 3 + deterministic) / len(terms)

@@ -36,45 +36,50 @@ from quantkit.inputs import json_input
 class ChunkLog:
     """A context manager. `.done` is float64[chunks, positions]: nll from an earlier run with the same fingerprint.
 
-    together   chunks per batch: only whole batches of the earlier run are kept
-    about      further fields of the first line
+    chunks_per_batch   only whole batches of the earlier run are used
+    fields             further fields of the first line
 
     Raises DataError for a file of another run and FormatError for any other file, which stays unchanged.
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], run: str, positions: int, together: int, about: Mapping[str, object]
+        self,
+        path: str | os.PathLike[str],
+        run: str,
+        positions: int,
+        chunks_per_batch: int,
+        fields: Mapping[str, object],
     ):
         self.path, self._positions = followed(Path(path)), positions
-        self._head = {"run": run, "positions": positions, **about}
+        self._header = {"run": run, "positions": positions, **fields}
         lines = self._read(run) if self.path.exists() else []
-        self.together, self._lines = together, lines
-        self.keep(len(lines) // together * together)
+        self.chunks_per_batch, self._lines = chunks_per_batch, lines
+        self.truncate(len(lines) // chunks_per_batch * chunks_per_batch)
 
-    def keep(self, chunks: int) -> None:
+    def truncate(self, chunks: int) -> None:
         """Resume after the first `chunks` chunks and drop the others."""
         self._lines = self._lines[:chunks]
         self.done = self.logged("nll").reshape(-1, self._positions)
         self._total, self._count = sum(float(chunk.sum()) for chunk in self.done), self.done.size  # as `add` does
 
     def logged(self, name: str) -> np.ndarray:
-        """The values of a field in the kept lines: float64[chunks, …], or text[chunks]."""
-        found = [line.get(name) for line in self._lines]
-        return np.array(found, np.float64 if not found or isinstance(found[0], list) else str)
+        """The values of a field in the lines of the earlier run: float64[chunks, …], or text[chunks]."""
+        values = [line.get(name) for line in self._lines]
+        return np.array(values, np.float64 if not values or isinstance(values[0], list) else str)
 
     def _read(self, run: str) -> list[dict[str, Any]]:
         with os_errors(self.path, "read"):
             data = read_own(self.path)
-        whole = data[: data.rfind(b"\n") + 1].splitlines()  # without a last line that a kill truncated
+        complete = data[: data.rfind(b"\n") + 1].splitlines()  # without an incomplete last line
         try:
-            head, *lines = [json_input.parse(line, "a line") for line in whole] or [{}]
-            if "run" not in head or any(line["chunk"] != i for i, line in enumerate(lines, 1)):
+            header, *lines = [json_input.parse(line, "a line") for line in complete] or [{}]
+            if "run" not in header or any(line["chunk"] != i for i, line in enumerate(lines, 1)):
                 raise ValueError("lines are missing")
-            if any(len(line["nll"]) != self._positions for line in lines) and head["run"] == run:
+            if any(len(line["nll"]) != self._positions for line in lines) and header["run"] == run:
                 raise ValueError("a chunk has another length")
         except (ValueError, KeyError, TypeError, FormatError) as error:
             raise FormatError(f"{self.path}: not a chunk log ({error}); name another file") from None
-        if head["run"] != run:
+        if header["run"] != run:
             raise DataError(
                 f"{self.path}: belongs to another run: the model, the text or a setting differs; remove it or name "
                 "another file"
@@ -83,7 +88,7 @@ class ChunkLog:
 
     def __enter__(self) -> ChunkLog:
         with writing(self.path) as stream:  # without truncated lines
-            stream.write(b"".join(_line(line) for line in (self._head, *self._lines)))
+            stream.write(b"".join(_line(line) for line in (self._header, *self._lines)))
         with os_errors(self.path, "write"):
             self._stream: BinaryIO = os.fdopen(open_own(self.path, os.O_WRONLY | os.O_APPEND), "ab")
         return self
@@ -122,8 +127,8 @@ def run_log(
     An earlier run's lines are used if model, text, `settings`, batch size and the conditions that change results are
     the same.
     """
-    known = result_conditions(conditions) | {"n_batch": n_batch, **settings}
-    run = fingerprint([*gguf.open(model).paths, text], known)
+    settings = result_conditions(conditions) | {"n_batch": n_batch, **settings}
+    run = fingerprint([*gguf.open(model).paths, text], settings)
     n_ctx = conditions["n_ctx"]
     assert isinstance(n_ctx, int)
     return ChunkLog(path, run, positions, max(1, n_batch // n_ctx), conditions)

@@ -1,7 +1,7 @@
 """Compare models with one reference model over the same tokens: size, perplexity, divergence, throughput.
 
-The reference is the model that the others were made from. Its distributions are written to a temporary base file (16
-bits per logit; the rounding adds less than 1e-8 to a mean KLD). So only one model is open at a time; tokenizers are
+The reference is the model that the others were quantized from. Its distributions are written to a temporary base file
+(16 bits per logit; the rounding adds less than 1e-8 to a mean KLD). So only one model is open at a time; tokenizers are
 compared first, without opening models. All statistics are paired by token, and their errors are computed over chunks
 (`statistics.py`). Only a PPL by itself has its error over tokens, for comparison with llama-perplexity's.
 """
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from quantkit.runtime.model import Model
 
 TIMED_TOKENS = 512  # tokens of the timed prompt
-_COMPARED_LETTERS = 1 << 16  # characters of each text that tokenizers are compared on
+_COMPARED_CHARACTERS = 1 << 16  # characters of each text that tokenizers are compared on
 
 Result = TypeVar("Result")
 
@@ -84,10 +84,10 @@ class Paired:
     def figures(self) -> dict[str, Interval]:
         """The figures by name: ln_ratio, kld and its quantiles, same_top, mean_dp, rms_dp."""
         d, s = self.divergence, self.sample
-        found = {"ln_ratio": s.mean(d.nll - d.nll_base), "kld": s.mean(d.kld)}
+        figures = {"ln_ratio": s.mean(d.nll - d.nll_base), "kld": s.mean(d.kld)}
         shares = (("kld_median", 0.5), ("kld_p90", 0.9), ("kld_p95", 0.95), ("kld_p99", 0.99), ("kld_p999", 0.999))
-        found |= {name: s.quantile(d.kld, share) for name, share in shares}
-        return found | {"same_top": s.mean(d.same_top), "mean_dp": s.mean(d.dp), "rms_dp": s.root_mean_square(d.dp)}
+        figures |= {name: s.quantile(d.kld, share) for name, share in shares}
+        return figures | {"same_top": s.mean(d.same_top), "mean_dp": s.mean(d.dp), "rms_dp": s.root_mean_square(d.dp)}
 
     @property
     def largest(self) -> float:
@@ -96,27 +96,27 @@ class Paired:
 
     def of(self, domain: Domain) -> Paired:
         """The same figures over the chunks of one text."""
-        here = slice(domain.first * self.sample.per_chunk, (domain.first + domain.chunks) * self.sample.per_chunk)
+        positions = slice(domain.first * self.sample.per_chunk, (domain.first + domain.chunks) * self.sample.per_chunk)
         d = self.divergence
-        part = Divergence(d.nll[here], d.nll_base[here], d.kld[here], d.same_top[here])
+        part = Divergence(d.nll[positions], d.nll_base[positions], d.kld[positions], d.same_top[positions])
         return Paired(part, Sample(domain.chunks, self.sample.per_chunk))
 
     def record(self) -> dict[str, Any]:
         """The figures, errors and intervals by name, for JSON."""
-        found: dict[str, Any] = {"positions": len(self.divergence)}
+        record: dict[str, Any] = {"positions": len(self.divergence)}
         for name, figure in self.figures.items():
-            found |= _named(name, figure)
-        found |= _named("ppl_difference", self.ppl_difference)
+            record |= _named(name, figure)
+        record |= _named("ppl_difference", self.ppl_difference)
         ppl, ppl_base = self.divergence.ppl, self.divergence.ppl_base
-        return found | {"kld_max": self.largest, "ppl": ppl.value, "ppl_base": ppl_base.value}
+        return record | {"kld_max": self.largest, "ppl": ppl.value, "ppl_base": ppl_base.value}
 
     @property
     def ppl_difference(self) -> Interval:
         """PPL minus the reference's PPL; the error is to first order, from each token's contribution."""
         d = self.divergence
         p, p_base = d.ppl.value, d.ppl_base.value
-        moved = self.sample.mean(p * (d.nll - d.nll.mean()) - p_base * (d.nll_base - d.nll_base.mean()))
-        return Interval(p - p_base, moved.error, p - p_base + moved.low, p - p_base + moved.high)
+        first_order = self.sample.mean(p * (d.nll - d.nll.mean()) - p_base * (d.nll_base - d.nll_base.mean()))
+        return Interval(p - p_base, first_order.error, p - p_base + first_order.low, p - p_base + first_order.high)
 
 
 def _named(name: str, figure: Interval) -> dict[str, Any]:
@@ -135,12 +135,12 @@ class Candidate:
     ppl: Estimate
     paired: Paired | None = None
     throughput: Throughput | None = None
-    shown: str = ""  # its name in tables if the file's name is ambiguous
+    display_name: str = ""  # name in tables; needed if the file's name is ambiguous
 
     @property
     def name(self) -> str:
         """The name in tables."""
-        return printable(self.shown or self.path.stem)  # a file name need not be UTF-8
+        return printable(self.display_name or self.path.stem)  # a file name need not be UTF-8
 
     @property
     def divergence(self) -> Divergence | None:
@@ -149,17 +149,17 @@ class Candidate:
 
     def record(self, domains: Sequence[Domain] = ()) -> dict[str, Any]:
         """The figures by name, for JSON."""
-        found: dict[str, Any] = {"name": self.name, "path": str(self.path), "bytes": self.size_bytes,
+        record: dict[str, Any] = {"name": self.name, "path": str(self.path), "bytes": self.size_bytes,
                                  "bits_per_weight": self.bits_per_weight}  # fmt: skip
         if self.paired is not None:
-            found |= self.paired.record()
+            record |= self.paired.record()
             if len(domains) > 1:
-                found["domains"] = {d.name: self.paired.of(d).record() for d in domains}
-        found |= {"ppl": self.ppl.value, "ppl_error_over_tokens": self.ppl.error}
+                record["domains"] = {d.name: self.paired.of(d).record() for d in domains}
+        record |= {"ppl": self.ppl.value, "ppl_error_over_tokens": self.ppl.error}
         if self.throughput is not None:
-            found |= {"prompt_tokens_per_second": self.throughput.prompt,
+            record |= {"prompt_tokens_per_second": self.throughput.prompt,
                       "generation_tokens_per_second": self.throughput.generation}  # fmt: skip
-        return found
+        return record
 
 
 @dataclass(frozen=True)
@@ -205,13 +205,13 @@ class Comparison:
 
     def record(self) -> dict[str, Any]:
         """The comparison as JSON data."""
-        found: dict[str, Any] = {
+        record: dict[str, Any] = {
             "reference": str(self.candidates[0].path),
             "models": [c.record(self.domains) for c in self.candidates],
         }
         if self.noise is not None:
-            found["noise_floor"] = {"how": self.noise.how, **self.noise.paired.record()}
-        found["ranks"] = [
+            record["noise_floor"] = {"how": self.noise.how, **self.noise.paired.record()}
+        record["ranks"] = [
             {"name": self.candidates[r.model + 1].name, "path": str(self.candidates[r.model + 1].path),
              "place": r.place,
              "difference_to_next": None if r.to_next is None else _named("kld", r.to_next.difference),
@@ -220,8 +220,8 @@ class Comparison:
             for r in self.ranks
         ]  # fmt: skip
         if self.layers:
-            found["layers"] = {name: [error._asdict() for error in errors] for name, errors in self.layers.items()}
-        return found | {"conditions": self.conditions}
+            record["layers"] = {name: [error._asdict() for error in errors] for name, errors in self.layers.items()}
+        return record | {"conditions": self.conditions}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,19 +278,19 @@ def compare(
     vocabulary = read_vocabulary(first)
     for other in map(Path, models):  # checked first, because the measurements take hours
         _require_one_tokenizer(other, read_vocabulary(other), first, vocabulary, paths)
-    chunks, domains = _gathered(vocabulary.tokenizer, paths, o.ctx_size, o.chunks)
+    chunks, domains = _chunks_of_texts(vocabulary.tokenizer, paths, o.ctx_size, o.chunks)
     longest = max(o.ctx_size, TIMED_TOKENS) if o.speed and o.numerics == "fast" else o.ctx_size
-    how: dict[str, object] = {}
+    conditions: dict[str, object] = {}
 
-    def opened(path: Path) -> Model:
+    def open_candidate(path: Path) -> Model:
         model = open_model(path, numerics=o.numerics, threads=o.threads, n_ctx=longest)
-        how.update(evaluation_conditions(model, o.ctx_size, len(chunks), ", ".join(map(str, paths))))
+        conditions.update(evaluation_conditions(model, o.ctx_size, len(chunks), ", ".join(map(str, paths))))
         return model
 
-    def opened_fast(path: Path) -> Model:
+    def open_fast(path: Path) -> Model:
         return open_model(path, numerics="fast", threads=o.threads, n_ctx=TIMED_TOKENS)
 
-    timed = None if not o.speed else opened if o.numerics == "fast" else opened_fast
+    timed = None if not o.speed else open_candidate if o.numerics == "fast" else open_fast
     with tempfile.TemporaryDirectory(prefix="quantkit-compare-") as folder:
         base_path = Path(folder) / "base.kld"
 
@@ -299,36 +299,42 @@ def compare(
                 return perplexity_of_chunks(model, chunks, n_batch=o.batch_size, base=writer)
 
         on_message(f"{first.name}: perplexity over {len(chunks)} chunks of {o.ctx_size} tokens")
-        found, speed = _run(first, write_base, opened, timed, on_message)
+        reference_result, speed = _run(first, write_base, open_candidate, timed, on_message)
         base = BaseReader(base_path)
-        sample = Sample(len(chunks), found.nll.shape[1])
+        sample = Sample(len(chunks), reference_result.nll.shape[1])
 
-        def against(model: ChunkModel) -> Divergence:  # the base rounds each token's probability, by up to 0.0002
+        def measure_divergence(
+            model: ChunkModel,
+        ) -> Divergence:  # the base rounds each token's probability, by up to 0.0002
             measured = divergence_from_base(model, base, n_batch=o.batch_size)
-            return replace(measured, nll_base=found.nll.reshape(-1))
+            return replace(measured, nll_base=reference_result.nll.reshape(-1))
 
-        candidates = [Candidate(first, *size_of(first), Estimate(found.value, found.error), None, speed)]
+        candidates = [
+            Candidate(first, *size_of(first), Estimate(reference_result.value, reference_result.error), None, speed)
+        ]
         noise_floor = None
         if noise is not None:
             on_message(f"{first.name}: noise floor, {noise.how}")
 
-            def opened_again(path: Path) -> Model:
+            def open_for_noise(path: Path) -> Model:
                 return open_model(
                     path, numerics=noise.numerics, threads=o.threads, n_ctx=o.ctx_size, cache_type=noise.cache_type
                 )
 
-            again = _run(first, against, opened_again, None, on_message)[0]
-            noise_floor = NoiseFloor(noise.how, Paired(again, sample))
+            repeated = _run(first, measure_divergence, open_for_noise, None, on_message)[0]
+            noise_floor = NoiseFloor(noise.how, Paired(repeated, sample))
         for other in map(Path, models):
             on_message(f"{other.name}: KL divergence from {first.name}")
-            measured, speed = _run(other, against, opened, timed, on_message)
+            measured, speed = _run(other, measure_divergence, open_candidate, timed, on_message)
             candidates.append(Candidate(other, *size_of(other), measured.ppl, Paired(measured, sample), speed))
     names = unique_names([c.path for c in candidates])
-    candidates = [replace(c, shown=name) for c, name in zip(candidates, names)]
-    added = {}
+    candidates = [replace(c, display_name=name) for c, name in zip(candidates, names)]
+    layer_errors = {}
     if o.layers:
-        added = _layers(first, dict(zip(names[1:], map(Path, models))), paths[0], o, open_model, on_message)
-    return Comparison(candidates, o.ctx_size, len(chunks), found.nll.size, domains, noise_floor, added, how)
+        layer_errors = _layers(first, dict(zip(names[1:], map(Path, models))), paths[0], o, open_model, on_message)
+    return Comparison(
+        candidates, o.ctx_size, len(chunks), reference_result.nll.size, domains, noise_floor, layer_errors, conditions
+    )
 
 
 class _Noise(NamedTuple):
@@ -363,11 +369,11 @@ def _layers(
     # without -rtr: the tensors are compared in the files' types
     model = open_model(reference, numerics=o.numerics, threads=o.threads, n_ctx=o.ctx_size, repack=False)
     tokens = chunked(model.tokenizer, text, o.ctx_size, 1).inputs
-    found = {}
+    errors = {}
     for name, path in models.items():
         on_message(f"{name}: error of each tensor over {tokens.size} tokens")
-        found[name] = tensor_errors(model, gguf.open(path), tokens)
-    return found
+        errors[name] = tensor_errors(model, gguf.open(path), tokens)
+    return errors
 
 
 def _run(
@@ -384,12 +390,12 @@ def _run(
         return throughput(model)
 
     if timed_opener is opener:  # one model for both
-        return _closing(opener, path, lambda model: (measure(model), timed(model)))
-    found = _closing(opener, path, measure)
-    return found, None if timed_opener is None else _closing(timed_opener, path, timed)
+        return _with_model(opener, path, lambda model: (measure(model), timed(model)))
+    result = _with_model(opener, path, measure)
+    return result, None if timed_opener is None else _with_model(timed_opener, path, timed)
 
 
-def _closing(opener: Callable[[Path], Model], path: Path, use: Callable[[Model], Result]) -> Result:
+def _with_model(opener: Callable[[Path], Model], path: Path, use: Callable[[Model], Result]) -> Result:
     """Open a model, apply `use` to it and free its memory, which the next model needs."""
     try:
         return use(opener(path))
@@ -398,15 +404,15 @@ def _closing(opener: Callable[[Path], Model], path: Path, use: Callable[[Model],
 
 
 def _require_one_tokenizer(
-    path: Path, own: Vocabulary, first: Path, reference: Vocabulary, texts: Sequence[str | os.PathLike[str]]
+    path: Path, vocabulary: Vocabulary, first: Path, reference: Vocabulary, texts: Sequence[str | os.PathLike[str]]
 ) -> None:
     """Raise DataError if a model has another vocabulary than the reference, or tokenizes a text differently."""
-    needs = "models are compared token by token, so they must share a tokenizer"
-    if own.size != reference.size:
-        raise DataError(f"{path}: has a vocabulary of {own.size}, {first} has {reference.size}; {needs}")
+    needs = "models are compared token by token, so they must have the same tokenizer"
+    if vocabulary.size != reference.size:
+        raise DataError(f"{path}: has a vocabulary of {vocabulary.size}, {first} has {reference.size}; {needs}")
     for text in texts:
-        beginning = read_text(text)[:_COMPARED_LETTERS]
-        theirs, ours = (_without_bos(v.tokenizer, v.tokenizer.encode(beginning)) for v in (own, reference))
+        beginning = read_text(text)[:_COMPARED_CHARACTERS]
+        theirs, ours = (_without_bos(v.tokenizer, v.tokenizer.encode(beginning)) for v in (vocabulary, reference))
         if theirs != ours:
             at = next((i for i, (a, b) in enumerate(zip(theirs, ours)) if a != b), min(len(theirs), len(ours)))
             raise DataError(
@@ -419,7 +425,7 @@ def _without_bos(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
     return ids[1:] if tokenizer.adds_bos and ids[:1] == [tokenizer.bos_id] else ids
 
 
-def _gathered(
+def _chunks_of_texts(
     tokenizer: Tokenizer, texts: Sequence[str | os.PathLike[str]], n_ctx: int, limit: int | None
 ) -> tuple[Chunks, list[Domain]]:
     """The chunks of all texts in order, and the range of each text."""

@@ -23,7 +23,7 @@ def run_conditions(model: Model) -> dict[str, object]:
     """The conditions of any run of a model: options, CPU, version of quantkit."""
     from quantkit import __version__
 
-    found: dict[str, object] = {
+    conditions: dict[str, object] = {
         "numerics": model.numerics,
         "cache_type": model.cache_type,
         "flash_attention": "on" if model.attention.flash else f"off, -amb {model.attention.work_mib}",
@@ -33,15 +33,15 @@ def run_conditions(model: Model) -> dict[str, object]:
         "quantkit": __version__,
     }
     if model.has_latents:
-        found["mla"] = model.mla
+        conditions["mla"] = model.mla
     if model.repacked is not None:
-        found["repacked"] = len(model.repacked)
+        conditions["repacked"] = len(model.repacked)
     if model.expert_reduction is not None:
-        least, share = model.expert_reduction
-        found["expert reduction"] = f"{least},{share:g}"
+        count, threshold = model.expert_reduction
+        conditions["expert reduction"] = f"{count},{threshold:g}"
     if model.split is not None:
-        found |= model.split.describe()
-    return found | ({"layer_by_layer": model.fallback_reason} if model.fallback_reason else {})
+        conditions |= model.split.describe()
+    return conditions | ({"layer_by_layer": model.fallback_reason} if model.fallback_reason else {})
 
 
 def evaluation_conditions(model: Model, n_ctx: int, chunks: int, text: str) -> dict[str, object]:

@@ -4,7 +4,7 @@ At every scored position, with q the model's probabilities and b the base's:
 
     nll      = -log q[target],  nll_base = -log b[target]
     kld      = sum of b_i (log b_i - log q_i) over i with log b_i > -16     (not renormalised: tiny negatives occur)
-    same top = argmax q == argmax b, the first of equals
+    same top = argmax q == argmax b, the first in a tie
     dp       = exp(-nll) - exp(-nll_base)
 
 Errors are standard errors of a mean over n positions, err(x) = sqrt((mean x² - (mean x)²) / (n - 1)); both models see
@@ -35,7 +35,7 @@ from quantkit.evaluate.chunk_log import run_log
 from quantkit.evaluate.chunk_runs import RunChunks, evaluate_chunks
 from quantkit.evaluate.conditions import Conditions, evaluation_conditions
 from quantkit.evaluate.models import ChunkModel, OnMessage, OpenModel, no_message, open_model
-from quantkit.evaluate.nll import first_largest, log_total
+from quantkit.evaluate.nll import first_largest, log_sum_exp_float64
 from quantkit.evaluate.perplexity import PerplexityOptions, chunk_runner, perplexity
 from quantkit.evaluate.progress import ChunkClock, ChunkProgress
 from quantkit.evaluate.statistics import at_share, perplexity_of
@@ -48,7 +48,9 @@ if TYPE_CHECKING:
     from quantkit.runtime.model import Model
     from quantkit.tokenizers.tokenizer import Tokenizer
 
-_SAME_TOKENIZER = 0.98  # share of tokens that the same tokenizer gives again; other tokenizers give 0.9
+_SAME_TOKENIZER = (
+    0.98  # share of tokens that survive decoding and encoding by the same tokenizer; other tokenizers reach 0.9
+)
 
 
 @kernel
@@ -61,16 +63,16 @@ def _compare_rows(
     for r in range(rows):
         row, codes, header = logits[r], words[r, 4 : 4 + n], words[r, :4].view(np.float32)
         scale, low = np.float64(header[0]), np.float64(header[1])
-        log_sum = log_total(row)
-        found = 0.0
+        log_sum = log_sum_exp_float64(row)
+        kld_of_row = 0.0
         for i in range(n):
             log_b = scale * codes[i] + low
             if log_b > -16.0:
-                found += np.exp(log_b) * (log_b - (np.float64(row[i]) - log_sum))
+                kld_of_row += np.exp(log_b) * (log_b - (np.float64(row[i]) - log_sum))
         target = targets[r]
         nll[r] = log_sum - np.float64(row[target])
         nll_base[r] = -(scale * codes[target] + low)
-        kld[r] = found
+        kld[r] = kld_of_row
         same_top[r] = first_largest(row) == first_largest(codes)
 
 
@@ -198,7 +200,7 @@ class Divergence:
     def bound(self) -> float:
         """Bound, in nats, of the distance to the mean KLD with an exact base; 0 for an exact base.
 
-        It fails with a probability of at most `bounded_file.MISSED`.
+        It fails with a probability of at most `bounded_file.FAILURE_PROBABILITY`.
         """
         return 0.0 if self.bound_terms is None else bounded.bound(self.bound_terms)
 
@@ -247,14 +249,14 @@ class Divergence:
         kld = self.sorted_kld()
         figures = {"ppl": self.ppl, "ppl_base": self.ppl_base, "ln_ratio": self.ln_ratio, "kld": self.mean_kld,
                    "mean_dp": self.mean_dp, "rms_dp": self.rms_dp, "same_top": self.top_agreement}  # fmt: skip
-        found: dict[str, float] = {
+        record: dict[str, float] = {
             "positions": len(self),
             "kld_bound": self.bound,
             "kld_low": self.limits[0],
             "kld_high": self.limits[1],
         }
         for name, estimate in figures.items():
-            found |= {name: estimate.value, f"{name}_error_over_tokens": estimate.error}
+            record |= {name: estimate.value, f"{name}_error_over_tokens": estimate.error}
         percentiles = {
             "kld_median": 0.5,
             "kld_p90": 0.9,
@@ -263,7 +265,7 @@ class Divergence:
             "kld_p999": 0.999,
             "kld_max": 1,
         }
-        return found | {name: at_share(kld, f) for name, f in percentiles.items()}
+        return record | {name: at_share(kld, f) for name, f in percentiles.items()}
 
 
 # ---------------------------------------------------------------------------------------------------------- evaluation
@@ -310,7 +312,7 @@ def divergence(
     text         for a base that is a model: a text file, UTF-8
     options      the command's flags; None for the defaults
     progress     called after each chunk, with the divergence so far
-    on_message   called with lines for people: what begins, what is resumed, warnings
+    on_message   called with messages for the user: steps, resumed chunks, warnings
 
     Raises DataError if the vocabularies differ in size, and QuantkitError if a text is missing or given twice.
     """
@@ -318,19 +320,19 @@ def divergence(
     path = Path(os.fspath(model)) if isinstance(model, (str, os.PathLike)) else model.path
     if isinstance(base, (str, os.PathLike)) and is_base_file(Path(base)):
         if text is not None:
-            raise QuantkitError(f"{os.fspath(base)}: a base file has its own tokens; {os.fspath(text)} has no use")
+            raise QuantkitError(f"{os.fspath(base)}: a base file has its own tokens; remove {os.fspath(text)}")
         return _from_file(model, Path(base), o, progress, on_message, open_model)
     if text is None:
         raise QuantkitError(f"{path}: the divergence from a model needs a text; name one, or a base file")
     with tempfile.TemporaryDirectory(prefix="quantkit-divergence-") as folder:
         file = Path(folder) / "base.kld"
-        over = PerplexityOptions(
+        base_options = PerplexityOptions(
             ctx_size=o.ctx_size, chunks=o.chunks, batch_size=o.batch_size, kl_divergence_base=file,
             by_layer=o.by_layer, numerics=o.numerics, threads=o.threads,
         )  # fmt: skip
         if o.jsonl is not None:
             raise QuantkitError(f"{o.jsonl}: only runs from a base file can be resumed; write one with `perplexity`")
-        perplexity(base, text, over, on_message=on_message, open_model=open_model)
+        perplexity(base, text, base_options, on_message=on_message, open_model=open_model)
         gc.collect()  # a model and its parts refer to each other; the next one needs its memory
         return _from_file(model, file, o, progress, on_message, open_model)
 
@@ -350,7 +352,7 @@ def _from_file(
     if isinstance(model, (str, os.PathLike)):
         model = open_model(model_path, numerics=o.numerics, threads=o.threads, n_ctx=base.n_ctx)
     on_message(f"KL divergence over {base.n_chunk} chunks of {base.n_ctx} tokens from {path}")
-    if (share := known_share(base.tokens, model.tokenizer)) < _SAME_TOKENIZER:
+    if (share := roundtrip_share(base.tokens, model.tokenizer)) < _SAME_TOKENIZER:
         on_message(
             f"warning: {path}: decoding its tokens and encoding them again with the tokenizer of {model.path} gives "
             f"{100 * share:.1f} % of the same tokens: the base file has another tokenizer or is not from a text"
@@ -374,12 +376,12 @@ def _from_file(
             clock.report(progress, chunks, so_far)
 
         run = chunk_runner(o.by_layer, on_message)
-        found = divergence_from_base(model, base, n_batch=o.batch_size, on_chunk=after_chunk, run=run, done=done)
-    return replace(found, seconds=clock.seconds, conditions=conditions)
+        result = divergence_from_base(model, base, n_batch=o.batch_size, on_chunk=after_chunk, run=run, done=done)
+    return replace(result, seconds=clock.seconds, conditions=conditions)
 
 
-def known_share(tokens: np.ndarray, tokenizer: Tokenizer, at_most: int = 4096) -> float:
-    """Share of int[n_chunk, n_ctx] tokens that a tokenizer reproduces after detokenizing them, in any order."""
+def roundtrip_share(tokens: np.ndarray, tokenizer: Tokenizer, at_most: int = 4096) -> float:
+    """Share of int[n_chunk, n_ctx] tokens that a tokenizer reproduces from their decoded text, in any order."""
     ids = tokens.reshape(-1)[:at_most].tolist()
     text = b"".join(tokenizer.token_bytes(i) for i in ids if i < tokenizer.vocab_size).decode(errors="replace")
     again = Counter(tokenizer.encode(text, bos=False))
@@ -418,14 +420,14 @@ def divergence_from_base(
     done = done or {}
     first = len(done.get("nll", ()))
     for name, figures in done.items():
-        whole = getattr(result, name)
-        whole[: first * k] = figures.reshape(first * k, *whole.shape[1:])
+        values = getattr(result, name)
+        values[: first * k] = figures.reshape(first * k, *values.shape[1:])
     for index, logits in run(model, inputs, n_batch, None, first):
-        found = compare_rows(logits, base.chunk(index), base.tokens[index, rows.start + 1 :])
-        here = slice(index * k, (index + 1) * k)
+        figures_of_chunk = compare_rows(logits, base.chunk(index), base.tokens[index, rows.start + 1 :])
+        positions = slice(index * k, (index + 1) * k)
         for name in RowFigures._fields:
-            if (whole := getattr(result, name)) is not None:
-                whole[here] = getattr(found, name)
+            if (values := getattr(result, name)) is not None:
+                values[positions] = getattr(figures_of_chunk, name)
         if on_chunk is not None:
             on_chunk(index + 1, result.first((index + 1) * k))
     return result

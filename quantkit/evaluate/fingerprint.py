@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-_READ_WHOLE = 64 << 20  # bytes; of larger files samples are hashed
+_MAX_WHOLE = 64 << 20  # bytes; of larger files only samples are hashed
 _SAMPLES, _SAMPLE_BYTES = 1024, 16 << 10
 
 
@@ -18,15 +18,15 @@ def fingerprint(paths: Sequence[Path], settings: Mapping[str, object]) -> str:
     Of a file above 64 MiB (a model), 16 KiB at each of 1024 offsets are hashed, the first and the last among them. So a
     change of a tensor that takes a thousandth of the file or more is always detected.
     """
-    made = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
     for path in paths:
         size = path.stat().st_size
-        made.update(os.fsencode(f"{path.name} {size}"))
+        digest.update(os.fsencode(f"{path.name} {size}"))
         with path.open("rb") as file:
-            if size <= _READ_WHOLE:
-                made.update(file.read())
+            if size <= _MAX_WHOLE:
+                digest.update(file.read())
                 continue
             for sample in range(_SAMPLES):
                 file.seek((size - _SAMPLE_BYTES) * sample // (_SAMPLES - 1))
-                made.update(file.read(_SAMPLE_BYTES))
-    return made.hexdigest()
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()

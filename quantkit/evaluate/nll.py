@@ -8,7 +8,7 @@ from quantkit.codegen import jit, thread_pool
 from quantkit.codegen.jit import kernel
 from quantkit.runtime.kernels.reference import exp
 
-# Kernels work on blocks this long: exponentials go to a scratch array in a loop that vectorises, then are summed.
+# Block length of kernels: exponentials are written to a scratch array in a loop that vectorizes, then summed.
 BLOCK = 1024
 
 
@@ -29,10 +29,10 @@ def _exponentials(row: np.ndarray, top: float, out: np.ndarray) -> None:
 @kernel(fastmath={"reassoc"})
 def total(values: np.ndarray) -> float:
     """Sum of float32[n] in float64."""
-    found = 0.0
+    sum_ = 0.0
     for i in range(values.shape[0]):
-        found += np.float64(values[i])
-    return found
+        sum_ += np.float64(values[i])
+    return sum_
 
 
 @kernel
@@ -43,30 +43,30 @@ def log_sum_exp(row: np.ndarray, scratch: np.ndarray) -> tuple[float, float]:
     """
     top = _largest(row)
     n = row.shape[0]
-    found = 0.0
+    sum_ = 0.0
     for start in range(0, n, BLOCK):
         size = min(BLOCK, n - start)
         _exponentials(row[start : start + size], top, scratch[:size])
-        found += total(scratch[:size])
-    return top, np.log(found)
+        sum_ += total(scratch[:size])
+    return top, np.log(sum_)
 
 
 @kernel
-def log_total(row: np.ndarray) -> float:
-    """log sum exp of float32[n], in float64: figures are printed to the sixth digit of differences between these."""
+def log_sum_exp_float64(row: np.ndarray) -> float:
+    """log sum exp of float32[n] with float64 exponentials: printed figures are small differences of such values."""
     top = row[0]
     for i in range(row.shape[0]):
         top = max(top, row[i])
-    found = 0.0
+    sum_ = 0.0
     for i in range(row.shape[0]):
-        found += np.exp(np.float64(row[i]) - np.float64(top))
-    log_sum: float = np.float64(top) + np.log(found)
+        sum_ += np.exp(np.float64(row[i]) - np.float64(top))
+    log_sum: float = np.float64(top) + np.log(sum_)
     return log_sum
 
 
 @kernel
 def first_largest(values: np.ndarray) -> int:
-    """Index of the largest element, the first of equals."""
+    """Index of the largest element, the first in a tie."""
     best = 0
     for i in range(values.shape[0]):
         if values[i] > values[best]:

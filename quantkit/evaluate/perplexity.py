@@ -160,14 +160,14 @@ def perplexity(
         log = None if o.jsonl is None else _log(o.jsonl, o, model, text, chunks, conditions)
         base: BaseWriter | BoundedWriter | None = None
         if o.kl_divergence_base is not None:
-            logged = None if log is None else LoggedChunks(log.logged("base").tolist(), log.together)
+            logged = None if log is None else LoggedChunks(log.logged("base").tolist(), log.chunks_per_batch)
             note = {"model": str(model.path), **conditions}
             base = base_writer(
                 o.kl_divergence_base, chunks.tokens, model.vocab_size, logged, target=o.kl_divergence_bound, note=note
             )
             stack.enter_context(base)
             if log is not None:
-                log.keep(base.done)
+                log.truncate(base.done)
         done = None
         if log is not None:
             done = stack.enter_context(log).resumed(on_message)

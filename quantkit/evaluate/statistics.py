@@ -7,7 +7,7 @@ passage of its own. A figure's error is that of the mean of U chunk means,
     error = s / sqrt(U),   s² = sum (m_u - mean)² / (U - 1)
 
 and its 95 % interval is t(U - 1) errors to either side (Student's t). No independence inside a chunk is assumed. With
-fewer than LEAST_UNITS chunks, each chunk is cut into blocks of neighbouring tokens, so that there are LEAST_UNITS
+fewer than MIN_UNITS chunks, each chunk is cut into blocks of neighbouring tokens, so that there are MIN_UNITS
 units. The correlation between neighbouring blocks is then neglected. A bootstrap over chunks gives the same errors to
 the second digit, and takes thousands of times as long.
 
@@ -26,9 +26,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-LEAST_UNITS = 8
+MIN_UNITS = 8
 LEVEL = 0.95
-_SUMMED = 200  # degrees of freedom up to which Student's probability is summed
+_MAX_SUMMED = 200  # degrees of freedom up to which Student's probability is summed
 
 
 class Interval(NamedTuple):
@@ -47,16 +47,16 @@ def student(degrees: int, level: float = LEVEL) -> float:
     Up to 200 degrees the probability is a finite sum, which is solved for t by bisection. Above, the quantile is an
     expansion about that of the normal distribution.
     """
-    if degrees > _SUMMED:
-        return _expanded(degrees, level)
+    if degrees > _MAX_SUMMED:
+        return _student_expansion(degrees, level)
     low, high = 0.0, math.pi / 2  # angles, with t = sqrt(degrees) tan(angle)
     for _ in range(80):
         middle = (low + high) / 2
-        low, high = (middle, high) if _within(middle, degrees) < level else (low, middle)
+        low, high = (middle, high) if _student_probability(middle, degrees) < level else (low, middle)
     return math.sqrt(degrees) * math.tan((low + high) / 2)
 
 
-def _within(angle: float, degrees: int) -> float:
+def _student_probability(angle: float, degrees: int) -> float:
     """The probability that |t| <= sqrt(degrees) tan(angle)."""
     sine, cosine = math.sin(angle), math.cos(angle)
     odd = degrees % 2
@@ -67,7 +67,7 @@ def _within(angle: float, degrees: int) -> float:
     return 2 / math.pi * (angle + sine * total) if odd else sine * total
 
 
-def _expanded(n: int, level: float) -> float:
+def _student_expansion(n: int, level: float) -> float:
     z = NormalDist().inv_cdf((1 + level) / 2)
     terms = (
         (z**3 + z) / 4,
@@ -100,7 +100,7 @@ class Sample:
     @property
     def starts(self) -> np.ndarray:
         """int[units]: the first token of each unit."""
-        blocks = min(max(1, -(-LEAST_UNITS // self.chunks)), self.per_chunk)
+        blocks = min(max(1, -(-MIN_UNITS // self.chunks)), self.per_chunk)
         within = np.arange(blocks) * self.per_chunk // blocks
         return (np.arange(self.chunks)[:, None] * self.per_chunk + within).reshape(-1)
 
@@ -116,18 +116,18 @@ class Sample:
         if len(means) < 3:
             return Interval(value, math.nan, math.nan, math.nan)
         error = float(means.std(ddof=1)) / math.sqrt(len(means))
-        reach = student(len(means) - 1, level) * error
-        return Interval(value, error, value - reach, value + reach)
+        half_width = student(len(means) - 1, level) * error
+        return Interval(value, error, value - half_width, value + half_width)
 
     def quantile(self, x: np.ndarray, share: float) -> Interval:
         """The quantile of x[tokens] at a share, with its interval. An end that the data do not give is NaN."""
         ordered = np.sort(x)
         value = at_share(ordered, share)
         below = self.mean(x <= value)
-        reach = (below.high - below.low) / 2
-        if not reach > 0:
+        half_width = (below.high - below.low) / 2
+        if not half_width > 0:
             return Interval(value, math.nan, math.nan, math.nan)
-        low, high = (at_share(ordered, s) if 0 < s < 1 else math.nan for s in (share - reach, share + reach))
+        low, high = (at_share(ordered, s) if 0 < s < 1 else math.nan for s in (share - half_width, share + half_width))
         return Interval(value, (high - low) / 2 / student(len(self.starts) - 1), low, high)
 
     def root_mean_square(self, x: np.ndarray) -> Interval:
@@ -160,9 +160,9 @@ def separate(sample: Sample, first: np.ndarray, second: np.ndarray, level: float
     if found.low > 0 or found.high < 0:
         return Separation(found, True, 0)
     tokens, value = sample.chunks * sample.per_chunk, abs(found.value)
-    reach = (found.high - found.low) / 2
+    half_width = (found.high - found.low) / 2
     # The error falls with the root of the number of tokens. Add a tenth to be above break-even.
-    factor = 1.1 * (reach / value) ** 2 if value else math.inf
+    factor = 1.1 * (half_width / value) ** 2 if value else math.inf
     return Separation(found, False, math.ceil(tokens * (factor - 1)) if factor <= 100 else None)
 
 

@@ -1,7 +1,7 @@
 """Multiple-choice tasks in llama-perplexity's file formats: HellaSwag, Winogrande, multiple choice.
 
 A choice's score is the mean log-probability of its tokens after the common beginning of all choices of the task. The
-prediction is the choice with the largest score, the first of equals. In Winogrande the tokens after the choice are
+prediction is the choice with the largest score, the first in a tie. In Winogrande the tokens after the choice are
 scored, because they tell which choice fits.
 """
 
@@ -34,22 +34,22 @@ _TRAILING = 3  # Winogrande: with more tokens than this after the common beginni
 
 @dataclass(frozen=True)
 class Task:
-    """A task: texts of which the one at index `right` is right.
+    """A task: texts of which the one at index `correct` is correct.
 
     heads   per text, its beginning up to and including the choice, which is not scored; None: the common beginning of
             the texts is not scored
     """
 
     texts: tuple[str, ...]
-    right: int
+    correct: int
     heads: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
 class Score:
-    """The result over some tasks: `right` predictions of `tasks`; `chance` is the expected accuracy of guessing."""
+    """The result over some tasks: `correct` predictions of `tasks`; `chance` is the expected accuracy of guessing."""
 
-    right: int
+    correct: int
     tasks: int
     chance: float
     name: str = ""
@@ -58,8 +58,8 @@ class Score:
 
     @property
     def accuracy(self) -> float:
-        """Share of right predictions."""
-        return self.right / self.tasks
+        """Share of correct predictions."""
+        return self.correct / self.tasks
 
     @property
     def error(self) -> float:
@@ -77,7 +77,7 @@ class Score:
 
 
 def hellaswag(path: str | os.PathLike[str], limit: int = 400) -> list[Task]:
-    """Read HellaSwag tasks: six lines each (context, number of the right ending, four endings).
+    """Read HellaSwag tasks: six lines each (context, number of the correct ending, four endings).
 
     At most `limit` tasks, sampled as in llama-perplexity.
     """
@@ -86,10 +86,10 @@ def hellaswag(path: str | os.PathLike[str], limit: int = 400) -> list[Task]:
         raise FormatError(f"{path}: {len(lines)} lines; HellaSwag tasks have six lines each")
     tasks = []
     for i in range(0, len(lines), 6):
-        context, right, *endings = lines[i : i + 6]
-        if right.strip() not in ("0", "1", "2", "3"):
-            raise FormatError(f"{path}: line {i + 2}: '{right}' is not the number of an ending, 0 to 3")
-        tasks.append(Task(tuple(f"{context} {ending}" for ending in endings), int(right)))
+        context, correct, *endings = lines[i : i + 6]
+        if correct.strip() not in ("0", "1", "2", "3"):
+            raise FormatError(f"{path}: line {i + 2}: '{correct}' is not the number of an ending, 0 to 3")
+        tasks.append(Task(tuple(f"{context} {ending}" for ending in endings), int(correct)))
     return sampled(tasks, limit)
 
 
@@ -120,9 +120,9 @@ def multiple_choice(path: str | os.PathLike[str], limit: int = 0) -> list[Task]:
         start = reader.at
         question = reader.text()
         answers, labels = reader.answers()
-        reader.answers()  # the answers of which several may be right are not used
+        reader.answers()  # the answers of which several may be correct are not used
         if sum(labels) != 1 or set(labels) - {0, 1}:
-            raise FormatError(f"{path}: task {index}, offset {start}: labels {labels}; one answer must be right")
+            raise FormatError(f"{path}: task {index}, offset {start}: labels {labels}; one answer must be correct")
         tasks.append(Task(tuple(f"{question} {answer}" for answer in answers), labels.index(1)))
     return tasks
 
@@ -179,11 +179,11 @@ def sampled(tasks: Sequence[Task], limit: int) -> list[Task]:
 
 def evaluate(model: ChunkModel, tasks: Sequence[Task]) -> Iterator[Score]:
     """Score task after task and yield the score so far."""
-    right, chance = 0, 0.0
+    correct, chance = 0, 0.0
     for done, task in enumerate(tasks, 1):
-        right += int(np.argmax(scores(model, task))) == task.right
+        correct += int(np.argmax(scores(model, task))) == task.correct
         chance += 1 / len(task.texts)
-        yield Score(right, done, chance / done)
+        yield Score(correct, done, chance / done)
 
 
 def scores(model: ChunkModel, task: Task) -> np.ndarray:
@@ -191,8 +191,8 @@ def scores(model: ChunkModel, task: Task) -> np.ndarray:
     ids = [model.tokenizer.encode(text, bos=None) for text in task.texts]
     if len(ids) < 2:
         raise DataError(f"a task has {len(ids)} choices, at least 2 are needed: '{task.texts[:1]}'")
-    shared = _shared(ids)
-    spans = [_scored(i, sequence, shared, task, ids, model) for i, sequence in enumerate(ids)]
+    shared = _common_prefix(ids)
+    spans = [_scored_span(i, sequence, shared, task, ids, model) for i, sequence in enumerate(ids)]
     longest = max(map(len, ids))
     check_context(model, longest)
     padded = np.array([sequence + [sequence[-1]] * (longest - len(sequence)) for sequence in ids])
@@ -205,7 +205,7 @@ def scores(model: ChunkModel, task: Task) -> np.ndarray:
     return found
 
 
-def _shared(ids: Sequence[Sequence[int]]) -> int:
+def _common_prefix(ids: Sequence[Sequence[int]]) -> int:
     """Length of the common beginning; at least 1, since the first token cannot be scored, and less than any length."""
     shortest = min(map(len, ids))
     if shortest < 2:
@@ -214,7 +214,7 @@ def _shared(ids: Sequence[Sequence[int]]) -> int:
     return min(max(1, same), shortest - 1)
 
 
-def _scored(
+def _scored_span(
     i: int, sequence: Sequence[int], shared: int, task: Task, ids: Sequence[Sequence[int]], model: ChunkModel
 ) -> tuple[int, int]:
     """The tokens start … stop - 1 of text i are scored."""

@@ -134,7 +134,7 @@ class AtomicFile:
     def discard(self, keep: bool = False) -> None:
         """Close the partial file and, unless it is to `keep`, remove it. Does nothing after `replace`."""
         if not self.stream.closed:
-            # Closing flushes the buffer, which may fail, for example on a full disk. The file is closed all the same,
+            # Closing flushes the buffer, which may fail, for example on a full disk. The file is closed anyway,
             # and its bytes are not needed.
             with suppress(OSError):
                 self.stream.close()

@@ -1,8 +1,8 @@
 """The front matter of a model card: YAML between two lines `---` at the beginning of a README.md.
 
 Every scalar is read as text: in `language: [en, no]` the second value is Norwegian, not false, and a version 1.10 does
-not become 1.1. Cards come from strangers. Aliases (which multiply), tags, deep nesting and blocks of more than
-MOST_BYTES are refused.
+not become 1.1. Cards are untrusted: aliases (which multiply), tags, deep nesting and blocks of more than
+MAX_BYTES are refused.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 from quantkit.errors import FormatError
 from quantkit.inputs.regular_file import read_beginning
 
-MOST_BYTES = 1 << 20  # cards with thousands of results of benchmarks in their front matter have a third of it
-_DEEPEST = 32
+MAX_BYTES = 1 << 20  # the front matter of cards with thousands of benchmark results takes a third
+_MAX_DEPTH = 32
 _BLOCK = re.compile(rb"(?:\xef\xbb\xbf)?---[ \t]*\r?\n(.*?\n)??---[ \t]*(?:\r?\n|\Z)", re.DOTALL)
 _NULL = frozenset(("", "~", "null", "Null", "NULL"))
 
@@ -29,25 +29,25 @@ def read(path: str | os.PathLike[str]) -> Mapping[str, Value]:
 
     Values are text, lists, mappings, and None where the value is empty or null.
     """
-    data = read_beginning(path, MOST_BYTES + 16)
+    data = read_beginning(path, MAX_BYTES + 16)
     block = _BLOCK.match(data)
     if block is None:
-        if len(data) > MOST_BYTES and data.startswith(b"---"):
-            raise FormatError(f"{path}: the front matter has more than {MOST_BYTES} bytes, or no end")
+        if len(data) > MAX_BYTES and data.startswith(b"---"):
+            raise FormatError(f"{path}: the front matter has more than {MAX_BYTES} bytes, or no closing line '---'")
         return {}
     try:
-        found = _parsed((block[1] or b"").decode())
+        value = _parsed((block[1] or b"").decode())
     except (_Refused, UnicodeDecodeError) as error:
         raise FormatError(f"{path}: the front matter is not plain YAML: {error}") from None
-    if found is None:
+    if value is None:
         return {}
-    if not isinstance(found, dict):
-        raise FormatError(f"{path}: the front matter is no mapping of keys to values")
-    return found
+    if not isinstance(value, dict):
+        raise FormatError(f"{path}: the front matter is not a mapping of keys to values")
+    return value
 
 
 class _Refused(Exception):
-    """What is wrong, and in which line of the file."""
+    """The reason, and the line of the file."""
 
 
 def _parsed(text: str) -> Value:
@@ -86,8 +86,8 @@ class _Builder:
             self._put(made, None, line)
             self._open.append(made)
             self._keys.append(None)
-            if len(self._open) > _DEEPEST:
-                raise _Refused(f"line {line}: nested deeper than {_DEEPEST}")
+            if len(self._open) > _MAX_DEPTH:
+                raise _Refused(f"line {line}: nested deeper than {_MAX_DEPTH}")
         elif isinstance(event, (yaml.SequenceEndEvent, yaml.MappingEndEvent)):
             self._open.pop()
             self._keys.pop()

@@ -1,7 +1,7 @@
-"""A journal beside a file that is being written: which parts are complete on the disk, so that a run can be resumed.
+"""A journal of a file that is being written: which parts are complete on the disk, so that a run can be resumed.
 
     {"journal": 1, "job": "…", …}          the job, by a digest of everything that decides its bytes
-    {"name": "blk.0.attn_q.weight", …}     an entry for each part that is done
+    {"name": "blk.0.attn_q.weight", …}     an entry for each complete part
 
 Lines of JSON. An entry is written after its data were synced, then synced itself. A thread does both a few times a
 second, so the work does not wait. An incomplete last line, left by a crash, is cut off when the run is resumed. (The
@@ -29,7 +29,7 @@ _EVERY = 0.2  # seconds between two syncs
 
 
 @dataclass(frozen=True)
-class Found:
+class StoredJournal:
     """A journal that an earlier run left: its first line, its entries by name, and `size`, the bytes of these lines."""
 
     header: Json
@@ -37,7 +37,7 @@ class Found:
     size: int
 
 
-def read(path: Path) -> Found | None:
+def read(path: Path) -> StoredJournal | None:
     """Read the journal at a path, up to the first incomplete line; None if it is missing, empty or of another version.
 
     QuantkitError if no earlier run left the file (`owned`).
@@ -56,7 +56,7 @@ def read(path: Path) -> Found | None:
         size += len(line)
     if not lines or lines[0]["journal"] != VERSION:
         return None
-    return Found(lines[0], {str(entry["name"]): entry for entry in lines[1:]}, size)
+    return StoredJournal(lines[0], {str(entry["name"]): entry for entry in lines[1:]}, size)
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:
@@ -81,7 +81,7 @@ class Journal:
         path: Path,
         header: Json,
         sync: Callable[[], None],
-        found: Found | None = None,
+        found: StoredJournal | None = None,
         entries: Sequence[Json] = (),
     ):
         """Resume the journal `found`, or start a new one with `entries` for what is done and synced already."""

@@ -21,7 +21,7 @@ from quantkit.errors import FormatError
 def map_file(path: Path) -> np.ndarray:
     """Map a regular file: read-only uint8[size]. The mapping lives as long as its views.
 
-    FormatError if the file is missing, unreadable, empty or not regular (opening a pipe would wait for ever).
+    FormatError if the file is missing, unreadable, empty or not regular (opening a pipe would block forever).
     """
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):

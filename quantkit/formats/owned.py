@@ -1,13 +1,13 @@
 """Opening files whose names quantkit chooses: partial files, journals, saved runs. Others can guess these names.
 
-In a folder that others can write to, such as /tmp, somebody may have put a link, a pipe or a file of their own under
+In a folder that others can write to, such as /tmp, another user may have put a link, a pipe or a file under
 such a name. So quantkit creates such a file with O_EXCL. It opens an existing one only if the file is
 
 - no symbolic link (O_NOFOLLOW) and no pipe, socket or device; opening never waits (O_NONBLOCK);
 - a regular file with one name: writing to a hard link would change the file behind its other name;
 - owned by the user who runs quantkit, by root, or by the owner of the folder, who could replace it at any time.
 
-Anything else is a QuantkitError that says what is there; nothing is changed or removed.
+For anything else, a QuantkitError says what was found; nothing is changed or removed.
 
 The user chooses the names of outputs. A symbolic link there stays a link: the file it points to is written, as `cp`
 and `llama-quantize` do. Links of other users in folders like /tmp are refused, as the kernel refuses them for `open`.
@@ -22,8 +22,8 @@ from pathlib import Path
 
 from quantkit.errors import QuantkitError
 
-_MAX_LINKS = 40  # as many as Linux follows
-# Windows has none of these but O_BINARY.
+_MAX_LINKS = 40  # the limit of Linux
+# Of these, Windows has only O_BINARY.
 _SAFELY = (
     getattr(os, "O_NOFOLLOW", 0)
     | getattr(os, "O_NONBLOCK", 0)
@@ -43,7 +43,7 @@ def open_new(path: Path, mode: int = 0o666) -> int:
 
 
 def open_own(path: Path, flags: int = os.O_RDONLY) -> int:
-    """Open a file that an earlier run left. FileNotFoundError if there is none; QuantkitError for any other file."""
+    """Open a file that an earlier run left. FileNotFoundError if it is missing; QuantkitError for any other file."""
     try:
         fd = os.open(path, flags | _SAFELY)
     except OSError as error:

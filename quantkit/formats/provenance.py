@@ -13,13 +13,13 @@ An output has them in its metadata, one line a `Record`:
     quantkit.source.sha256      of the names and sources of all tensors
     quantkit.imatrix.sha256     of the whole importance matrix. With --hide-imatrix it is absent, and IMPORTANCE is
                                 "hidden"
-    quantkit.calibration        of a file whose importance was measured while it was written: how. IMPORTANCE and
+    quantkit.calibration        only with --calibrate: the settings of the measurement. IMPORTANCE and
                                 quantkit.imatrix.sha256 are then hashes of the text and the settings
 
 The records stay when the file is copied, split or repacked, so TYPE may be the type before repacking.
 
 The hash of a tensor is the first 128 bits of SHA-256 over the hashes of its pieces (`row_pieces`). So threads hash the
-pieces that they work on anyway, and nothing is read only to be hashed. Hashing costs about a nanosecond a byte: a tenth
+pieces that they encode anyway, and nothing is read only to be hashed. Hashing costs about a nanosecond a byte: a tenth
 of the CPU time of F16 to Q4_K_M, a sixth of that to Q8_0, and less the longer an encoder searches.
 
 **The version of a codec** is a hash of the bytes to which it encodes a fixed probe (`codec`). A version number in each
@@ -27,7 +27,7 @@ type's file would be forgotten. A hash of the sources changes with every comment
 update would requantize everything. The bytes of the probe change if and only if the bytes of files change. They also
 cover the compiler, which a hash of sources does not. A change that touches none of the probe's 1024 blocks of 32 is
 missed. So the probe has rows of many kinds, with importance and without: normal, heavy-tailed, sparse, ternary, tiny
-and huge weights, outliers, rows off centre.
+and huge weights, outliers, rows with a nonzero mean.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Rows(Protocol):
 
     @property
     def type(self) -> QuantType:
-        """The type of the bytes that `rows` gives."""
+        """The type of the bytes that `rows` returns."""
 
     def rows(self, start: int, stop: int) -> np.ndarray:
         """uint8[stop - start, row_bytes]: some rows as stored."""
@@ -87,7 +87,7 @@ class Record:
 
     @classmethod
     def parse(cls, line: str) -> Record | None:
-        """The record of a line; None if the line has not six fields."""
+        """The record of a line; None unless the line has six fields."""
         parts = line.rsplit(" ", 5)
         return cls(*parts) if len(parts) == 6 else None
 
@@ -95,7 +95,7 @@ class Record:
         """The record without the hash of the importance."""
         return self if self.importance == NONE else replace(self, importance=HIDDEN)
 
-    def made_like(self, other: Record) -> bool:
+    def same_encoding(self, other: Record) -> bool:
         """Whether type, importance and codec are the same; sources are not compared. False for hidden importance."""
         mine, others = ((record.type, record.importance, record.codec) for record in (self, other))
         return mine == others and self.importance != HIDDEN
@@ -113,10 +113,10 @@ def unknown(name: str, kind: str, importance: str, codec_: str) -> Record:
     return Record(name, kind, _UNKNOWN, importance, codec_, _UNKNOWN)
 
 
-def of_sources(made: Iterable[Record]) -> str:
+def of_sources(tensor_records: Iterable[Record]) -> str:
     """SHA-256 of the names and source hashes of all tensors, in order."""
     return hashlib.sha256(
-        "".join(f"{r.name} {r.source}\n" for r in made).encode("utf-8", "surrogateescape")
+        "".join(f"{r.name} {r.source}\n" for r in tensor_records).encode("utf-8", "surrogateescape")
     ).hexdigest()
 
 
@@ -150,13 +150,13 @@ def of_importance(values: np.ndarray | None) -> str:
 
 
 def of_entry(imatrix: Imatrix, name: str, with_moments: bool) -> str:
-    """The hash of what an importance matrix tells of a tensor: importance and, `with_moments`, second moments."""
+    """The hash of a tensor's importance and, `with_moments`, second moments in an importance matrix."""
     moments = imatrix.second_moments.get(name) if with_moments else None
     return of_importance(imatrix[name].values) + (moments.sha256()[:32] if moments is not None else "")
 
 
 def of_calibration(digest: str, with_moments: bool) -> str:
-    """The hash that stands for importance, and second moments, that are measured while a file is written."""
+    """The value of `importance` for importance, and second moments, that are measured while the file is written."""
     return digest[:32] * (1 + with_moments)
 
 
@@ -185,8 +185,8 @@ def codec(name: str, effort: str, second_moments: bool = False) -> str:
     kind, digest = types.get(name), hashlib.sha256()
     x, importance = _probe()
     if second_moments:
-        whole = np.rint(x[:16] * 2**15).astype(np.int64)  # sums of integers are the same on every machine
-        h = ((whole.T @ whole) / 2.0**34).astype(np.float32)
+        integers = np.rint(x[:16] * 2**15).astype(np.int64)  # sums of integers are the same on every machine
+        h = ((integers.T @ integers) / 2.0**34).astype(np.float32)
         digest.update(kind.quantize(x, importance, second_moments=h, effort=effort, threads=1).tobytes())
     for weights in () if second_moments else (None, importance):
         if weights is not None or not kind.requires_imatrix:

@@ -41,7 +41,7 @@ def records(path: Path, data: np.ndarray) -> dict[str, Record]:
         ends.append((entry.header_offset, start + entry.file_size, entry.filename))
         name = entry.filename.partition("/")[2]
         if name in found:
-            raise FormatError(f"{path}: record {entry.filename!r} is there twice")
+            raise FormatError(f"{path}: record {entry.filename!r} occurs twice")
         found[name] = Record(start, entry.file_size)
     ends.sort()
     for (_, end, name), (begin, _, other) in itertools.pairwise(ends):

@@ -1,4 +1,4 @@
-"""Checks of what comes from outside, before anything is made of it.
+"""Checks of input from outside, before it is used.
 
 - `arguments` checks what callers pass to public functions.
 - `regular_file` reads files within a limit on their size.

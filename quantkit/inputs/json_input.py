@@ -1,8 +1,8 @@
-"""JSON documents from files that strangers wrote, with limits on size and depth.
+"""JSON documents from untrusted files, with limits on size and depth.
 
 Python's parser raises RecursionError for deep nesting, and code that walks over a document recurses as well. `parse`
 gives a document of up to `MAX_DEPTH` levels, or a FormatError that names where the text is from.
-`formats/safetensors/json_scanner.py` is for large headers, of which little is wanted.
+`formats/safetensors/json_scanner.py` is for large headers of which only a few values are needed.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from quantkit.errors import FormatError
 from quantkit.inputs.regular_file import read_bytes
 
 Json = Mapping[str, Any]
-"""An object of a parsed document. Its values are what a stranger wrote: of any type until they are checked."""
+"""An object of a parsed document. Its values are untrusted, so of any type until they are checked."""
 
 MAX_DEPTH = 64
 MAX_BYTES = 256 << 20  # the largest tokenizer.json of known models has 34 MiB
 
 
 def parse(text: str | bytes, where: str) -> Any:
-    """The document in a text. `where` begins the message of the FormatError where it is none."""
+    """The document in a text. `where` begins the message of the FormatError for invalid JSON."""
     try:
         found = json.loads(text)
     except RecursionError:
@@ -37,12 +37,12 @@ def parse(text: str | bytes, where: str) -> Any:
 
 
 def read(path: str | os.PathLike[str]) -> Any:
-    """The document in a regular file of up to MAX_BYTES; FormatError where it is none. OSError as of `open`."""
+    """The document in a regular file of up to MAX_BYTES; FormatError if it is not JSON. OSError as from `open`."""
     return parse(read_bytes(path, MAX_BYTES), str(path))
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; {} where there is no such file."""
+    """The JSON object in a file; {} if the file does not exist."""
     if not path.exists():
         return {}
     found = read(path)

@@ -1,7 +1,7 @@
-"""Reading whole files that strangers named or wrote, within a limit on their size.
+"""Read whole untrusted files, up to a size limit.
 
-A directory of a model may hold a pipe under a name that is read, for which `open` would wait for ever, or a file that
-does not fit memory.
+In a model directory, a name that is read may be a pipe, on which `open` would block forever, or a file larger than
+memory.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ MAX_TEXT = 16 << 20  # bytes of a text such as a chat template; the longest publ
 
 
 def read_bytes(path: str | os.PathLike[str], limit: int) -> bytes:
-    """The bytes of a regular file of up to `limit` bytes; FormatError for any other file. OSError as of `open`."""
+    """The bytes of a regular file of up to `limit` bytes; FormatError for any other file. OSError as from `open`."""
     data = read_beginning(path, limit + 1)
     if len(data) > limit:
-        raise FormatError(f"{path}: {os.stat(path).st_size} bytes, quantkit reads such files of up to {limit}")
+        raise FormatError(f"{path}: {os.stat(path).st_size} bytes, the limit for such files is {limit} bytes")
     return data
 
 
 def read_beginning(path: str | os.PathLike[str], nbytes: int) -> bytes:
-    """The first `nbytes` of a regular file, all of a shorter one. FormatError for a pipe, a device or a directory."""
+    """The first `nbytes` of a regular file, or all of a shorter one. FormatError for other files, such as a pipe."""
     with open(path, "rb", opener=_open_without_waiting) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise FormatError(f"{path}: not a regular file")
@@ -32,7 +32,7 @@ def read_beginning(path: str | os.PathLike[str], nbytes: int) -> bytes:
 
 
 def read_text(path: Path, limit: int = MAX_TEXT) -> str:
-    """The text of a regular file in UTF-8, line ends as \\n; FormatError where it is no text."""
+    """The text of a regular file in UTF-8, line ends as \\n; FormatError if it is not UTF-8."""
     try:
         text = read_bytes(path, limit).decode()
     except UnicodeDecodeError as error:
@@ -41,5 +41,5 @@ def read_text(path: Path, limit: int = MAX_TEXT) -> str:
 
 
 def _open_without_waiting(path: str, flags: int) -> int:
-    """As `os.open`, without waiting for the other end of a pipe."""
+    """`os.open` that does not block on a pipe without a writer."""
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))

@@ -4,10 +4,10 @@ r"""Regular expressions from users and files, which may be hostile: the time of 
     pattern.search("blk.0.ffn_up_exps.weight")      a match object or None, as from re
 
 Python's `re` backtracks: `([a-z_.0-9]*)*!` takes years on a name of 30 characters, and `re` cannot be stopped. So
-`_Scan` first bounds, from the pattern's text alone, in how many ways it can match. Nearly all patterns that people
-write have few ways on names as long as those of tensors, and `re` searches them. RE2, whose time is linear, searches
-for the others, and in longer names. It has no lookahead, lookbehind or back references: a pattern that needs these and
-has too many ways is refused, with the reason.
+`_Scan` first bounds, from the pattern's text alone, in how many ways it can match. Nearly all patterns in use have few
+ways on texts as short as tensor names, and `re` searches for them. RE2, whose time is linear, is used for the others
+and for longer texts. It has no lookahead, lookbehind or back references: a pattern that needs these and has too many
+ways is refused, with the reason.
 
 The package `regex` with a time limit is no alternative: each search takes ten times as long, and `(a{65000}){65000}`
 fills the memory while it is compiled, where the limit does not apply.
@@ -45,11 +45,11 @@ class Pattern:
         try:
             self._longest = _longest(_Scan(text).ways())
             self._compiled = re.compile(text, re.ASCII if ascii else 0)
-        except re.error as wrong:
-            at = f" at position {wrong.pos}" if wrong.pos is not None else ""
-            self._refuse(f"is not a regular expression: {wrong.msg}{at}")
-        except (OverflowError, RecursionError) as wrong:
-            self._refuse(f"is not a regular expression: {wrong}")
+        except re.error as failure:
+            at = f" at position {failure.pos}" if failure.pos is not None else ""
+            self._refuse(f"is not a regular expression: {failure.msg}{at}")
+        except (OverflowError, RecursionError) as failure:
+            self._refuse(f"is not a regular expression: {failure}")
 
     def search(self, text: str) -> Any:
         """The first match anywhere in a text, or None."""
@@ -68,11 +68,13 @@ class Pattern:
             options.log_errors = False
             try:
                 self._linear = re2.compile(_FOR_RE2.sub(_escape_of_re2, self._text), options)
-            except re2.error as wrong:
-                reason = wrong.args[0].decode(errors="replace") if isinstance(wrong.args[0], bytes) else str(wrong)
+            except re2.error as failure:
+                reason = (
+                    failure.args[0].decode(errors="replace") if isinstance(failure.args[0], bytes) else str(failure)
+                )
                 name = printable(text if len(text) <= 100 else f"{text[:100]}…")
                 self._refuse(
-                    f"could take for ever on '{name}', of {len(text)} characters: it repeats what already repeats, or "
+                    f"could take forever on '{name}', of {len(text)} characters: it repeats a repeated part, or "
                     f"repeats too often, and a linear search cannot replace that ({reason}); repeat single characters "
                     "only, or leave out lookaheads and back references"
                 )
@@ -104,10 +106,10 @@ def repeats(text: str) -> float:
     if len(text) > MAX_LENGTH:
         return float("inf")
     try:
-        found = _Scan(text).ways()
+        ways = _Scan(text).ways()
     except RecursionError:
         return float("inf")
-    return found.spans if found.factor < 1000 else float("inf")
+    return ways.spans if ways.factor < 1000 else float("inf")
 
 
 def _escape_of_re2(found: re.Match[str]) -> str:
@@ -118,11 +120,14 @@ def _escape_of_re2(found: re.Match[str]) -> str:
 
 @dataclass(frozen=True)
 class _Ways:
-    """In how many ways a part of a pattern can match: at most `factor` times the ways to place `spans` spans."""
+    """An upper bound of the ways in which a part of a pattern can match a text.
+
+    It is `factor` times the number of ways to place `spans` runs of any length (`a*` is one run) in the text.
+    """
 
     factor: int = 1
     spans: float = 0  # infinite where the number may grow exponentially
-    empty: bool = False  # whether the part may match nothing
+    empty: bool = False  # whether the part can match the empty string
 
     def __mul__(self, other: _Ways) -> _Ways:
         """One part after the other."""
@@ -137,7 +142,7 @@ _ENDLESS = _Ways(spans=float("inf"), empty=True)
 
 
 def _longest(ways: _Ways) -> int:
-    """The longest text on which a search takes at most _MAX_WAYS steps; -1 where there is none."""
+    """The longest text on which a search takes at most _MAX_WAYS steps; -1 if there is none."""
     if ways.spans > 20:
         return -1
     places = int(ways.spans) + 1  # and where the match begins
@@ -162,8 +167,8 @@ class _Scan:
         self._text, self._at, self._depth = text, 0, 0
 
     def ways(self) -> _Ways:
-        found = self._alternatives()
-        return found if self._at == len(self._text) else _ENDLESS  # a ) too many, which `re` refuses
+        ways = self._alternatives()
+        return ways if self._at == len(self._text) else _ENDLESS  # an unmatched ), which `re` refuses
 
     def _alternatives(self) -> _Ways:
         """Alternatives up to a ) or the end. Of those that begin with different characters only one can match."""
@@ -181,18 +186,18 @@ class _Scan:
         return _Ways(min(factor, _MAX_WAYS), max(ways.spans for ways in every), any(ways.empty for ways in every))
 
     def _first(self) -> str:
-        """The character that an alternative begins with; "" if that is not one certain character."""
+        """The character that an alternative begins with; "" if that can be more than one."""
         text, at = self._text, self._at
         size = 2 if text[at : at + 1] == "\\" and not text[at + 1 : at + 2].isalnum() else 1
-        found, behind = text[at : at + size], text[at + size : at + size + 1]
+        found, following = text[at : at + size], text[at + size : at + size + 1]
         plain = len(found) == 2 or (found and found not in r".^$*+?{}[]\|()")
-        return found[-1] if plain and behind not in ("*", "?", "{") else ""
+        return found[-1] if plain and following not in ("*", "?", "{") else ""
 
     def _sequence(self) -> _Ways:
-        found = _Ways(empty=True)
+        ways = _Ways(empty=True)
         while self._at < len(self._text) and self._text[self._at] not in "|)":
-            found *= self._repeated(self._atom())
-        return found
+            ways *= self._repeated(self._atom())
+        return ways
 
     def _atom(self) -> _Ways:
         character = self._text[self._at]
@@ -204,16 +209,16 @@ class _Scan:
         if character == "\\":
             following = self._text[self._at + 1 : self._at + 2]
             self._at += 2
-            return _Ways(empty=following in "bBAZ" or following.isdigit())  # a border, or what a group found
+            return _Ways(empty=following in "bBAZ" or following.isdigit())  # a boundary, or a back reference
         self._at += 1
         return _Ways(empty=character in "^$")
 
     def _group(self) -> _Ways:
-        found = _PLAIN_GROUP.match(self._text, self._at)
-        assert found is not None  # it begins with (
-        known = found[0] != "(" or self._text[self._at + 1 : self._at + 2] != "?"
-        looks = found[0][-1] in "=!"
-        self._at = found.end()
+        opening = _PLAIN_GROUP.match(self._text, self._at)
+        assert opening is not None  # it begins with (
+        known = opening[0] != "(" or self._text[self._at + 1 : self._at + 2] != "?"
+        is_lookaround = opening[0][-1] in "=!"
+        self._at = opening.end()
         self._depth += 1
         if self._depth > _MAX_DEPTH:
             raise RecursionError(f"over {_MAX_DEPTH} groups within groups")
@@ -222,7 +227,7 @@ class _Scan:
         self._at += 1  # the )
         if not known:
             return _ENDLESS
-        return _Ways(inside.factor, inside.spans, inside.empty or looks)
+        return _Ways(inside.factor, inside.spans, inside.empty or is_lookaround)
 
     def _pass_class(self) -> None:
         """Skip a [ up to its ]. A ] that comes first is a character of the class."""
@@ -240,15 +245,15 @@ class _Scan:
         return part
 
     def _quantifier(self) -> tuple[int, int | None] | None:
-        """The least and the greatest number of repetitions (None: no limit); None if no quantifier is here."""
+        """The smallest and the largest number of repetitions (None: no limit); None if no quantifier is here."""
         character = self._text[self._at : self._at + 1]
         if character in ("*", "+", "?"):
             self._at += 1
             found: tuple[int, int | None] = {"*": (0, None), "+": (1, None), "?": (0, 1)}[character]
         elif (counted := _COUNTED.match(self._text, self._at)) and counted[0] not in ("{}", "{,}"):
             self._at = counted.end()
-            least = int(counted[1] or 0)
-            found = (least, least if not counted[2] else int(counted[3]) if counted[3] else None)
+            minimum = int(counted[1] or 0)
+            found = (minimum, minimum if not counted[2] else int(counted[3]) if counted[3] else None)
         else:
             return None
         if self._text[self._at : self._at + 1] in ("?", "+"):  # lazy, possessive: no more ways than without
@@ -256,15 +261,15 @@ class _Scan:
         return found
 
 
-def _repeat(part: _Ways, least: int, most: int | None) -> _Ways:
-    empty = part.empty or least == 0
-    if (most is None or most > 1) and (part.empty or (most is None and not part.single)):
+def _repeat(part: _Ways, minimum: int, maximum: int | None) -> _Ways:
+    empty = part.empty or minimum == 0
+    if (maximum is None or maximum > 1) and (part.empty or (maximum is None and not part.single)):
         return _ENDLESS
-    if most is None:
+    if maximum is None:
         return _Ways(spans=1, empty=empty)
     if part.single:
-        return _Ways(max(1, most - least + 1), empty=empty)
-    if most > 20:
+        return _Ways(max(1, maximum - minimum + 1), empty=empty)
+    if maximum > 20:
         return _ENDLESS
-    factor = sum(part.factor**count for count in range(least, most + 1))
-    return _Ways(max(1, min(factor, _MAX_WAYS)), part.spans * most, empty)
+    factor = sum(part.factor**count for count in range(minimum, maximum + 1))
+    return _Ways(max(1, min(factor, _MAX_WAYS)), part.spans * maximum, empty)

@@ -1,11 +1,11 @@
 """Typed access to the settings of a config.json.
 
-    integer(config, "moe_k", 1)              a whole number, 1 where the setting is absent or null
+    integer(config, "moe_k", 1)              a whole number; 1 if the setting is absent or null
     real(config, "rope_theta", 10000.0)      a finite number
-    sequence(config, "layer_types")          a list, [] where it is absent
-    mapping(config, "rope_scaling")          an object, {} where it is absent
+    sequence(config, "layer_types")          a list; [] if it is absent
+    mapping(config, "rope_scaling")          an object; {} if it is absent
 
-Each raises a FormatError that names the setting and its value where that has another type. Bounds of the settings that
+Each raises a FormatError with the name and the value of a setting of another type. Bounds of the settings that
 several architectures share are in `archs/common/checked.py`.
 """
 
@@ -18,7 +18,7 @@ from quantkit.errors import FormatError
 
 
 def integer(config: Mapping[str, object], key: str, default: int = 0) -> int:
-    """The whole number `config[key]`; `default` where it is absent or null. A bool or a float is none."""
+    """The whole number `config[key]`; `default` if it is absent or null. A bool or a float is an error."""
     value = config.get(key)
     if value is None:
         return default
@@ -28,17 +28,17 @@ def integer(config: Mapping[str, object], key: str, default: int = 0) -> int:
 
 
 def real(config: Mapping[str, object], key: str, default: float = 0.0) -> float:
-    """The finite number `config[key]` as a float; `default` where it is absent or null."""
+    """The finite number `config[key]` as a float; `default` if it is absent or null."""
     value = config.get(key)
     if value is None:
         return default
-    if type(value) not in (int, float) or not math.isfinite(value):  # type: ignore[arg-type]  # one of the two
+    if type(value) not in (int, float) or not math.isfinite(value):  # type: ignore[arg-type]  # int or float
         raise _wrong(key, value, "a finite number")
-    return float(value)  # type: ignore[arg-type]  # likewise
+    return float(value)  # type: ignore[arg-type]  # int or float
 
 
 def sequence(config: Mapping[str, object], key: str) -> Sequence[object]:
-    """The list `config[key]`; empty where it is absent or null."""
+    """The list `config[key]`; empty if it is absent or null."""
     value = config.get(key)
     if value is None:
         return []
@@ -48,7 +48,7 @@ def sequence(config: Mapping[str, object], key: str) -> Sequence[object]:
 
 
 def mapping(config: Mapping[str, object], key: str) -> Mapping[str, object]:
-    """The object `config[key]`; empty where it is absent or null."""
+    """The object `config[key]`; empty if it is absent or null."""
     value = config.get(key)
     if value is None:
         return {}

@@ -153,11 +153,11 @@ def plan(source: PathLike | GGUF | Model, type: str | None = None, options: Plan
     target = planning.require_file_type(options, type)
     model = planning.open_model(source)
     matrix = planning.read_imatrix(options)
-    made = planning.plan_types_assuming_imatrix(model, target, options, matrix)
-    devices = planning.plan_devices(options, made, model.metadata)
+    type_plan = planning.plan_types_assuming_imatrix(model, target, options, matrix)
+    devices = planning.plan_devices(options, type_plan, model.metadata)
     if options.strict:
-        planning.require_clean(made, devices)
-    return PlanResult(made, devices, matrix)
+        planning.require_clean(type_plan, devices)
+    return PlanResult(type_plan, devices, matrix)
 
 
 @dataclass(frozen=True)
@@ -265,11 +265,11 @@ def prepare_quantize(
     for text in texts(options.override_kv):
         Override.parse(text)
     if type is None:
-        made = planning.replay_plan(model, options, matrix)
+        type_plan = planning.replay_plan(model, options, matrix)
     else:
-        made = planning.plan_types(model, type, options, matrix)
-    made.require_codecs()
-    return Quantization(model, made, matrix, options)
+        type_plan = planning.plan_types(model, type, options, matrix)
+    type_plan.require_codecs()
+    return Quantization(model, type_plan, matrix, options)
 
 
 def quantize(

@@ -108,15 +108,15 @@ class Relayout:
         return before != [(c.spec.name, c.spec.shape) for c in self.changes]
 
     @property
-    def made(self) -> list[RelayoutTensor]:
+    def new_tensors(self) -> list[RelayoutTensor]:
         """The tensors that are not copied."""
         return [change for change in self.changes if change.how != COPIED]
 
     @property
     def dropped(self) -> list[str]:
         """Names of the source's tensors that the output lacks."""
-        kept = {change.spec.name for change in self.changes}
-        return [name for name in self.source.tensors if name not in kept]
+        names = {change.spec.name for change in self.changes}
+        return [name for name in self.source.tensors if name not in names]
 
     @property
     def nbytes(self) -> int:
@@ -150,8 +150,8 @@ def plan_relayout(source: GGUF, layout: str, kind: str | None = None) -> Relayou
             changes.append(RelayoutTensor(spec, {"": tensor}, COPIED, shard))
         elif match[1] not in done:
             done.add(match[1])
-            made = _layer(f"blk.{match[1]}", of_layer[match[1]], layout, sizes, chosen)
-            changes += [RelayoutTensor(*parts, shard) for parts in made]
+            new_tensors = _layer(f"blk.{match[1]}", of_layer[match[1]], layout, sizes, chosen)
+            changes += [RelayoutTensor(*parts, shard) for parts in new_tensors]
     return Relayout(source, layout, sizes, changes, _metadata(source, layout, sizes, changes))
 
 
@@ -223,7 +223,7 @@ def _type(
 
 def _metadata(source: GGUF, layout: str, sizes: HeadSizes, changes: list[RelayoutTensor]) -> Metadata:
     """The metadata with the layout's head keys, and provenance records only of the copied tensors."""
-    made, name = source.metadata.copy(), source.metadata["general.architecture"]
+    metadata, name = source.metadata.copy(), source.metadata["general.architecture"]
     key, latent = sizes.nope + sizes.rope, layout == "k_b+v_b"
     numbers = {
         "head_count_kv": 1 if latent else sizes.heads,
@@ -232,13 +232,13 @@ def _metadata(source: GGUF, layout: str, sizes: HeadSizes, changes: list[Relayou
     }
     numbers |= {"key_length_mla": key, "value_length_mla": sizes.v} if latent else {}
     for part in ("key_length_mla", "value_length_mla"):
-        made.pop(f"{name}.attention.{part}", None)
+        metadata.pop(f"{name}.attention.{part}", None)
     for part, number in numbers.items():
-        made.set(f"{name}.attention.{part}", number, "u32")
-    if recorded := provenance.records(made):
-        stay = {change.spec.name for change in changes if change.how == COPIED}
-        made.set(provenance.TENSORS, [str(r) for r in recorded.values() if r.name in stay], "str")
-    return made
+        metadata.set(f"{name}.attention.{part}", number, "u32")
+    if recorded := provenance.records(metadata):
+        copied = {change.spec.name for change in changes if change.how == COPIED}
+        metadata.set(provenance.TENSORS, [str(r) for r in recorded.values() if r.name in copied], "str")
+    return metadata
 
 
 # ----------------------------------------------------------------------------------------------------------- the bytes

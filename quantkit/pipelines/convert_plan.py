@@ -165,13 +165,13 @@ def plan_conversion(
     specs = [TensorSpec(name, x.shape, types.get("f32")) for name, x in generated.items()]
     specs += [TensorSpec(piece.name, piece.shape, _type_of(piece, checkpoint, chosen)) for piece in pieces]
     by_name = {piece.name: piece for piece in pieces}
-    made = Conversion(directory, arch, checkpoint, chosen, Metadata(), specs, by_name, generated, left_out)
-    general = general_keys(directory, config, arch.name, made.n_params, chosen, made.warnings)
+    conversion = Conversion(directory, arch, checkpoint, chosen, Metadata(), specs, by_name, generated, left_out)
+    general = general_keys(directory, config, arch.name, conversion.n_params, chosen, conversion.warnings)
     # Tokenizer keys that the architecture sets override those read from the tokenizer files.
     overrides = {key: entry for key, entry in keys.items() if key.startswith("tokenizer.")}
     for key, (value, kind) in (general | keys | tokenizer | overrides).items():
-        made.metadata.set(key, value, kind)
-    return made
+        conversion.metadata.set(key, value, kind)
+    return conversion
 
 
 def _read_config(directory: Path) -> dict[str, Any]:

@@ -127,7 +127,7 @@ class ConvertedTensor(OutputTensor):
             return nbytes
         return super()._write(start, stop, writer)
 
-    # ------------------------------------------------------------------------------------------------ the native way
+    # ------------------------------------------------------------------------------------------------- in native code
 
     @functools.cached_property
     def _is_native(self) -> bool:
@@ -153,7 +153,7 @@ class ConvertedTensor(OutputTensor):
         source.forget(first, last)
         return nbytes
 
-    # ------------------------------------------------------------------------------------------------- the numpy way
+    # ------------------------------------------------------------------------------------------------------ with numpy
 
     @functools.cached_property
     def _moves_bytes(self) -> bool:
@@ -235,7 +235,7 @@ class _SourceReaders(Sequence[ReadRows]):
         if isinstance(tensor, MXFP4Tensor):
             return tensor.packed(start, stop)
         if isinstance(tensor, FP8Tensor):
-            made, finite = tensor.encoded(kind, start, stop)
+            encoded, finite = tensor.encoded(kind, start, stop)
         else:
             assert isinstance(tensor, CheckpointTensor)
             data = tensor.raw().reshape(tensor.n_rows, -1)[start:stop]
@@ -244,9 +244,9 @@ class _SourceReaders(Sequence[ReadRows]):
                 return data
             from quantkit.types.native.recode import recode
 
-            made, finite = recode(tensor.dtype.lower(), kind, data)
+            encoded, finite = recode(tensor.dtype.lower(), kind, data)
         self.all_finite &= finite
-        return made
+        return encoded
 
 
 def _gives_rows_of(tensor: SourceTensor, kind: str) -> bool:

@@ -2,8 +2,8 @@
 
     model = open_model("HF_DIR", weights=True)         or a GGUF file, or a config.json without weights
     matrix = read_imatrix(options)
-    made = plan_types(model, "Q4_K_M", options, matrix)
-    devices = plan_devices(options, made, model.metadata)
+    type_plan = plan_types(model, "Q4_K_M", options, matrix)
+    devices = plan_devices(options, type_plan, model.metadata)
 
 The decisions are made by `recipe` and `placement`; this module reads the files that options name.
 """
@@ -171,8 +171,8 @@ def plan_types_assuming_imatrix(model: Model, target: str, options: TypeOptions,
     try:
         return plan_types(model, target, options, matrix)
     except ImportanceError:
-        made = plan_types(model, target, options, complete_imatrix(model.tensors))
-        return dataclasses.replace(made, warnings=(*made.warnings, missing_imatrix(made)))
+        type_plan = plan_types(model, target, options, complete_imatrix(model.tensors))
+        return dataclasses.replace(type_plan, warnings=(*type_plan.warnings, missing_imatrix(type_plan)))
 
 
 def replay_plan(model: Model, options: QuantizeOptions, matrix: Imatrix | None) -> Plan:

@@ -48,7 +48,7 @@ QUANTIZATION_VERSION = 2
 _SAFE_MAGNITUDE = 30000.0
 _FLOATS = frozenset(("f32", "f16", "bf16"))
 _HIDDEN = "top_secret"  # ik_llama.cpp's placeholder for a hidden imatrix
-_LONGEST_TEXT = 127  # bytes of an imatrix string that ik_llama.cpp reads
+_MAX_TEXT_BYTES = 127  # bytes of an imatrix string that ik_llama.cpp reads
 
 
 @dataclass(frozen=True)
@@ -319,13 +319,13 @@ class _Piece:
     def encode(self) -> np.ndarray:
         """The rows in the planned type: uint8[rows, row_bytes]."""
         data = self.tensor.rows(self.start, self.stop)
-        read = provenance.of_piece(data)  # hashing first also brings the rows into the CPU cache
-        made = self._converted(data)
-        self.progress.source[self.number] = read
-        self.progress.data[self.number] = read if made is data else provenance.of_piece(made)
-        if made is not data:  # copied rows are still needed for writing
+        source_hash = provenance.of_piece(data)  # hashing first also brings the rows into the CPU cache
+        encoded = self._converted(data)
+        self.progress.source[self.number] = source_hash
+        self.progress.data[self.number] = source_hash if encoded is data else provenance.of_piece(encoded)
+        if encoded is not data:  # copied rows are still needed for writing
             release(data)
-        return made
+        return encoded
 
     def _converted(self, data: np.ndarray) -> np.ndarray:
         if self.verbatim:
@@ -431,31 +431,31 @@ def output_metadata(
     hide_imatrix: bool = False,
 ) -> Metadata:
     """The input's keys in their order, then quantization version, overrides, importance matrix, recipe, file type."""
-    made = Metadata(source)
-    made.set("general.quantization_version", QUANTIZATION_VERSION, "u32")
+    metadata = Metadata(source)
+    metadata.set("general.quantization_version", QUANTIZATION_VERSION, "u32")
     for override in overrides:
-        _apply_override(made, override)
+        _apply_override(metadata, override)
     if imatrix is not None:
         entries, chunks = (0, 0) if hide_imatrix else (len(imatrix), imatrix.chunks)
         for key, text in (("file", imatrix_file), ("dataset", imatrix.described)):
-            made.set(f"quantize.imatrix.{key}", _HIDDEN if hide_imatrix else _truncated(text), "str")
-        made.set("quantize.imatrix.entries_count", entries, "i32")
+            metadata.set(f"quantize.imatrix.{key}", _HIDDEN if hide_imatrix else _truncated(text), "str")
+        metadata.set("quantize.imatrix.entries_count", entries, "i32")
         if imatrix.chunks > 0:
-            made.set("quantize.imatrix.chunks_count", chunks, "i32")
+            metadata.set("quantize.imatrix.chunks_count", chunks, "i32")
     if plan.file_type.number is not None:  # a plain copy keeps the input's recipe and provenance
-        made.pop(provenance.IMATRIX, None)  # describes the input
+        metadata.pop(provenance.IMATRIX, None)  # describes the input
         if imatrix is not None and not hide_imatrix:
-            made.set(provenance.IMATRIX, provenance.of_imatrix(imatrix), "str")
-        made.set("quantkit.recipe", plan.text(), "str")
-        made.set("quantkit.version", __version__, "str")
+            metadata.set(provenance.IMATRIX, provenance.of_imatrix(imatrix), "str")
+        metadata.set("quantkit.recipe", plan.text(), "str")
+        metadata.set("quantkit.version", __version__, "str")
         for key in ("quantkit.effort", provenance.CALIBRATION):  # describe the input
-            made.pop(key, None)
+            metadata.pop(key, None)
         if effort != "normal":
-            made.set("quantkit.effort", effort, "str")
-        made.pop(FILE_TYPE_BEFORE, None)  # describes the input
-        made.set("general.file_type", plan.file_type.number, "u32")
-    rename_repacked(made, plan.type_changes())
-    return made
+            metadata.set("quantkit.effort", effort, "str")
+        metadata.pop(FILE_TYPE_BEFORE, None)  # describes the input
+        metadata.set("general.file_type", plan.file_type.number, "u32")
+    rename_repacked(metadata, plan.type_changes())
+    return metadata
 
 
 def _apply_override(metadata: Metadata, override: Override) -> None:
@@ -470,4 +470,4 @@ def _apply_override(metadata: Metadata, override: Override) -> None:
 
 def _truncated(text: str) -> str:
     """The first bytes of a text, as many as readers of imatrix keys accept. Bytes that are not UTF-8 become `?`."""
-    return text.encode(errors="replace")[:_LONGEST_TEXT].decode(errors="ignore")
+    return text.encode(errors="replace")[:_MAX_TEXT_BYTES].decode(errors="ignore")

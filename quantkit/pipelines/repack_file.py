@@ -75,9 +75,9 @@ class RepackedTensor(NamedTuple):
         data = self.tensor.rows(start, stop)
         nbytes = self._send(data, start, writer)
         if not nbytes:
-            made = self._converted(data) if self.changed else data
-            writer.put(self.tensor.name, start * made.shape[-1], made)
-            nbytes = made.nbytes
+            converted = self._converted(data) if self.changed else data
+            writer.put(self.tensor.name, start * converted.shape[-1], converted)
+            nbytes = converted.nbytes
         release(data)
         return nbytes
 

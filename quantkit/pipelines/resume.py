@@ -100,7 +100,7 @@ def open_old_shards(paths: Sequence[Path]) -> OldFile:
     return OldFile(paths[0], file.tensors, provenance.records(file.metadata))
 
 
-def _records(found: journal.Found) -> dict[str, Record]:
+def _records(found: journal.StoredJournal) -> dict[str, Record]:
     """The records of a journal. A field that an entry lacks becomes "None", which matches no other record."""
     names = Record.__dataclass_fields__
     return {name: Record(**{key: str(entry.get(key)) for key in names}) for name, entry in found.entries.items()}
@@ -134,7 +134,7 @@ class ResumableJob:
     resumed: set[str] = field(default_factory=set)
     _settings: Mapping[str, str] = field(default_factory=dict)
     _stale_settings: str = ""  # how the settings of a stale job differ
-    _found: journal.Found | None = None
+    _stored_journal: journal.StoredJournal | None = None
     _partial_files: list[tuple[Layout, np.ndarray, bool]] = field(default_factory=list)
     _journal: journal.Journal | None = None
 
@@ -177,10 +177,10 @@ class ResumableJob:
             found = None
         if not found and (restored := _restore_stale(self.journal_path, self.digest)):
             found, self._stale_settings = restored, ""
-        self._found = found
+        self._stored_journal = found
         self._partial_files = list(self._find_partial_files()) if found else []
 
-    def _differences(self, found: journal.Found) -> str:
+    def _differences(self, found: journal.StoredJournal) -> str:
         """How the settings of the journal's job differ from this job's, for a message."""
         theirs = found.header.get("about")
         theirs = theirs if isinstance(theirs, dict) else {}
@@ -199,14 +199,16 @@ class ResumableJob:
         `options` are those of `pipeline.spread`.
         """
         stored = self._stored_tensors(planned)
-        known = _records(self._found) if stored and self._found else {}
-        unchanged = self._found is not None and self._found.header.get("sources") == _identities(self.sources)
+        known = _records(self._stored_journal) if stored and self._stored_journal else {}
+        unchanged = self._stored_journal is not None and self._stored_journal.header.get("sources") == _identities(
+            self.sources
+        )
         old_files = [file for file in (_open_stale(self.journal_path), old) if file and not self.whole_source]
 
         def examine(tensor: PlannedTensor) -> int:
             name, source_hash = tensor.name, functools.cache(lambda: hash_tensor(source[tensor.name]))
             record = known.get(name)
-            if record and name in stored and record.made_like(self.expected[name]):
+            if record and name in stored and record.same_encoding(self.expected[name]):
                 where, in_place = stored[name]
                 same_source = unchanged or (not self.whole_source and source_hash() == record.source)
                 if same_source and hash_tensor(where) == record.data:
@@ -220,7 +222,7 @@ class ResumableJob:
                 old_record, old_tensor = old_file.records.get(name), old_file.tensors.get(name)
                 if old_record is None or old_tensor is None:
                     continue
-                same_recipe = old_record.made_like(self.expected[name]) and _same_layout(old_tensor, tensor)
+                same_recipe = old_record.same_encoding(self.expected[name]) and _same_layout(old_tensor, tensor)
                 same_bytes = same_recipe and source_hash() == old_record.source
                 if same_bytes and hash_tensor(old_tensor) == old_record.data:
                     self.copied[name] = old_tensor, old_record
@@ -233,7 +235,7 @@ class ResumableJob:
 
     def _summary(self, old_files: Sequence[OldFile]) -> Iterator[str]:
         count = len(self.expected)
-        if self._found:
+        if self._stored_journal:
             yield f"resumed: {len(self.resumed)} of {count} tensors were done"
         if self._stale_settings:
             yield f"an interrupted run for {self.out} had {self._stale_settings}; its unchanged tensors are reused"
@@ -268,7 +270,7 @@ class ResumableJob:
         files = [partial(layout.path).name for layout in self.layouts]
         header = {"job": self.digest, "sources": _identities(self.sources), "about": dict(self._settings),
                   "tensors": len(self.expected), "files": files}  # fmt: skip
-        found = self._found
+        found = self._stored_journal
         if found and (found.header.get("sources") != header["sources"] or set(found.entries) != set(self.done)):
             found = None  # the journal is out of date: write a new one
         entries = [asdict(record) for record in self.done.values()]
@@ -293,7 +295,7 @@ class ResumableJob:
     def abort(self) -> bool:
         """Close the journal after an error or interrupt. Returns whether a later run can resume; if not, delete it."""
         if self._journal is None:  # the run ended before it started one
-            return self._found is not None
+            return self._stored_journal is not None
         with suppress(Exception):  # the error that ended the run is the one to report
             self._journal.close()
         if not self._journal.count:
@@ -327,14 +329,14 @@ def _stale(path: Path) -> Path:
     return path.with_name(path.name.replace(PARTIAL_JOB, STALE))
 
 
-def _files(journal_path: Path, found: journal.Found) -> list[Path]:
+def _files(journal_path: Path, found: journal.StoredJournal) -> list[Path]:
     """The partial files that a journal describes."""
     names = found.header.get("files")
     listed = [Path(str(name)).name for name in names] if isinstance(names, list) else []
     return [journal_path.with_name(name) for name in listed if name.endswith((PARTIAL_JOB, STALE))]
 
 
-def _mark_stale(journal_path: Path, found: journal.Found) -> None:
+def _mark_stale(journal_path: Path, found: journal.StoredJournal) -> None:
     """Rename the files of another job. Of two stale jobs, keep the one with more finished tensors."""
     stale = _stale(journal_path)
     before = journal.read(stale)
@@ -348,7 +350,7 @@ def _mark_stale(journal_path: Path, found: journal.Found) -> None:
     os.replace(journal_path, stale)
 
 
-def _restore_stale(journal_path: Path, job: str) -> journal.Found | None:
+def _restore_stale(journal_path: Path, job: str) -> journal.StoredJournal | None:
     """Rename the files of a stale job back if it is this job."""
     stale = _stale(journal_path)
     found = journal.read(stale)

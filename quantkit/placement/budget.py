@@ -24,10 +24,10 @@ from quantkit.placement import kv_size, sharding, workspace
 from quantkit.placement.devices import CPU, Device, canonical
 from quantkit.placement.kernel_sizes import BATCH_TOKENS
 from quantkit.placement.offload import Offload
-from quantkit.placement.rules import RUNTIMES, Flags, Placement, located, without_kernels
+from quantkit.placement.rules import RUNTIMES, Flags, Placement, place_by_flags, without_kernels
 from quantkit.recipe.rules.layers import expand
 from quantkit.recipe.rules.patterns import Advice, advice
-from quantkit.recipe.rules.shadows import Ordered, shadow
+from quantkit.recipe.rules.shadows import OrderedRule, shadow
 from quantkit.types import QuantType
 
 GIB = 1 << 30
@@ -172,8 +172,8 @@ def budget(
         gpus = (Device(f"CUDA{i}", size) for i, size in enumerate(vram))
         named = {canonical(rule.device) for rule in flags.rules} - {CPU.name, *(f"CUDA{i}" for i in range(len(vram)))}
         flags = replace(flags, devices=(Device(CPU.name, ram), *gpus, *map(Device, sorted(named))))
-    placement = located(tensors, flags, metadata, len(vram) or 1)
-    held, caches = _held(tensors, placement, metadata, cache)
+    placement = place_by_flags(tensors, flags, metadata, len(vram) or 1)
+    held, caches = _bytes_by_device(tensors, placement, metadata, cache)
     only_cpu, threads = {device for device, _ in held} <= {CPU.name}, threads or thread_pool.default_threads()
     buffers = (workspace.work_bytes(tensors, metadata, cache.n_ctx, threads) if cache and only_cpu else 0) or 0
     limits = {device.name: device.memory for device in flags.devices} | ({CPU.name: ram} if ram else {})
@@ -201,7 +201,7 @@ def _order(device: str) -> tuple[bool, int, str]:
     return device != CPU.name, len(device), device
 
 
-def _held(
+def _bytes_by_device(
     tensors: Mapping[str, Weight], placement: Placement, metadata: Mapping[str, Any], cache: Cache | None
 ) -> tuple[dict[tuple[str, str], int], dict[str, int]]:
     """Bytes of weights by (device, tensor), and bytes of KV cache by device."""
@@ -277,7 +277,7 @@ def _notes(placement: Placement, metadata: Mapping[str, Any], cache: Cache | Non
     devices = placement.devices.values()
     experts = {placement[name] for name in placement.devices if "_exps." in name}
     if count and used and CPU in experts and any(device != CPU for device in devices):
-        least = offload.least_of_experts(count, used)
+        least = offload.min_tokens_of_experts(count, used)
         found.append(
             "experts on the CPU are never offloaded (-op)"
             if least is None
@@ -291,7 +291,7 @@ def _warnings(placement: Placement, tensors: Mapping[str, Weight], loads: Sequen
     found = []
     free, names = list(tensors), list(tensors)  # free: tensors that no earlier rule matches
     ordered = [
-        Ordered(rule.text, frozenset(name for name in names if rule.matches(name)), canonical(rule.device))
+        OrderedRule(rule.text, frozenset(name for name in names if rule.matches(name)), canonical(rule.device))
         for rule in placement.rules
     ]
     for index, rule in enumerate(placement.rules):

@@ -1,4 +1,4 @@
-"""--fit: fill the available devices, and give the placement as flags that reproduce it. Pure functions.
+"""--fit: fill the available devices, and return the placement as flags that reproduce it. Pure functions.
 
     found = fit(tensors, metadata, parse_devices("cpu=256GiB,cuda:0=24GiB"), caches)
     found.text       -ngl 62 -ot '^blk\\.(1[2-9]|2[0-9])\\.ffn_(down|gate|up)_exps\\.weight$=CPU'
@@ -40,14 +40,14 @@ _DENSE = re.compile(r"blk\.\d+\.ffn_(gate|up|down)\.weight$")
 
 @dataclass(frozen=True)
 class Fitted:
-    """A placement that fits, and the flags that give it."""
+    """A placement that fits, and the flags that reproduce it."""
 
     flags: Flags
     placement: Placement
 
     @property
     def text(self) -> str:
-        """The flags as they are typed."""
+        """The flags as typed on a command line."""
         flags = self.flags
         found = [f"-ngl {flags.gpu_layers}"]
         if flags.split_mode != "layer":
@@ -78,11 +78,11 @@ class _Model:
         )
         self.bulk: dict[int, list[str]] = defaultdict(list)
         self.base: dict[int, list[str]] = defaultdict(list)
-        self.stays: list[str] = []  # on the CPU: of a type without a CUDA kernel
+        self.without_kernel: list[str] = []  # stay on the CPU: their types have no CUDA kernel
         for name, tensor in tensors.items():
             layer = self.layer(name)
             if layer is not None and on_gpus and not gpu_kernels(tensor.type, tensor.shape[-1], runtime):
-                self.stays.append(name)
+                self.without_kernel.append(name)
             elif layer is not None:
                 is_bulk = "_exps." in name if has_experts else _DENSE.match(name) is not None
                 (self.bulk if is_bulk else self.base)[layer].append(name)
@@ -119,8 +119,8 @@ def fit(
     gpus = [device for device in devices if device != CPU]
     unknown = [device.name for device in gpus if device.memory is None]
     if not gpus or unknown:
-        lacks = f"that of {', '.join(unknown)} is not known" if unknown else "there is none"
-        raise DataError(f"--fit needs the memory of GPUs, and {lacks}; pass --vram GIB,… or --devices cuda:0=24GiB")
+        missing = f"that of {', '.join(unknown)} is not known" if unknown else "there is none"
+        raise DataError(f"--fit needs the memory of GPUs, and {missing}; pass --vram GIB,… or --devices cuda:0=24GiB")
     on_gpus = any(not device.runs_here for device in gpus)
     model = _Model(tensors, metadata, () if flags.kv_on_cpu else caches, on_gpus, flags.runtime)
     if flags.split_mode == "none":
@@ -137,59 +137,59 @@ def fit(
 def _ranges(model: _Model, gpus: Sequence[Device], margin: int, flags: Flags, mla: int) -> Flags:
     last = model.layers
     body = max((model.work([*model.base[i], *model.bulk[i]]) for i in range(last)), default=0)
-    room = [(gpu.memory or 0) - margin - body for gpu in gpus]
+    free_bytes = [(gpu.memory or 0) - margin - body for gpu in gpus]
     base = [sum(map(model.size.__getitem__, model.base[i])) + model.cache(i) for i in range(last)]
     out = sum(map(model.size.__getitem__, model.base[last]))
     base.append(out + max(0, model.work(name for name in model.tensors if model.layer(name) is not None) - body))
     bulk = [sum(map(model.size.__getitem__, model.bulk[i])) for i in range(last + 1)]
-    first, counts = _partition(base, bulk, room)
+    first, counts = _partition(base, bulk, free_bytes)
     if first > 0:  # the output is on the GPUs only if all layers are
-        first, counts = _partition(base[:last], bulk[:last], room)
+        first, counts = _partition(base[:last], bulk[:last], free_bytes)
         if first == last:
-            _refuse(base[:last], room, gpus, margin)
-    on_cpu = list(model.stays)
+            _refuse(base[:last], free_bytes, gpus, margin)
+    on_cpu = list(model.without_kernel)
     start = first
-    for count, free in zip(counts, room):
-        kept = _fill(model, range(start, start + count), free - sum(base[start : start + count]))
-        on_cpu += [name for i in range(start, start + count) for name in model.bulk[i] if name not in kept]
+    for count, free in zip(counts, free_bytes):
+        placed = _fill(model, range(start, start + count), free - sum(base[start : start + count]))
+        on_cpu += [name for i in range(start, start + count) for name in model.bulk[i] if name not in placed]
         start += count
     split = tuple(float(count) for count in counts) if len(gpus) > 1 else ()
     layers = last + 1 if first == 0 and sum(counts) > last else last - first
     return replace(flags, gpu_layers=layers, override_tensor=_rules(on_cpu), tensor_split=split)
 
 
-def _partition(base: Sequence[int], bulk: Sequence[int], room: Sequence[int]) -> tuple[int, list[int]]:
+def _partition(base: Sequence[int], bulk: Sequence[int], free_bytes: Sequence[int]) -> tuple[int, list[int]]:
     """Divide layers among devices, one range each. Returns (first layer, number of layers of each device).
 
     Minimizes `first`, then maximizes the bytes of `bulk` on devices, then evens the loads. `first` is len(base) if
     nothing fits. Dynamic programming over (device, first layer of its range).
     """
     n = len(base)
-    before = [[0] * (n + 1) for _ in range(2)]
-    for sums, sizes in zip(before, (base, bulk)):
+    prefix_sums = [[0] * (n + 1) for _ in range(2)]
+    for sums, sizes in zip(prefix_sums, (base, bulk)):
         for i, size in enumerate(sizes):
             sums[i + 1] = sums[i] + size
     nothing = (-math.inf, 0.0)
     # best[d][i]: the best score of devices d … with layers i …, and the end of the range of device d
     best: list[list[tuple[tuple[float, float], int]]] = [[(nothing, n)] * n + [((0.0, 0.0), n)]]
-    for free in reversed(room):
+    for free in reversed(free_bytes):
         row = []
         for i in range(n + 1):
-            found = (nothing, i)
+            best_end = (nothing, i)
             for stop in range(i, n + 1):
-                need = before[0][stop] - before[0][i]
+                need = prefix_sums[0][stop] - prefix_sums[0][i]
                 if need > free and stop > i:
                     break
-                held = min(before[1][stop] - before[1][i], free - need) if stop > i else 0
+                bulk_bytes = min(prefix_sums[1][stop] - prefix_sums[1][i], free - need) if stop > i else 0
                 after = best[-1][stop][0]
-                full = (need + held) / free if stop > i and free > 0 else 0.0
-                found = max(found, ((after[0] + held, after[1] - full * full), stop))
-            row.append(found)
+                full = (need + bulk_bytes) / free if stop > i and free > 0 else 0.0
+                best_end = max(best_end, ((after[0] + bulk_bytes, after[1] - full * full), stop))
+            row.append(best_end)
         best.append(row)
     best.reverse()
     first = next((i for i in range(n) if best[0][i][0] > nothing), n)
     counts, at = [], first
-    for d in range(len(room)):
+    for d in range(len(free_bytes)):
         stop = best[d][at][1] if first < n else at
         counts.append(stop - at)
         at = stop
@@ -198,21 +198,21 @@ def _partition(base: Sequence[int], bulk: Sequence[int], room: Sequence[int]) ->
 
 def _fill(model: _Model, layers: Iterable[int], free: int) -> set[str]:
     """The bulk tensors of these layers that fit in `free` bytes: whole layers in order, then single tensors by size."""
-    kept: set[str] = set()
-    left: list[str] = []
+    placed: set[str] = set()
+    remaining: list[str] = []
     for layer in layers:
         names = model.bulk[layer]
         size = sum(model.size[name] for name in names)
         if size <= free:
-            kept.update(names)
+            placed.update(names)
             free -= size
         else:
-            left += names
-    for name in sorted(left, key=lambda name: -model.size[name]):
+            remaining += names
+    for name in sorted(remaining, key=lambda name: -model.size[name]):
         if model.size[name] <= free:
-            kept.add(name)
+            placed.add(name)
             free -= model.size[name]
-    return kept
+    return placed
 
 
 # ---------------------------------------------------------------------------------------------------------------- graph
@@ -237,7 +237,7 @@ def _graph(model: _Model, gpus: Sequence[Device], margin: int, flags: Flags, mla
             total = [size + math.ceil(share * model.cache(cache_of)) for size, share in zip(total, each)]
         return total
 
-    def taken(order: Iterable[int]) -> tuple[list[int], list[int]]:
+    def fitting(order: Iterable[int]) -> tuple[list[int], list[int]]:
         """The layers, in this order, whose base fits, and the free bytes of each device after them."""
         found, left = [], free
         for layer in order:
@@ -248,20 +248,20 @@ def _graph(model: _Model, gpus: Sequence[Device], margin: int, flags: Flags, mla
             found.append(layer)
         return found, left
 
-    kept, rest = taken(range(last, -1, -1))
-    if len(kept) <= last:  # the output is on the GPUs only if all layers are
-        kept, rest = taken(range(last - 1, -1, -1))
-    if not kept:
+    layers, left_over = fitting(range(last, -1, -1))
+    if len(layers) <= last:  # the output is on the GPUs only if all layers are
+        layers, left_over = fitting(range(last - 1, -1, -1))
+    if not layers:
         _refuse([sum(map(model.size.__getitem__, model.base[i])) for i in range(last)], free, gpus, margin)
-    free = rest
-    on_cpu = list(model.stays)
-    for layer in kept:
+    free = left_over
+    on_cpu = list(model.without_kernel)
+    for layer in layers:
         need = needs(model.bulk[layer])
         if all(size <= room for size, room in zip(need, free)):
             free = [room - size for room, size in zip(free, need)]
         else:
             on_cpu += model.bulk[layer]
-    return replace(flags, gpu_layers=len(kept), override_tensor=_rules(on_cpu), tensor_split=split)
+    return replace(flags, gpu_layers=len(layers), override_tensor=_rules(on_cpu), tensor_split=split)
 
 
 # ----------------------------------------------------------------------------------------------------- rules and errors
@@ -280,18 +280,18 @@ def _rules(names: Iterable[str]) -> tuple[str, ...]:
     for kind, numbers in layers.items():
         kinds[tuple(sorted(numbers))].append(kind)
     return tuple(f"^{re.escape(name)}$={CPU.name}" for name in alone) + tuple(
-        rf"^blk\.({regex_of(numbers)})\.({'|'.join(re.escape(kind) for kind in sorted(mine))})$={CPU.name}"
-        for numbers, mine in sorted(kinds.items())
+        rf"^blk\.({regex_of(numbers)})\.({'|'.join(re.escape(kind) for kind in sorted(kinds_of_layers))})$={CPU.name}"
+        for numbers, kinds_of_layers in sorted(kinds.items())
     )
 
 
-def _refuse(base: Sequence[int], room: Sequence[int], gpus: Sequence[Device], margin: int) -> None:
-    least, most = min(base), max(room)
+def _refuse(base: Sequence[int], free_bytes: Sequence[int], gpus: Sequence[Device], margin: int) -> None:
+    smallest, largest = min(base), max(free_bytes)
     names = ", ".join(f"{gpu.name} {(gpu.memory or 0) / GIB:.3f} GiB" for gpu in gpus)
     raise DataError(
-        f"--fit: not even the smallest layer's attention and cache, {least / GIB:.3f} GiB, fit a device: of {names} "
-        f"{max(0, most) / GIB:.3f} GiB remains after working memory and a margin of {margin / GIB:.3f}: "
-        f"{(least - most) / GIB:.3f} GiB are missing; take a smaller --fit-margin, a shorter or quantized cache "
+        f"--fit: not even the smallest layer's attention and cache, {smallest / GIB:.3f} GiB, fit a device: of {names} "
+        f"{max(0, largest) / GIB:.3f} GiB remains after working memory and a margin of {margin / GIB:.3f}: "
+        f"{(smallest - largest) / GIB:.3f} GiB are missing; take a smaller --fit-margin, a shorter or quantized cache "
         "(-c, -ctk, -ctv), or -ngl 0"
     )
 

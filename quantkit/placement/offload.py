@@ -3,7 +3,7 @@
 A GPU can multiply a large batch with weights that are copied from the CPU for that batch. This pays if the copy takes
 less time than the product: from THRESHOLD tokens for a single matrix, and from THRESHOLD * experts / used tokens for
 stacked experts, so that each expert gets THRESHOLD tokens on average. Smaller batches run on the CPU, which makes
-prompts in small batches much slower (field-notes.md 2). `-op` disables offload for operations by name.
+prompts in small batches much slower. `-op` disables offload for operations by name.
 
 The runtime copies the experts of GPU layers as a whole: disabling either operation of OF_EXPERTS keeps them on the CPU.
 In this version products with other matrices on the CPU always run on the CPU.
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from quantkit.errors import DataError, UnknownNameError
 
-THRESHOLD = 32
+THRESHOLD = 32  # tokens per matrix
 OPS = {"MUL_MAT": 27, "MUL_MAT_ID": 28, "FUSED_UP_GATE": 30, "MOE_FUSED_UP_GATE": 31}  # their numbers in ik_llama.cpp
 OF_EXPERTS = ("MUL_MAT_ID", "MOE_FUSED_UP_GATE")
 
@@ -35,8 +35,8 @@ class Offload:
         if self.threshold < 1:
             raise DataError(f"--offload-threshold {self.threshold}: a batch has at least 1 token")
 
-    def least_tokens(self, op: str, experts: int = 0, used: int = 0) -> int | None:
-        """The smallest batch that is offloaded; None if none is."""
+    def min_tokens(self, op: str, experts: int = 0, used: int = 0) -> int | None:
+        """The smallest batch, in tokens, for which an operation is offloaded; None if it never is."""
         if op not in OPS:
             raise UnknownNameError("operation", op, OPS)
         if op in self.forbidden:
@@ -45,15 +45,15 @@ class Offload:
             return -(-self.threshold * experts // used)
         return self.threshold
 
-    def least_of_experts(self, experts: int, used: int) -> int | None:
-        """The smallest batch for which all experts are copied; None if one of their operations is never offloaded."""
-        found = [self.least_tokens(op, experts, used) for op in OF_EXPERTS]
-        return None if None in found else max(least for least in found if least)
+    def min_tokens_of_experts(self, experts: int, used: int) -> int | None:
+        """The smallest batch, in tokens, for which experts are offloaded; None if one of their operations never is."""
+        minimums = [self.min_tokens(op, experts, used) for op in OF_EXPERTS]
+        return None if None in minimums else max(minimum for minimum in minimums if minimum)
 
     def offloads_experts(self, tokens: int, experts: int, used: int) -> bool:
-        """Whether a batch of so many tokens runs the CPU's experts on a GPU."""
-        least = self.least_of_experts(experts, used)
-        return least is not None and tokens >= least
+        """Whether a batch of this many tokens runs the experts that are on the CPU on a GPU."""
+        minimum = self.min_tokens_of_experts(experts, used)
+        return minimum is not None and tokens >= minimum
 
 
 def parse_ops(text: str, threshold: int = THRESHOLD) -> Offload:

@@ -1,7 +1,11 @@
 """Place tensors on devices: pure functions of the tensors, the flags and the available devices.
 
-    place({"blk.0.ffn_down.weight", …}, parse_rules("ffn_.*=CPU"), devices())
-    plan(file.tensors, parse_flags("-ngl 99 -ot exps=CPU"), file.metadata)     for GPUs that need not be present
+    place(names, parse_rules("ffn_.*=CPU"), devices())   place tensor names on devices by rules
+    place_model(file.tensors, flags, metadata, devices)  the same with all flags, and the layer counts of the metadata
+    place_by_flags(file.tensors, flags, metadata)        on the devices that the flags name, which need not be present
+    plan(file.tensors, flags, metadata, path)            and check that the GPUs have kernels for the types
+
+    flags = parse_flags("-ngl 99 -ot exps=CPU")
 
     -ngl N             put the last N layers on the GPU, and the output too if N exceeds their number; embeddings stay
                        on the CPU. Default: all layers if there is a GPU
@@ -11,9 +15,9 @@
                        (placement/sharding.py). With --max-gpu N, N GPUs share each layer, in rotation
     -sm none           a single device, selected by -mg
     -nkvo              keep the KV cache and attention on the CPU; by default they are on the layer's device
-    -ot REGEX=DEVICE   search the regex anywhere in a tensor's name; the first matching rule decides, before -ngl
+    -ot REGEX=DEVICE   search the regex anywhere in a tensor's name; the first matching rule decides, and overrides -ngl
     --n-cpu-moe N      keep the experts of the last N layers with experts on the CPU (with several GPUs, of the last
-                       layers of each GPU, in proportion); -ot rules take precedence. --cpu-moe: of all layers
+                       layers of each GPU, in proportion); -ot rules take precedence. --cpu-moe: those of all layers
 
 The result has every tensor's device and the number of tensors that each rule decided, because a rule that decides
 nothing is a mistake. With -ngl 0 other tools ignore -ot; here it still applies.
@@ -39,11 +43,11 @@ from quantkit.recipe.rules.layers import ranges, regex_of
 from quantkit.types import QuantType
 
 MODES = ("none", "layer", "graph")
-ALL_LAYERS = 999  # what --cpu-moe stands for
+ALL_LAYERS = 999  # --cpu-moe is --n-cpu-moe ALL_LAYERS
 
-RUNTIMES = ("ik_llama.cpp", "quantkit")  # programs that a placement is made for
+RUNTIMES = ("ik_llama.cpp", "quantkit")  # --runtime: programs that run the model
 
-# Interleaved types that ik_llama.cpp has CUDA kernels for (spec/repack.md 10); for the first two, rows of 256 columns.
+# Interleaved types that ik_llama.cpp has CUDA kernels for; the first two need a multiple of 256 columns.
 # quantkit has CUDA kernels for all interleaved types.
 _IK_LLAMA_KERNELS = ("iq1_s_r4", "iq1_m_r4", "iq2_k_r4", "iq3_k_r4", "iq4_k_r4", "iq5_k_r4", "iq4_ks_r4", "iq5_ks_r4")
 _ROWS_OF_256 = ("iq1_s_r4", "iq1_m_r4")
@@ -57,7 +61,7 @@ _EXPERTS = r"\.ffn_(up|down|gate|gate_up)_exps\.(weight|scale)"
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule that puts tensors whose name matches `pattern` on `device`."""
+    """A rule that places tensors whose name matches `pattern` on `device`."""
 
     pattern: str
     device: str
@@ -158,20 +162,20 @@ def parse_flags(text: str) -> Flags:
     parser.add_argument("-nkvo", "--no-kv-offload", action="store_true", dest="nkvo")
     parser.add_argument("--devices", default="")
     try:
-        found = parser.parse_args(shlex.split(text))
+        parsed = parser.parse_args(shlex.split(text))
     except ValueError as error:
         raise DataError(f"placement '{text}': {error}") from None
-    named = parse_devices(found.devices) if found.devices else ()
-    split = parse_split(found.split)
+    named = parse_devices(parsed.devices) if parsed.devices else ()
+    split = parse_split(parsed.split)
     return Flags(
-        found.gpu_layers,
-        tuple(found.rules),
-        found.n_cpu_moe,
+        parsed.gpu_layers,
+        tuple(parsed.rules),
+        parsed.n_cpu_moe,
         split,
-        found.mode,
-        found.main,
-        found.most,
-        found.nkvo,
+        parsed.mode,
+        parsed.main,
+        parsed.most,
+        parsed.nkvo,
         named,
     )
 
@@ -219,8 +223,8 @@ class Placement:
         return [rule for rule, count in zip(self.rules, self.decided) if count == 0]
 
     @property
-    def is_plain(self) -> bool:
-        """Whether everything is on the CPU."""
+    def is_cpu_only(self) -> bool:
+        """Whether all tensors and layers are on the CPU."""
         return all(device == CPU for device in (*self.devices.values(), *self.of_layer.values()))
 
     def on_cpu(self, name: str) -> bool:
@@ -275,7 +279,7 @@ def place(
         rules = [*rules, _experts_rule(names, n_cpu_moe, of_layer, n_layers - mtp_layers)]
         targets.append(CPU)
     decided = [0] * len(rules)
-    found, reasons, sharded = {}, {}, set()
+    devices, reasons, sharded = {}, {}, set()
     for name in names:
         layer = _layer(name)
         if layer is None and name.startswith("output"):
@@ -283,17 +287,26 @@ def place(
         gpu = of_layer.get(layer) if layer is not None else None
         for i, rule in enumerate(rules):
             if rule.matches(name):
-                found[name], reasons[name] = targets[i], rule.text
+                devices[name], reasons[name] = targets[i], rule.text
                 decided[i] += 1
                 break
         else:
-            found[name] = gpu or CPU
+            devices[name] = gpu or CPU
             reasons[name] = _reason(layer, gpu, n_layers, wanted, graph, split_mode)
             if graph and gpu is not None:
                 sharded.add(name)
     shares = _shares(graph, sorted(of_layer), tensor_split, max_gpus) if graph else {}
     return Placement(
-        found, tuple(rules), tuple(decided), of_layer, reasons, split_mode, graph, frozenset(sharded), shares, kv_on_cpu
+        devices,
+        tuple(rules),
+        tuple(decided),
+        of_layer,
+        reasons,
+        split_mode,
+        graph,
+        frozenset(sharded),
+        shares,
+        kv_on_cpu,
     )
 
 
@@ -330,18 +343,18 @@ def _reason(layer: int | None, gpu: Device | None, layers: int, wanted: int, gra
 
 
 def _shares(
-    gpus: Sequence[Device], layers: Iterable[int], split: Sequence[float], most: int | None
+    gpus: Sequence[Device], layers: Iterable[int], split: Sequence[float], gpus_per_layer: int | None
 ) -> dict[int, tuple[float, ...]]:
     """Each GPU's share of each layer. With `most`, that many GPUs share a layer, in rotation."""
     whole = proportions(gpus, split)
-    most = min(most or len(gpus), len(gpus))
-    found = {}
+    gpus_per_layer = min(gpus_per_layer or len(gpus), len(gpus))
+    shares = {}
     for i, layer in enumerate(layers):
-        chosen = {(i * most + j) % len(gpus) for j in range(most)}
+        chosen = {(i * gpus_per_layer + j) % len(gpus) for j in range(gpus_per_layer)}
         total = sum(whole[j] for j in chosen)
-        mine = [whole[j] / total if j in chosen and total else 0.0 for j in range(len(gpus))]
-        found[layer] = tuple(mine) if total else whole
-    return found
+        layer_shares = [whole[j] / total if j in chosen and total else 0.0 for j in range(len(gpus))]
+        shares[layer] = tuple(layer_shares) if total else whole
+    return shares
 
 
 def _layer(name: str) -> int | None:
@@ -374,14 +387,14 @@ def _experts_rule(names: Iterable[str], count: int, of_layer: Mapping[int, Devic
     total, before, chosen = sum(map(len, parts)) or 1, 0, []
     for part in parts:
         after = before + len(part)
-        mine = count * after // total - count * before // total
-        chosen += [layer for layer in reversed(part) if layer in with_experts][:mine]
+        part_count = count * after // total - count * before // total
+        chosen += [layer for layer in reversed(part) if layer in with_experts][:part_count]
         before = after
     flag = "--cpu-moe" if count == ALL_LAYERS else f"--n-cpu-moe {count}"
     return Rule(rf"^blk\.({regex_of(chosen)}){_EXPERTS}", CPU.name, flag)
 
 
-# ------------------------------------------------------------------------------------- plans for GPUs that are not here
+# ------------------------------------------------------------------------------------ plans for GPUs of other machines
 
 
 class Info(Protocol):
@@ -395,18 +408,19 @@ class Info(Protocol):
 
 
 def plan(tensors: Mapping[str, Info], flags: Flags, metadata: Mapping[str, Any], path: object) -> Placement:
-    """`located`, with every tensor where it can be computed with; `path` is what messages call the model.
+    """`place_by_flags`, and check that the GPUs have kernels for the types. Messages name the model by `path`.
 
-    UnsupportedError for a tensor that would go to a GPU and whose type has no CUDA kernel in `flags.runtime`, and as
-    `place`.
+    UnsupportedError for a tensor on a GPU whose type has no CUDA kernel in `flags.runtime`, and as from `place`.
     """
-    found = located(tensors, flags, metadata)
-    if wrong := without_kernels(found, tensors, flags.runtime):
-        raise UnsupportedError(f"{path}: {wrong}, or undo the interleaving: quantkit unpack {path} OUT")
-    return found
+    placement = place_by_flags(tensors, flags, metadata)
+    if unsupported := without_kernels(placement, tensors, flags.runtime):
+        raise UnsupportedError(f"{path}: {unsupported}, or undo the interleaving: quantkit unpack {path} OUT")
+    return placement
 
 
-def located(tensors: Mapping[str, Info], flags: Flags, metadata: Mapping[str, Any], n_gpus: int = 1) -> Placement:
+def place_by_flags(
+    tensors: Mapping[str, Info], flags: Flags, metadata: Mapping[str, Any], n_gpus: int = 1
+) -> Placement:
     """Place a model's tensors by `flags`, on a machine with the devices that the flags name.
 
     Without --devices, these are the GPUs in rules and -ts, at least `n_gpus`.
@@ -460,25 +474,25 @@ def gpu_kernels(kind: QuantType, columns: int = 256, runtime: str = RUNTIMES[0])
 
 
 def without_kernels(placement: Placement, tensors: Mapping[str, Info], runtime: str = RUNTIMES[0]) -> str:
-    """Which interleaved tensors a runtime cannot use on their GPUs, and what to do; "" where there are none."""
-    wrong = [
+    """A message about interleaved tensors that a runtime cannot use on their GPUs, with the remedy; "" for none."""
+    unsupported = [
         name
         for name, tensor in tensors.items()
         if not placement.on_cpu(name) and not gpu_kernels(tensor.type, tensor.shape[-1], runtime)
     ]
-    if not wrong:
+    if not unsupported:
         return ""
     classes: dict[tuple[str, str, str], list[int]] = defaultdict(list)
-    for name in wrong:
+    for name in unsupported:
         classes[_form(name), tensors[name].type.name, placement[name].name].append(_layer(name) or 0)
     lines = (
         f"\n  {form.replace('#', f'({ranges(layers)})')}  {kind}  {device}"
         for (form, kind, device), layers in classes.items()
     )
     return (
-        f"{len(wrong)} row-interleaved tensors would go to a GPU, and ik_llama.cpp has no CUDA kernel for their types "
-        f"(quantkit has one: --runtime quantkit plans for it):{''.join(lines)}\n"
-        f"  For ik_llama.cpp, keep them on the CPU by a first rule -ot '{_keeping(wrong, tensors)}'"
+        f"{len(unsupported)} row-interleaved tensors would go to a GPU, and ik_llama.cpp has no CUDA kernel for their "
+        f"types (quantkit has one: --runtime quantkit plans for it):{''.join(lines)}\n"
+        f"  For ik_llama.cpp, keep them on the CPU with this first rule: -ot '{_cpu_rule(unsupported, tensors)}'"
     )
 
 
@@ -487,7 +501,7 @@ def _form(name: str) -> str:
     return _LAYER.sub("blk.#.", name)
 
 
-def _keeping(names: Iterable[str], of: Iterable[str]) -> str:
+def _cpu_rule(names: Iterable[str], all_names: Iterable[str]) -> str:
     """An -ot rule that puts exactly these tensors of a model on the CPU."""
     layers: dict[str, list[int]] = defaultdict(list)
     for name in names:
@@ -495,9 +509,9 @@ def _keeping(names: Iterable[str], of: Iterable[str]) -> str:
             layers[_form(name)].append(layer)
         else:
             layers[name] = []
-    there = Counter(map(_form, of))
+    layer_counts = Counter(map(_form, all_names))
     patterns = [
-        re.escape(form).replace(r"\#", r"\d+" if len(mine) == there[form] else f"({regex_of(mine)})")
-        for form, mine in layers.items()
+        re.escape(form).replace(r"\#", r"\d+" if len(numbers) == layer_counts[form] else f"({regex_of(numbers)})")
+        for form, numbers in layers.items()
     ]
     return f"^({'|'.join(patterns)})$={CPU.name}"

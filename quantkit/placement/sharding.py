@@ -62,10 +62,10 @@ class Sharding:
 
 
 Segments = tuple[tuple[int, int], ...]
-Side = tuple[str, int, Segments]  # a tensor's name, the axis that is split, and its segments
+SplitAxis = tuple[str, int, Segments]  # a tensor's name, the axis that is split, and its segments
 
 
-def _side(name: str, axis: int, size: int) -> Side:
+def _split_axis(name: str, axis: int, size: int) -> SplitAxis:
     return name, axis, ((0, size),)
 
 
@@ -86,22 +86,22 @@ def of_model(
 
     UnsupportedError for a kind of layer that cannot be sharded, and if alignment allows no split.
     """
-    mine, found = set(sharded), dict[str, Sharding]()
+    selected, shardings = set(sharded), dict[str, Sharding]()
     for block in parts:
         for part in block.parts if block.layer in shares else ():
-            for sides, count in _groups(part, block.layer, tensors, experts_by):
-                if sides[0][0] in mine:
-                    found |= _split(sides, count, tensors, shares[block.layer])
+            for axes, count in _groups(part, block.layer, tensors, experts_by):
+                if axes[0][0] in selected:
+                    shardings |= _split(axes, count, tensors, shares[block.layer])
     last = n_layers or len(parts)
-    if last in shares and head.output.weight in mine:
+    if last in shares and head.output.weight in selected:
         rows = tensors[head.output.weight].shape[0]
-        found |= _split(_with_bias(head.output, 0, 1), rows, tensors, shares[last])
-    return {name: cut for name, cut in found.items() if name in mine}
+        shardings |= _split(_with_bias(head.output, 0, 1), rows, tensors, shares[last])
+    return {name: sharding for name, sharding in shardings.items() if name in selected}
 
 
 def _groups(
     part: blocks.Part, layer: int, tensors: Mapping[str, Info], experts_by: str
-) -> list[tuple[list[Side], int]]:
+) -> list[tuple[list[SplitAxis], int]]:
     """Groups of tensors that are split together, with their number of units (heads, columns or experts)."""
     if isinstance(part, (blocks.Attention, blocks.FeedForward)) and part.sub_norm is not None:
         raise UnsupportedError(
@@ -122,10 +122,10 @@ def _groups(
     raise UnsupportedError(f"blk.{layer}: -sm graph cannot shard {type(part).__name__} layers yet; use -sm layer")
 
 
-def _attention(part: blocks.Attention, tensors: Mapping[str, Info]) -> list[Side]:
+def _attention(part: blocks.Attention, tensors: Mapping[str, Info]) -> list[SplitAxis]:
     group = part.heads // part.kv_heads
     rows = tensors[part.q.weight].shape[0]
-    if part.norms_together:
+    if part.norms_across_heads:
         norm = part.q_norm or part.k_norm
         raise UnsupportedError(
             f"{norm.weight if norm else part.q.weight}: queries of all heads are normalized together, which -sm graph "
@@ -141,12 +141,12 @@ def _attention(part: blocks.Attention, tensors: Mapping[str, Info]) -> list[Side
         *_with_bias(part.q, 0, each),
         *_with_bias(part.k, 0, part.head_dim_k),
         *_with_bias(part.v, 0, part.head_dim_v),
-        _side(part.out.weight, 1, group * part.head_dim_v),
-        *([_side(part.sinks, 0, group)] if part.sinks else []),
+        _split_axis(part.out.weight, 1, group * part.head_dim_v),
+        *([_split_axis(part.sinks, 0, group)] if part.sinks else []),
     ]
 
 
-def _recurrent(part: blocks.DeltaNet, tensors: Mapping[str, Info]) -> list[Side]:
+def _recurrent(part: blocks.DeltaNet, tensors: Mapping[str, Info]) -> list[SplitAxis]:
     """By key head. The value heads of a key head are adjacent, or, if `tiled`, one key-head count apart."""
     sizes = part.sizes
     each = sizes.value_heads // sizes.key_heads
@@ -159,52 +159,52 @@ def _recurrent(part: blocks.DeltaNet, tensors: Mapping[str, Info]) -> list[Side]
     keys, dim = sizes.head_dim_k, sizes.head_dim_v
     mixed = ((0, keys), (sizes.keys, keys), *values(dim, 2 * sizes.keys))
     if part.gate is None:
-        together: Segments = ((0, tensors[part.qkv.weight].shape[0] // sizes.key_heads),)
-        sides: list[Side] = [(part.qkv.weight, 0, together)]
+        whole_heads: Segments = ((0, tensors[part.qkv.weight].shape[0] // sizes.key_heads),)
+        axes: list[SplitAxis] = [(part.qkv.weight, 0, whole_heads)]
     else:
-        sides = [(part.qkv.weight, 0, mixed), (part.gate.weight, 0, values(dim))]
-    sides += [(linear.weight, 0, values(1)) for linear in (part.beta, part.alpha) if linear is not None]
+        axes = [(part.qkv.weight, 0, mixed), (part.gate.weight, 0, values(dim))]
+    axes += [(linear.weight, 0, values(1)) for linear in (part.beta, part.alpha) if linear is not None]
     if part.ba is not None:
-        sides.append(_side(part.ba.weight, 0, 2 * each))
-    sides += [(part.conv, 0, mixed), (part.a, 0, values(1)), (part.dt, 0, values(1))]
-    return [*sides, (part.out.weight, 1, values(dim))]
+        axes.append(_split_axis(part.ba.weight, 0, 2 * each))
+    axes += [(part.conv, 0, mixed), (part.a, 0, values(1)), (part.dt, 0, values(1))]
+    return [*axes, (part.out.weight, 1, values(dim))]
 
 
-def _latents(part: blocks.LatentAttention, tensors: Mapping[str, Info]) -> list[Side]:
-    sides = [*_with_bias(part.q, 0, part.head_dim_k), _side(part.out.weight, 1, part.head_dim_v)]
+def _latents(part: blocks.LatentAttention, tensors: Mapping[str, Info]) -> list[SplitAxis]:
+    axes = [*_with_bias(part.q, 0, part.head_dim_k), _split_axis(part.out.weight, 1, part.head_dim_v)]
     for linear, rows in (
         (part.kv_b, part.nope + part.head_dim_v),
         (part.k_b, part.kv_lora),
         (part.v_b, part.head_dim_v),
     ):
         if linear is not None:
-            sides.append(_side(linear.weight, 0, 1 if len(tensors[linear.weight].shape) == 3 else rows))
-    return sides
+            axes.append(_split_axis(linear.weight, 0, 1 if len(tensors[linear.weight].shape) == 3 else rows))
+    return axes
 
 
-def _gated(part: blocks.FeedForward, tensors: Mapping[str, Info]) -> tuple[list[Side], int]:
-    sides = [*_with_bias(part.gate, 0, 1), *_with_bias(part.up, 0, 1), _side(part.down.weight, 1, 1)]
-    return sides, tensors[part.gate.weight].shape[0]
+def _gated(part: blocks.FeedForward, tensors: Mapping[str, Info]) -> tuple[list[SplitAxis], int]:
+    axes = [*_with_bias(part.gate, 0, 1), *_with_bias(part.up, 0, 1), _split_axis(part.down.weight, 1, 1)]
+    return axes, tensors[part.gate.weight].shape[0]
 
 
-def _experts(part: blocks.Experts, tensors: Mapping[str, Info], by: str) -> tuple[list[Side], int]:
+def _experts(part: blocks.Experts, tensors: Mapping[str, Info], by: str) -> tuple[list[SplitAxis], int]:
     if by == "number":
-        three = (part.gate, part.up, part.down)
-        return [side for linear in three for side in _with_bias(linear, 0, 1)], part.count
-    sides = [_side(part.gate.weight, 1, 1), _side(part.up.weight, 1, 1), _side(part.down.weight, 2, 1)]
-    return sides + [_side(linear.bias, 1, 1) for linear in (part.gate, part.up) if linear.bias], part.ff
+        matrices = (part.gate, part.up, part.down)
+        return [axis for linear in matrices for axis in _with_bias(linear, 0, 1)], part.count
+    axes = [_split_axis(part.gate.weight, 1, 1), _split_axis(part.up.weight, 1, 1), _split_axis(part.down.weight, 2, 1)]
+    return axes + [_split_axis(linear.bias, 1, 1) for linear in (part.gate, part.up) if linear.bias], part.ff
 
 
-def _with_bias(linear: blocks.Linear, axis: int, size: int) -> list[Side]:
-    return [_side(linear.weight, axis, size), *([_side(linear.bias, axis, size)] if linear.bias else [])]
+def _with_bias(linear: blocks.Linear, axis: int, size: int) -> list[SplitAxis]:
+    return [_split_axis(linear.weight, axis, size), *([_split_axis(linear.bias, axis, size)] if linear.bias else [])]
 
 
 def _split(
-    sides: Sequence[Side], count: int, tensors: Mapping[str, Info], shares: Sequence[float]
+    axes: Sequence[SplitAxis], count: int, tensors: Mapping[str, Info], shares: Sequence[float]
 ) -> dict[str, Sharding]:
     """The shardings of tensors that are split together into `count` units."""
     unit = 1
-    for name, axis, segments in sides:
+    for name, axis, segments in axes:
         align = _alignment(name, axis, tensors)
         for at, size in segments:
             unit = math.lcm(unit, align // math.gcd(align, size), 1 if at % align == 0 else count + 1)
@@ -212,7 +212,7 @@ def _split(
     bounds = (0, *(min(count, round(end * count / unit) * unit) for end in ends[:-1]), count)
     busy, asked = (len({*b}) - 1 for b in (bounds, [0, *(round(end * count) for end in ends)]))
     if busy < 2 <= asked:
-        name, axis, segments = max(sides, key=lambda side: _alignment(side[0], side[1], tensors) / side[2][0][1])
+        name, axis, segments = max(axes, key=lambda a: _alignment(a[0], a[1], tensors) / a[2][0][1])
         align, kind = _alignment(name, axis, tensors), tensors[name].type
         what = "columns" if _is_last(name, axis, tensors) else "rows"
         raise UnsupportedError(
@@ -221,7 +221,7 @@ def _split(
         )
     return {
         name: Sharding(axis, bounds, segments) if len(segments) > 1 else Sharding(axis, _times(bounds, segments[0][1]))
-        for name, axis, segments in sides
+        for name, axis, segments in axes
     }
 
 

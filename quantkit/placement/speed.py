@@ -85,19 +85,19 @@ def predict(
     arch = metadata.get("general.architecture")
     count, used = (int(metadata.get(f"{arch}.{key}") or 0) for key in ("expert_count", "expert_used_count"))
     share = used / count if count and used else 1.0
-    once: dict[tuple[str, bool], float] = defaultdict(float)
-    whole: dict[tuple[str, bool], float] = defaultdict(float)
+    token_bytes: dict[tuple[str, bool], float] = defaultdict(float)
+    prompt_bytes: dict[tuple[str, bool], float] = defaultdict(float)
     weights: dict[tuple[str, bool], float] = defaultdict(float)
     for name, device, nbytes, part in _pieces(tensors, metadata, placement):
         if name == "token_embd.weight" and "output.weight" in tensors:
             continue  # a token reads only one row
         key, is_expert = (device, name in placement.sharded), "_exps." in name
-        once[key] += nbytes * (share if is_expert else 1)
-        whole[key] += nbytes * (1 - (1 - share) ** batch if is_expert else 1)
+        token_bytes[key] += nbytes * (share if is_expert else 1)
+        prompt_bytes[key] += nbytes * (1 - (1 - share) ** batch if is_expert else 1)
         weights[key] += part * math.prod(tensors[name].shape) * (share if is_expert else 1)
     for device, nbytes in caches.items():
-        once[device, any(d.name == device for d in placement.graph)] += nbytes
-    names = sorted({device for device, _ in once}, key=lambda name: (name != CPU.name, name))
+        token_bytes[device, any(d.name == device for d in placement.graph)] += nbytes
+    names = sorted({device for device, _ in token_bytes}, key=lambda name: (name != CPU.name, name))
     rates, assumptions = {}, []
     for name in names:
         rates[name] = bandwidth.get(name) or ASSUMED["cuda" if name.startswith("CUDA") else "cpu"]
@@ -106,17 +106,17 @@ def predict(
     assumptions += [
         f"arithmetic on {name} is not counted (--compute {name}=…)" for name in names if name not in compute
     ]
-    reading = {key: size / rates[key[0]] for key, size in once.items()}
+    reading = {key: size / rates[key[0]] for key, size in token_bytes.items()}
     prompts = {
         key: max(size / rates[key[0]], 2 * batch * weights[key] / compute[key[0]] if key[0] in compute else 0)
-        for key, size in whole.items()
+        for key, size in prompt_bytes.items()
     }
-    token, at = _total(reading)
+    token, bottleneck = _total(reading)
     prompt, _ = _total(prompts)
     full = "a full cache" if any(caches.values()) else "an empty cache (-c sets its size)"
-    assumptions.append(f"{full}; every token reads {sum(once.values()) / 1e9:.2f} GB")
+    assumptions.append(f"{full}; every token reads {sum(token_bytes.values()) / 1e9:.2f} GB")
     return Speed(
-        1 / token if token else math.inf, batch / prompt if prompt else math.inf, batch, at, tuple(assumptions)
+        1 / token if token else math.inf, batch / prompt if prompt else math.inf, batch, bottleneck, tuple(assumptions)
     )
 
 

@@ -1,9 +1,9 @@
 """Recipes: decide the type of every tensor, and check the decisions, before any weight is read.
 
-recipe = parse("ffn_down=iq5_k,ffn=iq4_k")     or parse(text of a file), or find("dense-4.5bpw") for a shipped one
-made = plan(file.tensors.values(), "Q8_0", recipe, metadata=file.metadata, imatrix=matrix)
-specs, metadata = from_config(read_config("DeepSeek-R1/config.json"))    for plans without weights
-made.tensors, made.rules, made.warnings, made.bytes_after
+    recipe = parse("ffn_down=iq5_k,ffn=iq4_k")     or parse(text of a file), or find("dense-iq4_k") for a shipped one
+    result = plan(file.tensors.values(), "Q8_0", recipe, metadata=file.metadata, imatrix=matrix)
+    result.tensors, result.rules, result.warnings, result.bytes_after
+    specs, metadata = from_config(read_config("DeepSeek-R1/config.json"))    tensors for a plan without weights
 
 Each name imports its module on first use, because repacking needs only the names of file types from here.
 """

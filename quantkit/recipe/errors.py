@@ -1,4 +1,4 @@
-"""What is wrong with a recipe or with a plan made of it."""
+"""Errors in recipes and in plans."""
 
 from __future__ import annotations
 

@@ -170,7 +170,7 @@ class Model(BlockRunner, Locked):
         self._of_each_file = {tensor.path: tensor for tensor in self.weights.values()}.values()
         self._scales = ScaleChecks(self.weights if tripwire != "off" else {}, self.threads)
         self.split: Split | None = None
-        if profile or not placement.is_plain:
+        if profile or not placement.is_cpu_only:
             from quantkit.runtime.parallel import workers
             from quantkit.runtime.parallel.split import Split
 

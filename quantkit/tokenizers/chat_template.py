@@ -1,7 +1,7 @@
 """Chat templates, which are programs inside of model files: rendered in a process of their own, within limits.
 
 jinja2's sandbox keeps a template away from Python's internals, but not from `10 ** (10 ** 9)`, nested loops, a text
-doubled forty times or `|center(10 ** 10)`, and a thread cannot be stopped in the midst of these. A process can: it is
+doubled forty times or `|center(10 ** 10)`, and a thread cannot be stopped while it runs one. A process can: it is
 killed after MAX_SECONDS, and the system refuses it more memory than chat_worker.MAX_MEMORY (not on Windows).
 
 The process is started with the first template and serves the later ones. That costs a tenth of a second once.
@@ -26,7 +26,7 @@ MAX_TEMPLATE = 1 << 20  # characters; the longest published ones have some ten t
 
 
 class _Renderer:
-    """The process, started when there is something to render, and again after it had to be killed."""
+    """The process, started for the first rendering, and again after it had to be killed."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -62,7 +62,7 @@ class _Renderer:
         return process
 
     def _end(self, process: subprocess.Popen[bytes]) -> int:
-        """Kill the process; its status, which is its own where it had ended before."""
+        """Kill the process if it still runs; returns its exit status."""
         process.kill()
         self._process = None
         return process.wait()
@@ -104,7 +104,7 @@ atexit.register(_renderer.close)
 
 
 def render(template: Any, values: Mapping[str, object]) -> str:
-    """The text that a template makes. QuantkitError where it refuses its input, fails, or exceeds the limits."""
+    """Render a template. QuantkitError if it refuses its input, fails, or exceeds the limits."""
     if not isinstance(template, str):
         raise FormatError(f"the model's chat template is {type(template).__name__}, not text")
     if len(template) > MAX_TEMPLATE:

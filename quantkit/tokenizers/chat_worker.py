@@ -91,7 +91,7 @@ def send(stream: BinaryIO, data: bytes) -> None:
 
 
 def receive(stream: BinaryIO) -> bytes | None:
-    """Read a message; None where there is none, or not a whole one."""
+    """Read a message; None at the end of the stream, even within a message."""
     head = stream.read(8)
     size = int.from_bytes(head, "little")
     data = stream.read(size) if len(head) == 8 else b""

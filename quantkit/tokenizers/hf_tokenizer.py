@@ -321,11 +321,11 @@ def _post_processor(metadata: Mapping[str, object], otherwise: dict[str, Any] | 
     item = {name: {"SpecialToken": {"id": str(tokens[i]), "type_id": 0}} for name, i in used.items()}
 
     def around(*texts: str) -> list[dict[str, Any]]:
-        made = []
+        steps: list[dict[str, Any]] = []
         for place, text in enumerate(texts):
             inner = [item.get("bos"), {"Sequence": {"id": text, "type_id": place}}, item.get("eos")]
-            made += [step for step in inner if step is not None]
-        return made
+            steps += [step for step in inner if step is not None]
+        return steps
 
     special = {str(tokens[i]): {"id": str(tokens[i]), "ids": [i], "tokens": [str(tokens[i])]} for i in used.values()}
     return {"type": "TemplateProcessing", "single": around("A"), "pair": around("A", "B"), "special_tokens": special}

@@ -85,7 +85,7 @@ class Tokenizer:
         return {False: plain, True: special}
 
     def encode(self, text: str | bytes, bos: bool | None = None, special: bool = False) -> list[int]:
-        """Token ids of a text; bytes are UTF-8. DataError where it is not valid UTF-8, half a surrogate pair included.
+        """Token ids of a text; bytes are UTF-8. DataError for invalid UTF-8, including half a surrogate pair.
 
         `bos` says whether BOS comes first; None leaves it to the model (`adds_bos`), which also decides on EOS at the
         end. `special` finds control tokens written out in the text.
@@ -105,7 +105,7 @@ class Tokenizer:
     # --------------------------------------------------------------------------------------------------------- decode
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes a token stands for; those of a control token are its name."""
+        """The bytes of a token's text; for a control token, of its name."""
         token = arguments.integer(token, "a token")
         if not 0 <= token < len(self._tokens):
             raise DataError(f"token {token} is not in the vocabulary of {len(self._tokens)}")
@@ -122,7 +122,7 @@ class Tokenizer:
         return text.encode()  # a word added to the vocabulary as it is
 
     def is_control(self, token: int) -> bool:
-        """Whether a token is a control, unknown or unused token, which stands for no text of its own."""
+        """Whether a token is a control, unknown or unused token, which has no text."""
         return self._types[token] in (hf_tokenizer.CONTROL, hf_tokenizer.UNKNOWN, hf_tokenizer.UNUSED)
 
     def decode(self, ids: Iterable[int], special: bool = True) -> str:
@@ -131,14 +131,14 @@ class Tokenizer:
         return "".join([*map(decoder.push, ids), decoder.finish()])
 
     def decode_stream(self, special: bool = True) -> Decoder:
-        """Decode one token at a time; a character is given out when its last byte has come."""
+        """A decoder for one token at a time, which returns a character once all of its bytes have arrived."""
         return Decoder(self, special)
 
     # ----------------------------------------------------------------------------------------------------------- chat
 
     @property
     def chat_template(self) -> str | None:
-        """The model's template in jinja2, None where the file has none. FormatError where it is no text."""
+        """The model's chat template (jinja2); None if the file has none. FormatError if it is not a string."""
         return self._template("tokenizer.chat_template")
 
     def _template(self, key: str) -> str | None:
@@ -153,7 +153,7 @@ class Tokenizer:
         """The prompt that the model's own template makes of messages with "role" and "content".
 
         The template sees what transformers shows it: `messages`, `tools`, `documents`, the special tokens by name, and
-        `variables`. With `tools`, the variant "tool_use" is taken where there is one. The template runs in jinja2's
+        `variables`. With `tools`, the variant "tool_use" is used if there is one. The template runs in jinja2's
         sandbox, in a process with limits of time and memory (chat_template.py); a QuantkitError says what it exceeds.
         Encode the result with `bos=False, special=True`.
         """
@@ -198,7 +198,7 @@ def _valid(text: str | bytes) -> str:
 
 
 class Decoder:
-    """Text of a stream of tokens. The space that encoding puts before a text is taken away again."""
+    """Text of a stream of tokens. The space that encoding puts before a text is removed."""
 
     def __init__(self, tokenizer: Tokenizer, special: bool = True):
         self._tokenizer = tokenizer

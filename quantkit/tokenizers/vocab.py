@@ -226,43 +226,43 @@ def _as_bpe(entries: Entries, model: sentencepiece.Model) -> Entries:
 
 
 def _override_entries(tokenizer: Json, entries: Entries) -> Entries:
-    """The key OVERRIDES if the other keys alone would make another tokenizer than this tokenizer.json; else {}."""
+    """The key OVERRIDES if the other keys alone describe another tokenizer than this tokenizer.json; else {}."""
     metadata = {key: value for key, (value, _) in entries.items()}
     kind = metadata["tokenizer.ggml.model"]
     if kind == "gpt2" and not pretokenizers.known(metadata["tokenizer.ggml.pre"]):
         return {}  # the user named it with --pre, for other runtimes
-    made, model = tokenizer_json(metadata), tokenizer["model"]
-    found: dict[str, Any] = {}
-    if pretokenizers.normalizers(made) != pretokenizers.normalizers(tokenizer):
+    from_keys, model = tokenizer_json(metadata), tokenizer["model"]
+    overrides: dict[str, Any] = {}
+    if pretokenizers.normalizers(from_keys) != pretokenizers.normalizers(tokenizer):
         check_normalizer(tokenizer.get("normalizer"), "tokenizer.json, normalizer")
-        found["normalizer"] = _without_charsmap(tokenizer.get("normalizer"))
-    if kind != "gpt2" and made["pre_tokenizer"] != (tokenizer.get("pre_tokenizer") or None):
+        overrides["normalizer"] = _without_charsmap(tokenizer.get("normalizer"))
+    if kind != "gpt2" and from_keys["pre_tokenizer"] != (tokenizer.get("pre_tokenizer") or None):
         check_pre_tokenizer(tokenizer.get("pre_tokenizer"), "tokenizer.json, pre_tokenizer")
-        found["pre_tokenizer"] = tokenizer.get("pre_tokenizer")
+        overrides["pre_tokenizer"] = tokenizer.get("pre_tokenizer")
     for name in ("ignore_merges", "byte_fallback"):
-        if bool(model.get(name)) != bool(made["model"].get(name)):
-            found[name] = bool(model.get(name))
+        if bool(model.get(name)) != bool(from_keys["model"].get(name)):
+            overrides[name] = bool(model.get(name))
     texts = metadata["tokenizer.ggml.tokens"]
     names = ["single_word", "lstrip", "rstrip"] + ["normalized"] * bool(pretokenizers.normalizers(tokenizer))
     flags = {str(token["id"]): _flags(token, names, texts[token["id"]])
              for token in tokenizer.get("added_tokens") or ()}  # fmt: skip
     if any(flags.values()):
-        found["added_tokens"] = {i: changed for i, changed in flags.items() if changed}
-    if kind == "llama" and (unmerged := _unmerged(made, model)):
-        found["unmerged"] = unmerged
-    return {OVERRIDES: (json.dumps(found, ensure_ascii=False), "str")} if found else {}
+        overrides["added_tokens"] = {i: changed for i, changed in flags.items() if changed}
+    if kind == "llama" and (unmerged := _unmerged(from_keys, model)):
+        overrides["unmerged"] = unmerged
+    return {OVERRIDES: (json.dumps(overrides, ensure_ascii=False), "str")} if overrides else {}
 
 
 def _flags(token: Json, names: Sequence[str], text: str) -> dict[str, Any]:
     """The flags of an added token that are set, and its content if it differs from `text`, its entry in the keys."""
-    found: dict[str, Any] = {name: True for name in names if token.get(name)}
-    return found | ({"content": token["content"]} if token["content"] != text else {})
+    flags: dict[str, Any] = {name: True for name in names if token.get(name)}
+    return flags | ({"content": token["content"]} if token["content"] != text else {})
 
 
-def _unmerged(made: Json, model: Json) -> list[int]:
-    """Ids of tokens that the merges made from the keys produce, but the merges of the tokenizer.json do not."""
+def _unmerged(from_keys: Json, model: Json) -> list[int]:
+    """Ids of tokens that the merges derived from the keys produce, but the merges of the tokenizer.json do not."""
     merged = {"".join(merge) if isinstance(merge, list) else merge.replace(" ", "") for merge in model["merges"]}
-    return sorted({made["model"]["vocab"]["".join(merge)] for merge in made["model"]["merges"]}
+    return sorted({from_keys["model"]["vocab"]["".join(merge)] for merge in from_keys["model"]["merges"]}
                   - {model["vocab"][token] for token in merged})  # fmt: skip
 
 

@@ -60,13 +60,13 @@ NORMALIZERS = {
     "many prepended": (sequence(*[{"type": "Prepend", "prepend": "a"}] * 100), "over 32 steps"),
     "forms": (sequence(*[{"type": "NFKD"}] * 3), "up to 5832"),
     "nothing": (replace("aa", ""), "pattern is {'String': ''}"),
-    "expression": (replace("x", "(a*)*b", "Regex"), "may take for ever"),
-    "quadratic": (replace("x", r"\s*a*b", "Regex"), "may take for ever"),
-    "recursion": (replace("x", r"(a\g<0>?b)", "Regex"), "may take for ever"),
-    "named": (replace("x", r"(?<x>a\k<x>?b)", "Regex"), "may take for ever"),
+    "expression": (replace("x", "(a*)*b", "Regex"), "could take forever"),
+    "quadratic": (replace("x", r"\s*a*b", "Regex"), "could take forever"),
+    "recursion": (replace("x", r"(a\g<0>?b)", "Regex"), "could take forever"),
+    "named": (replace("x", r"(?<x>a\k<x>?b)", "Regex"), "could take forever"),
     "unknown": ({"type": "Shell"}, "a step of type 'Shell'; known: NFC"),
-    "no step": ("NFC", "no step of a tokenizer.json"),
-    "no list": ({"type": "Sequence", "normalizers": {}}, "no list"),
+    "no step": ("NFC", "not a step of a tokenizer.json"),
+    "no list": ({"type": "Sequence", "normalizers": {}}, "not a list"),
     "no base64": ({"type": "Precompiled", "precompiled_charsmap": "é"}, "is not base64"),
 }
 
@@ -96,7 +96,7 @@ def test_deep_sequences() -> None:
 ])  # fmt: skip
 def test_pre_tokenizers_of_files(step: Any) -> None:
     with pytest.raises(
-        QuantkitError, match=r"pre_tokenizer: .*(may take for ever|of type 'Code'|no step|over 32 steps)"
+        QuantkitError, match=r"pre_tokenizer: .*(could take forever|of type 'Code'|not a step|over 32 steps)"
     ):
         made({"pre_tokenizer": step})
 
@@ -153,16 +153,20 @@ def test_long_tokens(kind: str) -> None:
     [
         ("tokens", [1, 2, 3, 4], "tokens = .*a list of strings"),
         ("tokens", "abcd", "a list of strings"),
-        ("token_type", ["x", 1, 1, 1], "token_type = .*a list, each of it a whole number"),
-        ("scores", ["x"] * 4, "scores = .*a list, each of it a number"),
+        ("token_type", ["x", 1, 1, 1], "token_type = .*a list of numbers, each a whole number"),
+        ("scores", ["x"] * 4, "scores = .*a list of numbers, each a number"),
         ("token_type", 5, "token_type = 5; it has to be a list"),
         ("bos_token_id", "x", "bos_token_id = 'x'; it has to be a whole number"),
         ("model", [], r"model = \[\]; it has to be a string"),
-        ("precompiled_charsmap", ["x"], "precompiled_charsmap = .*each of it a whole number from 0 to 255"),
-        ("precompiled_charsmap", [1, 256], "precompiled_charsmap = .*each of it a whole number from 0 to 255"),
+        ("precompiled_charsmap", ["x"], "precompiled_charsmap = .*each a whole number from 0 to 255"),
+        ("precompiled_charsmap", [1, 256], "precompiled_charsmap = .*each a whole number from 0 to 255"),
         ("tokens", ["a"] * 99 + [5], "tokens = .*entry 99 is 5; it has to be a list of strings"),
-        ("scores", [0.0] * 99 + [math.nan], "scores = .*entry 99 is nan; it has to be a list, each of it a number"),
-        ("scores", [0.0] * 99 + ["x"], "scores = .*entry 99 is 'x'; it has to be a list, each of it a number"),
+        (
+            "scores",
+            [0.0] * 99 + [math.nan],
+            "scores = .*entry 99 is nan; it has to be a list of numbers, each a number",
+        ),
+        ("scores", [0.0] * 99 + ["x"], "scores = .*entry 99 is 'x'; it has to be a list of numbers, each a number"),
         ("cls_token_id", "x", "cls_token_id = 'x'; it has to be a whole number"),
     ],
 )

@@ -106,7 +106,7 @@ def test_plans_that_do_not_fit_are_refused(model: Path, tmp_path: Path, capsys: 
     path, out = tmp_path / "plan.json", tmp_path / "out.gguf"
     for document, said in (
         (edited(made, shape=[1, 64]), "blk.0.ffn_up.weight: the plan is for a shape"),
-        (edited(made, name="x.weight"), "made for another model"),
+        (edited(made, name="x.weight"), "planned for another model"),
         (edited(made, type="q4_K"), "cannot be q4_K"),
         (edited(made, type="q4_k_m"), "unknown type"),
         (edited(made, importance="blk.0.ffn_up.weight"), "none is given; pass --imatrix"),

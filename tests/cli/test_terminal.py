@@ -16,7 +16,7 @@ from quantkit import types
 from quantkit.cli import main
 from quantkit.cli._card import card
 from quantkit.cli._shared import print_json, table
-from quantkit.cli._terminal import message, showing_controls, visible
+from quantkit.cli._terminal import escaped_controls, message, visible
 from quantkit.formats import gguf
 
 ESCAPE = "\x1b]0;title\x07\x1b[2K\x9b31m\x7f\u202egnp\u2066"
@@ -108,12 +108,12 @@ def test_what_people_write_is_printed_as_it_is() -> None:
 def test_streams_are_restored_and_stay_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.TextIOWrapper(io.BytesIO(), "utf-8")
     monkeypatch.setattr(sys, "stdout", out)
-    with showing_controls():
+    with escaped_controls():
         assert not sys.stdout.isatty()
         print("a\x1bb", flush=True)
         sys.stdout.writelines(["c\x07", "d\n"])
     assert sys.stdout is out
-    with contextlib.suppress(KeyError), showing_controls():
+    with contextlib.suppress(KeyError), escaped_controls():
         raise KeyError
     assert sys.stdout is out
     out.flush()

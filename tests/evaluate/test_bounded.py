@@ -96,7 +96,7 @@ def test_what_is_stored_says_where_each_probability_lies(rng):
     assert (np.abs(value - np.exp(log_p))[kept] <= apart[kept]).all()
     assert np.exp(log_p)[rows.classes == 0].max() < rows.step
     np.testing.assert_allclose(rows.large, np.exp(log_p)[rows.classes == bounded_file.LARGE], rtol=1e-6)
-    assert len(set(rows.kept)) > 1  # each token its own k
+    assert len(set(rows.stored_tokens)) > 1  # each token its own k
 
 
 def test_a_finer_bound_can_be_asked_for(rng, tmp_path):

@@ -60,7 +60,7 @@ def test_hellaswag(model, tmp_path):
     np.testing.assert_allclose(tasks.scores(model, found[0]), wanted, rtol=1e-6)
     *_, last = tasks.evaluate(model, found)
     assert (last.tasks, last.chance) == (2, 0.25)
-    assert last.right == 2 * (int(np.argmax(wanted)) == 2)
+    assert last.correct == 2 * (int(np.argmax(wanted)) == 2)
     path.write_text("a\n2\nb\nc\n")
     with pytest.raises(FormatError, match="4 lines; HellaSwag tasks have six"):
         tasks.hellaswag(path)
@@ -74,7 +74,7 @@ def test_winogrande_scores_what_follows_the_choice(model, tmp_path):
     path.write_text('0,the _ was so big,cup,pan,2\n1,"we, too, ran by _.",car,bus,1\n')
     long, short = tasks.winogrande(path)
     assert long.texts == ("the cup was so big", "the pan was so big")
-    assert (long.right, short.right) == (1, 0)
+    assert (long.correct, short.correct) == (1, 0)
     assert short.texts[0] == "we, too, ran by car."
     ids = encoded(model, long.texts)
     start = 1 + len("the cup")  # both go on for more than three tokens: the choice is not scored, nor the last token

@@ -67,7 +67,7 @@ GGUF_CASES = {
     "bools": (raw.gguf([pair("k", "bool[]", [0, 1, 7])], []), "at byte 51: .* bool of value 7"),
     "key twice": (
         raw.gguf([pair("k", "u8", 1), pair("k", "u8", 1)], []),
-        "at byte 38: metadata key 'k' is there twice",
+        "at byte 38: metadata key 'k' occurs twice",
     ),
     "alignment 0": (raw.gguf([pair("general.alignment", "u32", 0)], []), "alignment is 0; it must be a power of two"),
     "alignment 48": (raw.gguf([pair("general.alignment", "u32", 48)], []), "alignment is 48"),
@@ -77,7 +77,7 @@ GGUF_CASES = {
         raw.gguf([], [info(b"\xff", (8,), 0, 0)], EIGHT),
         "at byte 32: name of tensor 1 of 1 is not UTF-8",
     ),
-    "name twice": (raw.gguf([], [ONE, ONE], EIGHT), "at byte 57: tensor 'a' is there twice"),
+    "name twice": (raw.gguf([], [ONE, ONE], EIGHT), "at byte 57: tensor 'a' occurs twice"),
     "dims 0": (raw.gguf([], [info("a", (), 0, 0)], EIGHT), "at byte 33: tensor 'a' has 0 dimensions"),
     "dims 5": (raw.gguf([], [info("a", (1,) * 5, 0, 0)], EIGHT), "at byte 33: tensor 'a' has 5 dimensions"),
     "dim 0": (raw.gguf([], [info("a", (8, 0), 0, 0)], EIGHT), r"at byte 37: .* \[8, 0\], 0 elements"),

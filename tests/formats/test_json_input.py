@@ -55,7 +55,7 @@ def test_files_are_regular_and_not_too_large(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(FormatError, match="not a regular file"):
         json_input.read(tmp_path / "pipe.json")
     monkeypatch.setattr(json_input, "MAX_BYTES", 7)
-    with pytest.raises(FormatError, match="8 bytes, quantkit reads such files of up to 7"):
+    with pytest.raises(FormatError, match="8 bytes, the limit for such files is 7"):
         json_input.read(tmp_path / "a.json")
     assert json_input.read_object(tmp_path / "none.json") == {}
 
@@ -93,7 +93,7 @@ def test_texts_are_utf_8_of_limited_size(tmp_path: Path) -> None:
         regular_file.read_text(tmp_path / "a.txt")
     (tmp_path / "a.txt").write_bytes(b"a\r\nb\rc")
     assert regular_file.read_text(tmp_path / "a.txt") == (tmp_path / "a.txt").read_text("utf-8") == "a\nb\nc"
-    with pytest.raises(FormatError, match=r"a\.txt: 6 bytes, quantkit reads such files of up to 5"):
+    with pytest.raises(FormatError, match=r"a\.txt: 6 bytes, the limit for such files is 5"):
         regular_file.read_text(tmp_path / "a.txt", 5)
 
 

@@ -46,13 +46,13 @@ def decided(made: Plan) -> set[str]:
 
 def test_output_is_found_in_attn_output_too() -> None:
     said = warned(LLAMA_8B, r"output\.weight=q6_K")
-    assert "takes blk.{0-31}.attn_output.weight as well as output.weight" in said
+    assert "matches blk.{0-31}.attn_output.weight as well as output.weight" in said
     assert decided(cured(LLAMA_8B, said)) == {"output.weight"}
 
 
 def test_ssm_a_is_found_in_ssm_alpha_too() -> None:
     said = warned(QWEN35_27B, r"blk\.0\.ssm_a=q4_0")
-    assert "takes blk.0.ssm_alpha.weight as well as blk.0.ssm_a" in said
+    assert "matches blk.0.ssm_alpha.weight as well as blk.0.ssm_a" in said
     assert said.endswith(r"write blk\.0\.ssm_a$")
 
 
@@ -119,7 +119,7 @@ def test_a_dense_model_has_no_experts() -> None:
         ("blk.{30-40}.attn_q.weight=q6_K", "names layers 32-40; the model's are 0-31"),
         ("atn_output=q6_K", "did you mean attn_output"),
         ("blk.*_down=q6_K,blk.1.=q6_K", r"write blk\.1\."),
-        ("blk.(1|2).=q6_K", r"attn_output.weight, 6 more kinds too, as a . is any character; write blk\.(1|2)\."),
+        ("blk.(1|2).=q6_K", r"6 more kinds, because . is any character; write blk\.(1|2)\."),
         (r"attn_v=q8_0,blk\.\d+\.attn_v\.weight=q6_K", "matches the same tensors as rule 1 'attn_v=q8_0'"),
     ],
 )  # fmt: skip
@@ -171,7 +171,7 @@ def test_the_output_of_tied_models() -> None:
     """No advice makes it worse: a rule for output.weight finds only attn_output.weight, whatever comes first."""
     for rules in (r"output\.weight=q6_K", r"output\.weight=q6_K,attn_output=q4_0"):
         said = warned(TIED, rules, "Q4_0")
-        assert r"rule 1 'output\.weight=q6_K' takes blk.{0-31}.attn_output.weight, and this model's output" in said
+        assert r"rule 1 'output\.weight=q6_K' matches blk.{0-31}.attn_output.weight, and this model's output" in said
         assert decided(cured(TIED, said)) == {"token_embd.weight"}
     assert "does nothing: this model's output" in warned(TIED, r"attn_output=q4_0,output\.weight=q8_0", "Q4_0")
     assert "is its embedding, which becomes q4_0" in warned(TIED, r"token_embd=q4_0,^output\.weight=q6_K")
@@ -182,7 +182,7 @@ def test_the_output_of_tied_models() -> None:
 def test_experts_that_an_earlier_rule_has_taken() -> None:
     rules = r"exps=iq2_k,blk\.(3|4)\.ffn_.*=q8_0"
     said = warned(SMALL_DEEPSEEK, rules)
-    assert "gets no experts: rule 1 'exps=iq2_k' comes first and takes blk.{3-4}.ffn_down_exps.weight" in said
+    assert "gets no experts: rule 1 'exps=iq2_k' comes first and matches blk.{3-4}.ffn_down_exps.weight" in said
     assert "so only blk.{3-4}.ffn_down_shexp.weight" in said
     assert not planned(SMALL_DEEPSEEK, r"blk\.(3|4)\.ffn_.*=q8_0,exps=iq2_k").warnings
 

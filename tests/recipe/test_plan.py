@@ -180,7 +180,7 @@ def test_rules_that_match_nothing() -> None:
 def test_rules_that_are_shadowed() -> None:
     found = warned(r"output\.weight=q8_0,attn_output=q5_0", "output.weight", "blk.0.attn_output.weight")
     assert len(found) == 1  # the second rule is well when the first is
-    assert "takes blk.0.attn_output.weight as well as output.weight" in found[0]
+    assert "matches blk.0.attn_output.weight as well as output.weight" in found[0]
     (found,) = warned(r"attn=q8_0,attn_output=q5_0", "blk.0.attn_q.weight", "blk.0.attn_output.weight")
     assert found == (
         "rule 2 'attn_output=q5_0' is shadowed by rule 1 'attn=q8_0', which comes first; put it in front of rule 1 "

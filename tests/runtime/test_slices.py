@@ -136,16 +136,16 @@ def test_ranges_stand_one_after_another(kind: str, tmp_path: Path) -> None:
 
 
 def test_batches_that_a_gpu_takes_part_in() -> None:
-    assert Offload().least_tokens("MUL_MAT_ID", 256, 8) == 1024
-    assert Offload(64).least_tokens("MOE_FUSED_UP_GATE", 128, 8) == 1024
-    assert Offload().least_tokens("MUL_MAT", 256, 8) == 32
+    assert Offload().min_tokens("MUL_MAT_ID", 256, 8) == 1024
+    assert Offload(64).min_tokens("MOE_FUSED_UP_GATE", 128, 8) == 1024
+    assert Offload().min_tokens("MUL_MAT", 256, 8) == 32
     assert Offload().offloads_experts(512, 128, 8)
     assert not Offload().offloads_experts(511, 128, 8)
     for op in ("MUL_MAT_ID", "MOE_FUSED_UP_GATE"):  # experts go as a whole
-        assert parse_ops(f"{op},0").least_of_experts(128, 8) is None
-    result = parse_ops("MUL_MAT_ID,0, 31,0")
-    assert result.least_tokens("MUL_MAT_ID", 256, 8) is result.least_tokens("MOE_FUSED_UP_GATE") is None
-    assert result.least_tokens("MUL_MAT") == 32
+        assert parse_ops(f"{op},0").min_tokens_of_experts(128, 8) is None
+    found = parse_ops("MUL_MAT_ID,0, 31,0")
+    assert found.min_tokens("MUL_MAT_ID", 256, 8) is found.min_tokens("MOE_FUSED_UP_GATE") is None
+    assert found.min_tokens("MUL_MAT") == 32
     assert parse_ops("-1,0,mul_mat=1").forbidden == {"MUL_MAT_ID", "FUSED_UP_GATE", "MOE_FUSED_UP_GATE"}
     with pytest.raises(UnknownNameError, match="MUL_MAT"):
         parse_ops("MULMAT,0")

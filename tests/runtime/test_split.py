@@ -339,4 +339,4 @@ def test_every_architecture_on_devices(arch: str, tmp_path: Path) -> None:
 
 def test_plain_placements_are_run_as_ever(tiny: Path) -> None:
     assert load(tiny, override_tensor="ffn=CPU").split is None
-    assert placement.place(["a"]).is_plain
+    assert placement.place(["a"]).is_cpu_only

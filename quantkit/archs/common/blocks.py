@@ -12,24 +12,24 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Yarn:
-    """YaRN's ramp: dimensions that turn often keep their frequency, those that turn rarely are interpolated."""
+    """YaRN (rope scaling): high frequencies stay, low ones are interpolated, and a ramp blends the two in between."""
 
     original_context: int
     ext_factor: float = 1.0
     attn_factor: float = 1.0  # beyond the usual 1 + 0.1 ln(1 / scale), which multiplies cos and sin
     beta_fast: float = 32.0
     beta_slow: float = 1.0
-    truncate: bool = True  # the ramp begins and ends at whole pairs
+    truncate: bool = True  # round the bounds of the ramp to whole pairs
 
 
 @dataclass(frozen=True)
 class Rope:
     """Rotary position embedding of the first `dim` elements of each head.
 
-    Pair j turns by the angle position * scale * base^(-2j/dim) / factors[j].
+    Pair j is rotated by the angle position * scale * base^(-2j/dim) / factors[j].
     """
 
-    style: str  # "norm" turns elements (2j, 2j + 1), "neox" (j, j + dim/2)
+    style: str  # pair j is elements (2j, 2j + 1) in "norm", (j, j + dim/2) in "neox"
     dim: int
     base: float
     scale: float = 1.0  # 1/factor of linear scaling, and of YaRN's interpolated part
@@ -58,8 +58,8 @@ class Linear:
 class Attention:
     """x + out(attention(q, k, v of norm(x))); causal, query head i reads key/value head i * kv_heads // heads.
 
-    With `gated`, q makes of each head its query and after it a gate, both float32[head_dim_k]; what the head attended
-    to is multiplied by sigmoid(gate).
+    With `gated`, the output of q holds, for each head, the query and then a gate, both float32[head_dim_k]; the output
+    of the head is multiplied by sigmoid(gate).
     """
 
     norm: Norm
@@ -73,23 +73,23 @@ class Attention:
     head_dim_v: int
     scale: float  # of the scores, before softmax
     rope: Rope
-    window: int | None = None  # a token sees itself and window - 1 before it
+    window: int | None = None  # sliding window: a token attends to itself and to the window - 1 tokens before it
     q_norm: Norm | None = None  # of each head, before rope; weight float32[head_dim_k]
     k_norm: Norm | None = None
-    sinks: str | None = None  # tensor float32[heads]: a score of each head that softmax counts, with a value of 0
-    norms_together: bool = False  # they norm all heads at once, their weights are float32[heads * head_dim_k]
-    norms_after_rope: bool = False
-    post_norm: Norm | None = None  # of what `out` makes, before it is added to x
+    sinks: str | None = None  # tensor float32[heads]: an extra score per head in the softmax, whose value is 0
+    norms_across_heads: bool = False  # q_norm and k_norm norm all heads as one vector of heads * head_dim_k
+    norms_after_rope: bool = False  # q_norm and k_norm are applied after RoPE
+    post_norm: Norm | None = None  # of the output of `out`, before the residual addition
     gated: bool = False
-    sub_norm: Norm | None = None  # of what heads attended to, before `out`; weight float32[heads * head_dim_v]
+    sub_norm: Norm | None = None  # of the output of the heads, before `out`; weight float32[heads * head_dim_v]
     temperature: tuple[float, int] | None = None  # (beta, n): queries at p times 1 + beta ln(1 + floor(p / n))
 
 
 @dataclass(frozen=True)
 class Recurrence:
-    """The numbers of layers with a gated delta rule.
+    """The dimensions of layers with a gated delta rule.
 
-    kernel   positions that the convolution sees, the token's own the last
+    kernel   width of the causal convolution, in positions; the last one is that of the token itself
     """
 
     kernel: int
@@ -110,25 +110,25 @@ class Recurrence:
 
     @property
     def channels(self) -> int:
-        """Of the convolution: queries, keys, values."""
+        """Channels of the convolution: queries, keys and values."""
         return 2 * self.keys + self.inner
 
 
 @dataclass(frozen=True)
 class DeltaNet:
-    """Linear attention by a gated delta rule: x + out(o), causal, with a state S [head_dim_k, head_dim_v] a value head.
+    """Linear attention by a gated delta rule: x + out(o), causal. A value head has a state S [head_dim_k, head_dim_v].
 
-    With y = norm(x), and of each position t:
+    With y = norm(x), for each position t:
 
-        q, k, v   silu(sum over j of conv[:, j] * qkv(y)[t - kernel + 1 + j]), heads of queries, of keys, of values
-        q, k      / sqrt(sum(q^2) + 1e-6), each head; q also / sqrt(head_dim_k)
-        b, g      sigmoid(beta(y)), a * softplus(alpha(y) + dt): of each value head, a < 0
+        q, k, v   silu(sum over j of conv[:, j] * qkv(y)[t - kernel + 1 + j]), split into heads
+        q, k      each head divided by its norm, sqrt(sum(q^2) + 1e-6); q also by sqrt(head_dim_k)
+        b, g      sigmoid(beta(y)), a * softplus(alpha(y) + dt): one of each per value head, a < 0
         S         S e^g; then S + k (b (v - S^T k))^T
-        o         S^T q; then out_norm(o) * silu(gate(y)), each head
+        o         S^T q; then out_norm(o) * silu(gate(y)) per head
 
-    Value head h reads key head h * key_heads // value_heads, or with `tiled` h % key_heads. `ba` stands for beta and
-    alpha: of each key head the betas of its value heads, then their alphas. Without `gate`, qkv makes of each key head
-    query, key, the values and the gates of its value heads.
+    Value head h reads key head h * key_heads // value_heads, or h % key_heads with `tiled`. `ba` is beta and alpha in
+    one matrix: for each key head, the betas of its value heads and then their alphas. If `gate` is None, the output of
+    qkv holds, for each key head, query, key, the values and the gates of its value heads.
     """
 
     norm: Norm
@@ -150,11 +150,12 @@ class DeltaNet:
 class LatentAttention:
     """Multi-head latent attention: x + out(attention) where all heads share one latent of a token's key and value.
 
-    With y = norm(x): q = q(q_a_norm(q_a(y))), or q(y) without q_a; of each head `nope` elements, then rope.dim that
-    rope turns. [c, r] = kv_a(y); c float32[kv_lora] is normed, r float32[rope.dim] turned. Keys of head h are
-    [k_h c, r], its values v_h c, where k_h [nope, kv_lora] and v_h [head_dim_v, kv_lora] are rows of kv_b
-    [heads * (nope + head_dim_v), kv_lora], and k_b [heads * kv_lora, nope] (k_h transposed) and v_b
-    [heads * head_dim_v, kv_lora], which may have three dimensions. At least kv_b, or k_b and v_b, are there.
+    With y = norm(x): q = q(q_a_norm(q_a(y))), or q(y) without q_a. Each head has `nope` elements without RoPE, then
+    rope.dim with RoPE. [c, r] = kv_a(y); kv_a_norm is applied to c float32[kv_lora], RoPE to r float32[rope.dim]. The
+    keys of head h are [k_h c, r], its values v_h c. k_h [nope, kv_lora] and v_h [head_dim_v, kv_lora] are rows of kv_b
+    [heads * (nope + head_dim_v), kv_lora]; k_b [heads * kv_lora, nope] (k_h transposed) and v_b
+    [heads * head_dim_v, kv_lora] hold them separately, and may have three dimensions. A model has kv_b, or k_b and
+    v_b, or all three.
     """
 
     norm: Norm
@@ -182,7 +183,7 @@ class LatentAttention:
 
     @property
     def latent(self) -> int:
-        """Elements of a token's c and r."""
+        """Elements of a token's c and r: the row that the KV cache holds."""
         return self.kv_lora + self.rope.dim
 
 
@@ -197,22 +198,24 @@ class FeedForward:
     activation: str = "swiglu"  # act is x * sigmoid(x); "geglu": GELU in its tanh form
     # "relu2": max(x, 0)^2
     # "swiglu_oai": (1 + up) * gate * sigmoid(1.702 gate), gate clamped to at most 7, up to -7 … 7
-    post_norm: Norm | None = None  # of what `down` makes, before it is added to x
+    post_norm: Norm | None = None  # of the output of `down`, before the residual addition
     ff: int | None = None  # rows of gate and up; None: the model's n_ff
-    sub_norm: Norm | None = None  # of what enters `down`
+    sub_norm: Norm | None = None  # of the input of `down`
 
 
 @dataclass(frozen=True)
 class Experts:
-    """x + sum over e of w_e * down_e(act(gate_e(y)) * up_e(y)) with y = norm(x), e being the `used` of `count` experts
-    with the largest p = gating(router(y)), softmax over all or sigmoid of each. w_e = p_e, divided by the sum over
-    those e with `normalise`, times `scale`.
+    """Mixture of experts: x + sum over e of w_e * down_e(act(gate_e(y)) * up_e(y)) with y = norm(x).
 
-    choice_bias   tensor float32[count] that is added to p where experts are chosen, not in w
-    groups        experts are chosen from the `groups_used` best of so many groups of neighbours: those whose best
-                  expert, with choice_bias whose best two together, have the largest p
-    shared        a feed-forward that all tokens pass as well, with the same y
-    shared_gate   tensor float32[n_embd]: what `shared` makes is multiplied by sigmoid(shared_gate . y)
+    Of `count` experts the router selects the `used` ones with the largest p = gating(router(y)), which is a softmax
+    over all or the sigmoid of each. Their weights are w_e = p_e * scale; with `normalise`, p_e is first divided by the
+    sum over the selected experts.
+
+    choice_bias   tensor float32[count] that is added to p for the selection, not in w
+    groups        the experts are split into this many groups of consecutive ones, and selected from the `groups_used`
+                  groups with the highest scores: the largest p of a group, with choice_bias the sum of the largest two
+    shared        shared experts: a feed-forward that is applied to every token, with the same y
+    shared_gate   tensor float32[n_embd]: the output of `shared` is multiplied by sigmoid(shared_gate . y)
 
     gate, up: weights [count, ff, n_embd]; down: [count, n_embd, ff].
     """
@@ -249,17 +252,17 @@ class Block:
 
 @dataclass(frozen=True)
 class Head:
-    """What stands around the blocks. `output` is the embedding's own name where the two are tied."""
+    """Embedding, final norm and output matrix. If the two matrices are tied, `output` names the embedding."""
 
     embedding: str
     norm: Norm
     output: Linear
-    embedding_scale: float = 1.0  # of the rows of the embedding, where they enter
+    embedding_scale: float = 1.0  # factor of the rows of the embedding
 
 
 @dataclass(frozen=True, kw_only=True)
 class HParams:
-    """The numbers of a model, from its metadata. Architectures with more to say derive from it."""
+    """Hyperparameters of a model, from its metadata. Architectures that need more of them derive a class."""
 
     arch: str
     n_layer: int
@@ -277,8 +280,8 @@ class HParams:
     n_expert: int = 0
     n_expert_used: int = 0
     n_ff_expert: int = 0
-    normalises: bool = True  # weights of the experts used are divided by their sum
-    n_ff_shared: int = 0  # of the experts that all tokens pass, together
+    normalises: bool = True  # weights of the selected experts are divided by their sum
+    n_ff_shared: int = 0  # of all shared experts together
     n_leading_dense: int = 0  # layers before the first one with experts
     n_expert_groups: int = 1
     n_expert_groups_used: int = 1
@@ -286,13 +289,13 @@ class HParams:
     gating: str = "softmax"  # or "sigmoid"
     has_choice_bias: bool = False  # see Experts
     recurrence: Recurrence | None = None
-    recurrent: frozenset[int] = frozenset()  # the layers that are
-    n_mtp_layers: int = 0  # of n_layer so many, the last ones, are MTP layers and are not run
-    tensors: frozenset[str] = frozenset()  # names in the file: says which optional ones there are
+    recurrent: frozenset[int] = frozenset()  # the layers with a recurrence instead of attention
+    n_mtp_layers: int = 0  # the last ones of n_layer, which are not run
+    tensors: frozenset[str] = frozenset()  # names in the file, which decide the optional parts
 
     @property
     def has_own_head_dim(self) -> bool:
-        """The heads together are not as wide as the model."""
+        """Whether n_head * head_dim differs from n_embd."""
         return self.head_dim_k * self.n_head != self.n_embd
 
     @property
@@ -317,7 +320,7 @@ class HParams:
 
     @property
     def tied(self) -> bool:
-        """The embedding is the output matrix too."""
+        """Whether the embedding is also the output matrix."""
         return "output.weight" not in self.tensors
 
     def linear(self, stem: str) -> Linear:
@@ -330,6 +333,6 @@ class HParams:
         return Norm(f"{stem}.weight", self.norm_eps)
 
     def feed_forward(self, i: int, norm: str = "ffn_norm", suffix: str = "", ff: int | None = None) -> FeedForward:
-        """That of layer `i` under its usual names, or with `suffix` those of its shared experts."""
+        """The feed-forward of layer `i`; `suffix` selects that of its shared experts."""
         gate, up, down = (self.linear(f"blk.{i}.ffn_{name}{suffix}") for name in ("gate", "up", "down"))
         return FeedForward(self.norm(f"blk.{i}.{norm}"), gate, up, down, ff=ff)

@@ -1,4 +1,4 @@
-"""Numbers of a model, from config.json or from GGUF keys: each of its kind and within bounds, before anything is made.
+"""Check the values of config.json and of GGUF keys: type and bounds, before any of them is used.
 
 Both spellings share one table of bounds, `_TABLE`. Whether the numbers agree with each other and with the tensors is
 checked by archs/common/validate.py.
@@ -27,38 +27,38 @@ class Bound(Protocol):
 
 @dataclass(frozen=True)
 class Count:
-    """A whole number. `per_layer`: also a list of such, one a layer, where 0 says that a layer has none."""
+    """A whole number. `per_layer` also allows a list of one for each layer, in which 0 means none."""
 
-    least: int
-    most: int
+    minimum: int
+    maximum: int
     per_layer: bool = False
 
     def holds(self, value: Any) -> bool:
         if self.per_layer and isinstance(value, (list, tuple)) and value:
-            return all(type(v) is int and 0 <= v <= self.most for v in value)
-        return type(value) is int and self.least <= value <= self.most
+            return all(type(v) is int and 0 <= v <= self.maximum for v in value)
+        return type(value) is int and self.minimum <= value <= self.maximum
 
     def __str__(self) -> str:
-        return f"a whole number from {self.least} to {self.most}"
+        return f"a whole number from {self.minimum} to {self.maximum}"
 
 
 @dataclass(frozen=True)
 class Real:
-    """A finite number. `open_below`: `least` itself is too small."""
+    """A finite number. `open_below` excludes `minimum` itself."""
 
-    least: float
-    most: float
+    minimum: float
+    maximum: float
     open_below: bool = False
 
     def holds(self, value: Any) -> bool:
         if type(value) not in (int, float) or not math.isfinite(value):
             return False
-        return self.least <= value <= self.most and not (self.open_below and value == self.least)
+        return self.minimum <= value <= self.maximum and not (self.open_below and value == self.minimum)
 
     def __str__(self) -> str:
         if self.open_below:
-            return f"a number above {self.least:g}, at most {self.most:g}"
-        return f"a number from {self.least:g} to {self.most:g}"
+            return f"a number above {self.minimum:g}, at most {self.maximum:g}"
+        return f"a number from {self.minimum:g} to {self.maximum:g}"
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Words:
-    """A list of strings. Every entry is looked at: callers pass lists that no GGUF file could hold."""
+    """A list of strings. Every entry is checked, because callers also pass lists that no GGUF file could hold."""
 
     def holds(self, value: object) -> bool:
         """Whether `value` is a list of strings."""
@@ -97,7 +97,7 @@ class Words:
 
 @dataclass(frozen=True)
 class Numbers:
-    """A list of numbers. Types and finiteness are checked of every entry, bounds of the smallest and the largest."""
+    """A list of numbers. The type and finiteness of every entry are checked, and the bounds of the extremes."""
 
     each: Count | Real
 
@@ -110,7 +110,7 @@ class Numbers:
         return all(map(math.isfinite, value)) and all(map(self.each.holds, (min(value), max(value))))
 
     def __str__(self) -> str:
-        return f"a list, each of it {self.each}"
+        return f"a list of numbers, each {self.each}"
 
 
 _LAYERS = Count(1, 1 << 12)
@@ -123,7 +123,7 @@ _PART = Real(0, 1)
 _FACTOR = Real(0, 1e6, open_below=True)
 _STRENGTH = Real(0, 1e3)
 
-# What config.json says, what a GGUF says after the architecture's name, what both have to be.
+# Keys of config.json, GGUF keys without the architecture's name, and the bound of both.
 _TABLE: tuple[tuple[str, str, Bound], ...] = (
     ("num_hidden_layers", "block_count", _LAYERS),
     ("hidden_size", "embedding_length", _WIDTH),
@@ -187,7 +187,7 @@ _OBJECTS = ("rope_scaling", "rope_parameters", "quantization_config")
 
 
 def check_config(config: Mapping[str, object]) -> None:
-    """FormatError naming the first key whose value cannot be one; null is as good as absent."""
+    """FormatError naming the first key whose value has a wrong type or is out of bounds. null counts as absent."""
     classes = config.get("architectures")
     if classes is not None and not (isinstance(classes, list) and all(isinstance(name, str) for name in classes)):
         raise FormatError(f"config.json: architectures = {classes!r}; it has to be a list of class names")
@@ -215,7 +215,7 @@ def _check_settings(values: Mapping[str, object], bounds: Mapping[str, Bound], p
 
 
 def check_keys(arch: str, metadata: Mapping[str, object], *, zeros: bool = False) -> None:
-    """FormatError naming the first key of an architecture whose value cannot be one; `zeros` lets a 0 say "none"."""
+    """FormatError naming the first key of an architecture whose value is invalid. With `zeros`, 0 means none."""
     for name, bound in _OF_KEY.items():
         value = metadata.get(f"{arch}.{name}")
         if not (zeros and type(value) in (int, float) and value == 0):
@@ -223,7 +223,7 @@ def check_keys(arch: str, metadata: Mapping[str, object], *, zeros: bool = False
 
 
 def check_tokenizer(metadata: Mapping[str, object]) -> None:
-    """FormatError naming the first tokenizer key whose value has another kind than it should, or is out of bounds.
+    """FormatError naming the first tokenizer key whose value has a wrong type or is out of bounds.
 
     The length of tokens and the steps of `quantkit.tokenizer` are checked by `tokenizers.checks`.
     """
@@ -235,7 +235,7 @@ def check_tokenizer(metadata: Mapping[str, object]) -> None:
 
 
 def bound_of(key: str) -> Bound:
-    """What a key, without the architecture's name, has to be. Each key that is read has a line in the table."""
+    """The bound of a key, given without the architecture's name. The table has every key that is read."""
     return _OF_KEY[key]
 
 
@@ -250,7 +250,7 @@ def check_key(key: str, value: Any, bound: Bound) -> None:
 
 
 def _wrong_entry(value: Any, bound: Bound) -> int | None:
-    """The index of the first entry of a long list that is out of bounds; None where the value is short or no list."""
+    """The index of the first invalid entry of a long list; None for a short list and for other values."""
     if not isinstance(value, list) or len(value) <= 8 or not isinstance(bound, (Words, Numbers)):
         return None
     each = Text() if isinstance(bound, Words) else bound.each
@@ -258,6 +258,6 @@ def _wrong_entry(value: Any, bound: Bound) -> int | None:
 
 
 def brief(value: Any) -> str:
-    """A value as messages show it: a long list or string by its beginning."""
+    """A value for a message; a long list or string is cut off."""
     text = repr(value[:8])[:-1] + ", …]" if isinstance(value, list) and len(value) > 8 else repr(value)
     return text if len(text) <= 80 else text[:79] + "…"

@@ -65,12 +65,12 @@ def dense_rules(*, bias: bool = False) -> tuple[Rule, ...]:
 
 def routed_rules(block: str = "mlp", names: tuple[str, ...] = GATED, router: str = "gate") -> tuple[Rule, ...]:
     """The rules of the router and of routed experts with a matrix each. `block` stands for `mlp` in the checkpoint."""
-    there = f"model.layers.N.{block}"
+    prefix = f"model.layers.N.{block}"
     matrices = (
-        Rule(f"blk.N.ffn_{ours}_exps", f"{there}.experts.E.{theirs}", layers=_has_experts)
+        Rule(f"blk.N.ffn_{ours}_exps", f"{prefix}.experts.E.{theirs}", layers=_has_experts)
         for ours, theirs in zip(_OURS, names)
     )
-    return (Rule("blk.N.ffn_gate_inp", f"{there}.{router}", f32=True, layers=_has_experts), *matrices)
+    return (Rule("blk.N.ffn_gate_inp", f"{prefix}.{router}", f32=True, layers=_has_experts), *matrices)
 
 
 def stacked_rules(block: str = "mlp") -> tuple[Rule, ...]:
@@ -79,28 +79,28 @@ def stacked_rules(block: str = "mlp") -> tuple[Rule, ...]:
     gate_up_proj is [experts, 2 * ff, n_embd], of each expert the rows of gate, then of up; down_proj is
     [experts, n_embd, ff].
     """
-    there = f"model.layers.N.{block}.experts"
+    prefix = f"model.layers.N.{block}.experts"
 
     def part(first: int) -> Callable[[HParams], Transform]:
-        def made(hp: HParams) -> Transform:
+        def transform(hp: HParams) -> Transform:
             ff = hp.n_ff_expert
             runs = ((0, (2 * expert + first) * ff, ff) for expert in range(hp.n_expert))
             return GatherRows(runs, (hp.n_expert, ff))
 
-        return made
+        return transform
 
     pairs = (
-        Rule(f"blk.N.ffn_{ours}_exps.weight", f"{there}.gate_up_proj", part(first), layers=_has_experts,
+        Rule(f"blk.N.ffn_{ours}_exps.weight", f"{prefix}.gate_up_proj", part(first), layers=_has_experts,
              full_names=True, to_gguf_only=True)
         for first, ours in enumerate(_OURS[:2])
     )  # fmt: skip
-    return (*pairs, Rule("blk.N.ffn_down_exps.weight", f"{there}.down_proj", layers=_has_experts, full_names=True))
+    return (*pairs, Rule("blk.N.ffn_down_exps.weight", f"{prefix}.down_proj", layers=_has_experts, full_names=True))
 
 
 def choice_rule(name: str = "mlp.gate.e_score_correction_bias", transform: Any = None) -> Rule:
     """The rule of the choice bias: it is added to the scores to select experts, not to their weights."""
-    there = f"model.layers.N.{name}"
-    return Rule("blk.N.exp_probs_b.bias", there, transform, layers=_has_choice_bias, full_names=True, f32=True)
+    hf_name = f"model.layers.N.{name}"
+    return Rule("blk.N.exp_probs_b.bias", hf_name, transform, layers=_has_choice_bias, full_names=True, f32=True)
 
 
 def shared_rules(block: str = "mlp.shared_experts") -> tuple[Rule, ...]:

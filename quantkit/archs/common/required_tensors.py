@@ -20,7 +20,7 @@ class Shaped(Protocol):
 def required(
     hp: blocks.HParams, parts: Sequence[blocks.Block], head: blocks.Head, tensors: Mapping[str, Shaped]
 ) -> Shapes:
-    """(name, shape) of every tensor that the blocks and what stands around them name."""
+    """(name, shape) of every tensor that the blocks, embedding, final norm and output name."""
     yield head.embedding, (hp.n_vocab, hp.n_embd)
     yield head.norm.weight, (hp.n_embd,)
     yield from _linear(head.output, hp.n_vocab, hp.n_embd)
@@ -41,7 +41,7 @@ def required(
 def _attention(part: blocks.Attention, n_embd: int) -> Shapes:
     for norm, heads in ((part.q_norm, part.heads), (part.k_norm, part.kv_heads)):
         if norm is not None:
-            yield norm.weight, ((heads if part.norms_together else 1) * part.head_dim_k,)
+            yield norm.weight, ((heads if part.norms_across_heads else 1) * part.head_dim_k,)
     if part.sinks:
         yield part.sinks, (part.heads,)
     if part.post_norm is not None:

@@ -76,13 +76,13 @@ nextn.shared_head_head  vocab embd
 nextn.shared_head_norm  embd
 """
 _SHAPES = {line.split()[0]: line.split()[1:] for line in _TABLE.splitlines() if line}
-# Matrices that converters keep in float32 all the same.
+# Tensors that converters store in float32 although they are matrices.
 _FLOAT32 = ("_norm.weight", "ffn_gate_inp.weight", "ssm_conv1d.weight")
 
 
 @dataclass(frozen=True)
 class ExpectedTensor:
-    """A tensor that a model of some config.json has. `f32`: it is stored in float32, whatever the others are."""
+    """A tensor that a config.json's model has. `f32`: it is stored in float32 in models of every type."""
 
     name: str
     shape: tuple[int, ...]
@@ -90,18 +90,18 @@ class ExpectedTensor:
 
 
 class Sizes:
-    """The numbers that shapes are made of, by name: `sizes["embd"]`. FormatError names a key that is missing."""
+    """The dimensions in the table above, by name: `sizes["embd"]`. FormatError names a missing key."""
 
     def __init__(
         self, arch: str, metadata: Mapping[str, object], own: Mapping[str, Callable[[Sizes], int]] | None = None
     ):
-        """`own` are numbers of an architecture that means something else by a name."""
+        """`own`: how an architecture computes a dimension that differs from the usual one."""
         self.arch = arch
         self.metadata = metadata
         self._own = own or {}
 
     def key(self, key: str) -> int | None:
-        """A count among the keys; None where it is not there or 0."""
+        """The integer in a metadata key; None if it is missing or 0."""
         value = self.metadata.get(f"{self.arch}.{key}")
         if isinstance(value, (list, tuple)):
             if len(set(value)) != 1:
@@ -128,12 +128,12 @@ class Sizes:
         return self.need("block_count")
 
     def __getitem__(self, name: str) -> int:
-        """The number called `name`, or a product of such and integers, as "2*embd"."""
+        """The dimension `name`, or a product of dimensions and integers, such as "2*embd"."""
         return math.prod(int(part) if part.isdigit() else self._number(part) for part in name.split("*"))
 
     def _number(self, name: str) -> int:
-        made = self._own.get(name) or _NUMBERS.get(name)
-        return made(self) if made else self.need(_KEYS[name])
+        compute = self._own.get(name) or _NUMBERS.get(name)
+        return compute(self) if compute else self.need(_KEYS[name])
 
 
 _KEYS = {

@@ -213,14 +213,14 @@ def pieces(rules: Sequence[Rule], shapes: Mapping[str, Shape], hparams: Any, *, 
         for place, rule, target in by_name.get(known, ()):
             group = 1 if layer is not None else (0 if place < first_layer else 2)
             order = (group, layer or 0, place, int(target.endswith(".bias")))
-            made_of = fill_name(target, layer)
+            filled = fill_name(target, layer)
             if expert is not None:
                 if expert < hparams.n_expert:
-                    stacks.setdefault(made_of, (order, rule, {}))[2][expert] = name
+                    stacks.setdefault(filled, (order, rule, {}))[2][expert] = name
             elif ".E." in rule.hf:
-                found += [((*order, piece), made) for piece, made in enumerate(_unstacked(rule, name, shape, hparams))]
+                found += [((*order, piece), part) for piece, part in enumerate(_unstacked(rule, name, shape, hparams))]
             else:
-                found.append((order, _renamed(rule, name, made_of, shape, hparams, to_gguf)))
+                found.append((order, _renamed(rule, name, filled, shape, hparams, to_gguf)))
     found += [(order, _stacked(rule, target, each, shapes)) for target, (order, rule, each) in stacks.items()]
     return [piece for _, piece in sorted(found, key=lambda pair: pair[0])]
 
@@ -240,13 +240,13 @@ def _renamed(rule: Rule, name: str, target: str, shape: Shape, hparams: Any, to_
     transform = rule.transform(hparams) if rule.transform else COPY
     if not to_gguf:
         transform = transform.inverse()
-    made = transform.shape(shape)
-    if made and math.prod(made[:-1] or made) % transform.row_multiple:
+    new_shape = transform.shape(shape)
+    if new_shape and math.prod(new_shape[:-1] or new_shape) % transform.row_multiple:
         rows = math.prod(shape[:-1] or shape)
         raise FormatError(
             f"tensor {name}: {rows} rows are not a multiple of the {transform.row_multiple} rows of a head"
         )
-    return Piece(target, made, (name,), transform, rule.f32 or len(shape) <= 1)
+    return Piece(target, new_shape, (name,), transform, rule.f32 or len(shape) <= 1)
 
 
 def _stacked(rule: Rule, target: str, experts: Mapping[int, str], shapes: Mapping[str, Shape]) -> Piece:
@@ -266,8 +266,8 @@ def _unstacked(rule: Rule, name: str, shape: Shape, hparams: Any) -> list[Piece]
     if len(shape) != 3 or shape[0] != hparams.n_expert:
         raise FormatError(f"tensor {name} has shape {shape}; the metadata say {hparams.n_expert} experts")
     _, layer, suffix = split_name(name)
-    made = [(join_name(rule.hf, layer, suffix, i), Unstack(i, shape[1])) for i in range(shape[0])]
-    return [Piece(target, transform.shape(shape), (name,), transform, rule.f32) for target, transform in made]
+    matrices = [(join_name(rule.hf, layer, suffix, i), Unstack(i, shape[1])) for i in range(shape[0])]
+    return [Piece(target, transform.shape(shape), (name,), transform, rule.f32) for target, transform in matrices]
 
 
 def missing(rules: Sequence[Rule], names: Iterable[str], hparams: Any, *, to_gguf: bool) -> list[str]:

@@ -60,18 +60,18 @@ def chunks_layer_by_layer(
 
 def chunk_batches(n_chunk: int, n_ctx: int, n_batch: int, first: int = 0) -> list[slice]:
     """The chunks that `evaluate_chunks` and `Model.hidden_sequences` multiply together."""
-    together, most = max(1, n_batch // n_ctx), max(1, SEQUENCE_TOKENS // n_ctx)
+    per_batch, per_sequence_batch = max(1, n_batch // n_ctx), max(1, SEQUENCE_TOKENS // n_ctx)
     return [
-        slice(a, min(a + most, start + together, n_chunk))
-        for start in range(first, n_chunk, together)
-        for a in range(start, min(start + together, n_chunk), most)
+        slice(a, min(a + per_sequence_batch, start + per_batch, n_chunk))
+        for start in range(first, n_chunk, per_batch)
+        for a in range(start, min(start + per_batch, n_chunk), per_sequence_batch)
     ]
 
 
 class LayerRun:
-    """Chunks on their way through a model.
+    """The hidden states of chunks, which run through a model one layer at a time.
 
-    hidden   float32[n_chunk, n_ctx, n_embd] that enters the next layer; chunks in no batch are not set
+    hidden   float32[n_chunk, n_ctx, n_embd]: the input of the next layer; not set for chunks that are in no batch
     """
 
     def __init__(self, model: Model, inputs: np.ndarray, batches: list[slice]):
@@ -86,15 +86,15 @@ class LayerRun:
         _release(model, [model.head.embedding])
 
     def advance(self, block: Block, keep: bool = True) -> None:
-        """Run all chunks through a block, the next one. `keep`: store what leaves it."""
+        """Run all chunks through the next block. `keep`: store its output as the input of the one after it."""
         n_ctx = self.hidden.shape[1]
         with blas.single_threaded():
             for batch in self._batches:
-                here = self.hidden[batch]
-                spans = [Span(i * n_ctx, (i + 1) * n_ctx, cache) for i, cache in enumerate(self._caches[: len(here)])]
-                made = self._model.run_block_checked(block, here.reshape(-1, here.shape[2]), spans)
+                states = self.hidden[batch]
+                spans = [Span(i * n_ctx, (i + 1) * n_ctx, cache) for i, cache in enumerate(self._caches[: len(states)])]
+                output = self._model.run_block_checked(block, states.reshape(-1, states.shape[2]), spans)
                 if keep:
-                    here[:] = made.reshape(here.shape)
+                    states[:] = output.reshape(states.shape)
 
     def release(self, block: Block) -> None:
         """Drop the memory of a block's weights."""

@@ -26,24 +26,24 @@ class Part:
     def __init__(self, layer: int | None, weights: list[str], model: Model, run: Run, x: np.ndarray):
         self.layer, self.weights = layer, weights
         self._model, self._run, self._x = model, run, x
-        self._own: np.ndarray | None = None
+        self._output: np.ndarray | None = None
 
-    def run(self, others: dict[str, Tensor]) -> np.ndarray:
-        """The output float32[tokens, n] of the part, with the tensors `others` in place of the model's own."""
-        if not others and self._own is not None:
-            return self._own
-        own = self._model.weights
+    def run(self, replacements: dict[str, Tensor]) -> np.ndarray:
+        """The output float32[tokens, n] of the part, with `replacements` in place of the model's tensors."""
+        if not replacements and self._output is not None:
+            return self._output
+        weights = self._model.weights
         try:
-            self._model.weights = {**own, **others}
-            self._model.drop_cached(others)
+            self._model.weights = {**weights, **replacements}
+            self._model.drop_cached(replacements)
             with blas.single_threaded():
-                found = self._run(self._x)
+                output = self._run(self._x)
         finally:
-            self._model.weights = own
-            self._model.drop_cached(others)
-        if not others:
-            self._own = found
-        return found
+            self._model.weights = weights
+            self._model.drop_cached(replacements)
+        if not replacements:
+            self._output = output
+        return output
 
 
 def parts(model: Model, tokens: np.ndarray) -> Iterator[Part]:
@@ -55,7 +55,7 @@ def parts(model: Model, tokens: np.ndarray) -> Iterator[Part]:
     for name in model.weights:
         names.setdefault(layer_of(name), []).append(name)
     steps: list[tuple[int | None, list[str], Run]] = [(None, [head.embedding], lambda _: model.embed(ids.reshape(-1)))]
-    steps += [(block.layer, names[block.layer], _through(model, block, ids)) for block in model.blocks]
+    steps += [(block.layer, names[block.layer], _block_runner(model, block, ids)) for block in model.blocks]
     steps += [(None, [head.norm.weight, head.output.weight], model.project)]
     for layer, weights, run in steps:
         part = Part(layer, weights, model, run, x)
@@ -63,7 +63,7 @@ def parts(model: Model, tokens: np.ndarray) -> Iterator[Part]:
         x = part.run({})
 
 
-def _through(model: Model, block: Block, ids: np.ndarray) -> Run:
+def _block_runner(model: Model, block: Block, ids: np.ndarray) -> Run:
     def run(x: np.ndarray) -> np.ndarray:
         n_seq, length = ids.shape
         caches: list[Cache] = [model.layer_cache(length) for _ in range(n_seq)]

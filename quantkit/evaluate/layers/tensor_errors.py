@@ -5,8 +5,8 @@ is replaced by the other model's; y' is the output with the replaced tensor:
 
     error = sqrt(mean over tokens of (|y' - y| / |y|)²)
 
-So each error is the tensor's own, without the accumulated errors of earlier tensors. It is relative per token, because
-a few tokens have activations hundreds of times as large as all others. Embedding and output are measured in the same
+So each error is that of one tensor, without the accumulated errors of earlier tensors. It is relative per token: a few
+tokens have activations hundreds of times as large as all others. Embedding and output are measured in the same
 way, by their outputs. `share` is a tensor's share of the sum of all squared errors.
 """
 
@@ -40,7 +40,7 @@ def tensor_errors(reference: Model, file: GGUF, tokens: np.ndarray) -> list[Tens
     The file's tensors replace those of the reference, so the file is not opened as a model. Tensors that are equal byte
     for byte are skipped.
     """
-    found: list[tuple[str, int | None, str, float]] = []
+    errors: list[tuple[str, int | None, str, float]] = []
     for part in parts(reference, tokens):
         y = part.run({})
         for name in part.weights:
@@ -51,17 +51,17 @@ def tensor_errors(reference: Model, file: GGUF, tokens: np.ndarray) -> list[Tens
                     f"{reference.path} has it with shape {ours.shape}; compare files of the same model"
                 )
             if not _same(ours, theirs):
-                twice = any(name == before for before, *_ in found)  # a tied embedding is also the output matrix
-                found.append(
+                is_tied = any(name == before for before, *_ in errors)  # a tied embedding is also the output matrix
+                errors.append(
                     (
-                        f"{name} as output" if twice else name,
+                        f"{name} as output" if is_tied else name,
                         part.layer,
                         theirs.type.name,
                         _distance(part.run({name: theirs}), y),
                     )
                 )
-    total = sum(error**2 for *_, error in found) or 1.0
-    return [TensorError(name, layer, kind, error, error**2 / total) for name, layer, kind, error in found]
+    total = sum(error**2 for *_, error in errors) or 1.0
+    return [TensorError(name, layer, kind, error, error**2 / total) for name, layer, kind, error in errors]
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
@@ -70,6 +70,6 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 def _distance(y: np.ndarray, reference: np.ndarray) -> float:
     """Root mean square over tokens of the relative distance of float32[tokens, n]."""
-    apart = np.linalg.norm(y.astype(np.float64) - reference, axis=1)
+    difference = np.linalg.norm(y.astype(np.float64) - reference, axis=1)
     size = np.linalg.norm(reference.astype(np.float64), axis=1)
-    return float(np.sqrt(np.mean((apart / np.maximum(size, 1e-30)) ** 2)))
+    return float(np.sqrt(np.mean((difference / np.maximum(size, 1e-30)) ** 2)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quantkit.evaluate.compare import Comparison, Paired
-from quantkit.evaluate.statistics import LEAST_UNITS
+from quantkit.evaluate.statistics import MIN_UNITS
 
 
 def table_header(comparison: Comparison) -> list[str]:
@@ -85,9 +85,9 @@ def verdicts(comparison: Comparison) -> list[str]:
             for c in comparison.candidates
             if c.paired is not None and c.paired.figures["kld"].value <= floor
         ]
-    if comparison.chunks < LEAST_UNITS:
+    if comparison.chunks < MIN_UNITS:
         lines.append(
-            f"errors are too small: {comparison.chunks} chunks do not show how passages differ; use {LEAST_UNITS} or "
+            f"errors are too small: {comparison.chunks} chunks do not show how passages differ; use {MIN_UNITS} or "
             "more (--chunks, shorter chunks with -c, or a longer text)"
         )
     return lines

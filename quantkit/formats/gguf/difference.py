@@ -3,8 +3,8 @@
 Figures over all values of a tensor, x in file A and y in file B, in float64:
 
     rms       sqrt(sum (x - y)² / sum x²): the relative root-mean-square error
-    weighted  sqrt(sum w (x - y)² / sum w x²): the same with the importance w of each column, which quantizers with an
-              importance matrix minimize
+    weighted  sqrt(sum w (x - y)² / sum w x²): the same with the importance w of each column, which quantizing with an
+              importance matrix minimizes
     largest   max |x - y|, at `place` (row of the tensor as a matrix, column)
     cosine    sum x y / sqrt(sum x² sum y²)
 
@@ -75,7 +75,7 @@ class KeyDifference:
 
 def of_metadata(a: Metadata, b: Metadata) -> list[KeyDifference]:
     """Keys whose value or kind differs; those of A first."""
-    found = []
+    differences = []
     for key in dict.fromkeys([*a, *b]):
         x, y = (m.get(key, _MISSING) for m in (a, b))
         kinds = tuple(m.kind(key) if key in m else None for m in (a, b))
@@ -83,8 +83,8 @@ def of_metadata(a: Metadata, b: Metadata) -> list[KeyDifference]:
             continue
         status = "added" if x is _MISSING else "removed" if y is _MISSING else "changed"
         x, y = (None if value is _MISSING else value for value in (x, y))
-        found.append(KeyDifference(key, status, x, y, (kinds[0], kinds[1])))
-    return found
+        differences.append(KeyDifference(key, status, x, y, (kinds[0], kinds[1])))
+    return differences
 
 
 def _equal(x: Any, y: Any) -> bool:
@@ -106,8 +106,8 @@ def of_tensors(
     Without `values` no tensor is decoded; bytes of tensors of the same type are still compared. Memory is bounded by a
     few pieces a thread.
     """
-    found = [_compare_infos(a, b, name) for name in dict.fromkeys([*a.tensors, *b.tensors])]
-    alike = [d for d in found if d.status == "same"]
+    differences = [_compare_infos(a, b, name) for name in dict.fromkeys([*a.tensors, *b.tensors])]
+    alike = [d for d in differences if d.status == "same"]
     differing: set[str] = set()
     compared = (task for d in alike for task in _byte_tasks(d, differing))
     spread(compared, sum(d.a.nbytes for d in alike if d.a), threads=threads, progress=progress)
@@ -115,8 +115,8 @@ def of_tensors(
         if d.name in differing:
             d.status = "bytes"
     if values:
-        _measure([d for d in found if d.status in ("bytes", "type")], weights, threads, progress)
-    return sorted(found, key=lambda d: d.severity, reverse=True)
+        _measure([d for d in differences if d.status in ("bytes", "type")], weights, threads, progress)
+    return sorted(differences, key=lambda d: d.severity, reverse=True)
 
 
 def _compare_infos(a: GGUF, b: GGUF, name: str) -> Difference:
@@ -148,7 +148,7 @@ def _compare_bytes(x: Tensor, y: Tensor, start: int, differing: set[str]) -> int
 
 @dataclass
 class _Sums:
-    """The sums of one piece, from which the figures of its tensor are made."""
+    """The sums over one piece, from which the figures of its tensor are computed."""
 
     error: float = 0.0
     x: float = 0.0
@@ -169,14 +169,14 @@ class _Measured:
     pieces: dict[int, _Sums] = field(default_factory=dict)
 
 
-def _measure(found: Iterable[Difference], weights: Weights | None, threads: int | None, progress: bool) -> None:
+def _measure(differences: Iterable[Difference], weights: Weights | None, threads: int | None, progress: bool) -> None:
     """Measure the tensors that differ, if both types can be decoded."""
     chosen: list[tuple[Difference, _Measured]] = []
-    for d in found:
+    for d in differences:
         if d.a is None or d.b is None or not (d.a.type.has_codec and d.b.type.has_codec):
             continue
-        own = weights(d.name, math.prod(d.a.shape[:-2]), d.a.shape[-1]) if weights else None
-        chosen.append((d, _Measured(own)))
+        importance = weights(d.name, math.prod(d.a.shape[:-2]), d.a.shape[-1]) if weights else None
+        chosen.append((d, _Measured(importance)))
     tasks = (task for d, sums in chosen for task in _value_tasks(d, sums))
     spread(tasks, sum(d.a.nbytes for d, _ in chosen if d.a), threads=threads, progress=progress)
     for d, measured in chosen:
@@ -208,22 +208,22 @@ def _compare_values(x: Tensor, y: Tensor, start: int, stop: int, matrix: int, me
 
 def _sums(p: np.ndarray, q: np.ndarray, start: int, weights: np.ndarray | None) -> _Sums:
     """The sums of a piece: float64[rows, n] of each file, whose first row is row `start` of the tensor."""
-    made = _Sums()
+    sums = _Sums()
     bad = ~(np.isfinite(p) & np.isfinite(q))
-    made.nonfinite = int(bad.sum())
-    if made.nonfinite:
+    sums.nonfinite = int(bad.sum())
+    if sums.nonfinite:
         p, q = np.where(bad, 0.0, p), np.where(bad, 0.0, q)
     error = p - q
-    at = int(np.argmax(np.abs(error)))
-    made.largest = float(abs(error.flat[at]))
-    made.place = start + at // p.shape[1], at % p.shape[1]
-    made.product = float(np.vdot(p, q))
-    made.y = float(np.vdot(q, q))
+    index = int(np.argmax(np.abs(error)))
+    sums.largest = float(abs(error.flat[index]))
+    sums.place = start + index // p.shape[1], index % p.shape[1]
+    sums.product = float(np.vdot(p, q))
+    sums.y = float(np.vdot(q, q))
     by_column = np.einsum("ij,ij->j", error, error), np.einsum("ij,ij->j", p, p)
-    made.error, made.x = (float(s.sum()) for s in by_column)
+    sums.error, sums.x = (float(s.sum()) for s in by_column)
     if weights is not None:
-        made.weighted_error, made.weighted_x = (float(s @ weights.astype(np.float64)) for s in by_column)
-    return made
+        sums.weighted_error, sums.weighted_x = (float(s @ weights.astype(np.float64)) for s in by_column)
+    return sums
 
 
 def _conclude(d: Difference, measured: _Measured) -> None:
@@ -240,7 +240,7 @@ def _conclude(d: Difference, measured: _Measured) -> None:
     d.cosine = total["product"] / norms if norms else float(total["x"] == total["y"])
 
 
-def _relative(error: float, of: float) -> float:
+def _relative(error: float, total: float) -> float:
     if error == 0:
         return 0.0
-    return math.sqrt(error / of) if of else math.inf
+    return math.sqrt(error / total) if total else math.inf

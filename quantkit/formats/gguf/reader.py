@@ -243,7 +243,7 @@ class Shard:
     """One file, parsed and checked.
 
     spans       place of each key with its value: first byte, and the byte after the last
-    infos       place of all tensor infos, likewise
+    infos       place of all tensor infos, in the same form
     data_start  the byte that offsets of tensors count from
     """
 
@@ -373,7 +373,7 @@ def _read_metadata(cursor: _Cursor, count: int, spans: dict[str, tuple[int, int]
         pos = cursor.pos
         key = cursor.string(f"metadata key {i + 1} of {count}", MAX_KEY_BYTES)
         if key in metadata:
-            raise cursor.error(f"metadata key {key!r} is there twice", pos)
+            raise cursor.error(f"metadata key {key!r} occurs twice", pos)
         what = f"metadata value {key!r}"
         kind = _read_kind(cursor, what)
         value: Any
@@ -429,7 +429,7 @@ def _read_tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, Tens
         pos = cursor.pos
         tensor = _read_tensor(cursor, f"tensor {i + 1} of {count}", alignment)
         if tensor.name in tensors:
-            raise cursor.error(f"tensor {tensor.name!r} is there twice", pos)
+            raise cursor.error(f"tensor {tensor.name!r} occurs twice", pos)
         tensors[tensor.name] = tensor
     start = -(-cursor.pos // alignment) * alignment
     previous_end, previous = start, None

@@ -10,7 +10,7 @@ Little-endian:
     then n_chunk times K = n_ctx - 1 - n_ctx // 2 rows; row r is that of the logits at position n_ctx // 2 + r:
       f32    scale
       f32    min_log_prob
-      u16    x n_vocab codes, one more unused where n_vocab is odd
+      u16    x n_vocab codes, and an unused one if n_vocab is odd
 
     log p_i = scale * code_i + min_log_prob
 
@@ -18,7 +18,7 @@ A row of logits l is encoded with top = max l, low = max(min l, top - 24) and Z 
 
     scale = (top - low) / 65535    min_log_prob = low - top - Z    code_i = round((l_i - low) / scale), 0 below low
 
-where round takes ties to even. Logits more than 24 nats below the top are raised to that bound.
+where round takes ties to even. Logits more than 24 nats (RANGE_NATS) below the top are raised to that bound.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _encode_rows(logits: np.ndarray, out: np.ndarray) -> None:
         for i in range(n):
             top = max(top, row[i])
             low = min(low, row[i])
-        low = max(low, np.float32(top - np.float32(24.0)))
+        low = max(low, np.float32(top - np.float32(RANGE_NATS)))
         total = 0.0
         for i in range(n):
             total += np.float64(np.exp(np.float32(row[i] - top)))
@@ -166,22 +166,22 @@ class BaseReader:
         return rows_per_chunk(self.n_ctx)
 
     def chunk(self, index: int) -> EncodedRows:
-        """The rows of one chunk; FormatError if scale or min_log_prob of a row cannot be those of log-probabilities."""
+        """The rows of one chunk; FormatError if scale or min_log_prob of a row are impossible."""
         rows, words = self.rows_per_chunk, row_words(self.n_vocab)
         start = _HEADER_BYTES + 4 * self.tokens.size + 2 * words * rows * index
         require_whole(self._bytes, self.path)
         data = np.frombuffer(self._bytes, "<u2", rows * words, start).reshape(rows, words)
-        found = EncodedRows(data, self.n_vocab)
+        encoded = EncodedRows(data, self.n_vocab)
         with np.errstate(invalid="ignore"):
-            top = 65535 * found.scale + found.min_log_prob  # log-probability that the largest code would have
-            sound = (found.scale >= 0) & (found.min_log_prob <= 0) & (top < 0.01) & (found.min_log_prob > -1e4)
-        if not sound.all():
-            row = int(np.argmin(sound))
+            top = 65535 * encoded.scale + encoded.min_log_prob  # log-probability that the largest code would have
+            valid = (encoded.scale >= 0) & (encoded.min_log_prob <= 0) & (top < 0.01) & (encoded.min_log_prob > -1e4)
+        if not valid.all():
+            row = int(np.argmin(valid))
             raise FormatError(
-                f"{self.path}: chunk {index}, row {row}, offset {start + 2 * words * row}: scale {found.scale[row]}, "
-                f"min_log_prob {found.min_log_prob[row]} are not those of log-probabilities; the file is corrupt"
+                f"{self.path}: chunk {index}, row {row}, offset {start + 2 * words * row}: scale {encoded.scale[row]}, "
+                f"min_log_prob {encoded.min_log_prob[row]} are impossible for log-probabilities; the file is corrupt"
             )
-        return found
+        return encoded
 
 
 def rows_per_chunk(n_ctx: int) -> int:

@@ -1,4 +1,4 @@
-"""Bounded base files for KL divergence (`.qkld`): a model's distributions over a text, in a twentieth of the size.
+"""Bounded base files for KL divergence (`.qkld`): a model's distributions over a text, at 1/20 of the size.
 
 ik_llama.cpp's base file takes 16 bits for each token of the vocabulary. With p the base's probabilities, q a
 candidate's and e = log p - log q, the divergence is KLD = sum p e. Here each token's p is rounded at random to one of
@@ -7,13 +7,13 @@ the two nearest values that can be stored, such that the expected value is p. Wi
     KLD  =  sum r log p  +  sum r (-log q)  -  sum (r - p) e
 
 The first sum is one number a row, stored exactly. The second needs r and the candidate. The third is unknown: a sum of
-independent terms with mean zero, whatever the candidate is, each as small as its e. So a candidate near the base is
+independent terms with mean zero for every candidate, each as small as its e. So a candidate near the base is
 measured almost exactly, and over many tokens the error falls with the square root of their number. Bernstein's
 inequality bounds the sum: the printed bound fails with a probability below 1e-9 (over the random bits of the rounding,
 on which no candidate depends). Without random rounding no file of this size could give such a bound: tokens of about
 the same p may change places and give the same file.
 
-With a step s, the same for all rows of a chunk, and v = p / s, a token becomes
+With a step s, the same for all rows of a chunk, and v = p / s, a token is stored as
 
     not stored    v < 2^-20      mass and sum p log p of these are stored
     0 or s        v < 1          s with probability v: ids of few of the unlikely tokens, v to an eighth octave
@@ -32,7 +32,7 @@ Little-endian:
     0     8 bytes  "QKLDv2\\0\\0"
     8     u64      offset of the index
     16    chunks, each as written by `_pack`: u32 lengths of seven zlib streams, then these
-    index zlib of JSON: n_ctx, n_vocab, n_chunk, target, note (what made it), tokens (base64 of int32), and for each
+    index zlib of JSON: n_ctx, n_vocab, n_chunk, target, note (its origin), tokens (base64 of int32), and for each
           chunk its offset, bytes and BLAKE2b-128; then the BLAKE2b-128 of the compressed index, 16 bytes, ends the file
 """
 
@@ -62,18 +62,18 @@ from quantkit.inputs import arguments, json_input
 from quantkit.inputs.regular_file import read_beginning
 
 MAGIC = b"QKLDv2\0\0"
-SMALLER = 20  # a file is at least so many times smaller than in ik_llama.cpp's format
-FROM_VOCABULARY = 8192  # tokens; in smaller vocabularies the numbers of a row alone take more than that share
+SMALLER = 20  # a file is at least this many times smaller than one in ik_llama.cpp's format
+FROM_VOCABULARY = 8192  # tokens; with a smaller vocabulary, the numbers of a row alone exceed that share
 TARGET = 1e-3  # nats, the default bound
-_TOKENS = 256  # over which the bound should reach the target
-MISSED = 1e-9  # probability that a bound fails
-LOG_ODDS = math.log(3 / MISSED)  # the bound needs three inequalities
+_TARGET_TOKENS = 256  # number of scored tokens over which the bound should reach the target
+FAILURE_PROBABILITY = 1e-9  # probability that a bound fails
+LOG_ODDS = math.log(3 / FAILURE_PROBABILITY)  # the bound needs three inequalities
 _BINS = 160  # half octaves of p below 1
 _ESCAPE = 255  # a gap of ids that does not fit a byte
-_REACH = 20.0  # nats: the largest e that the expected bound assumes
+_MAX_LOG_RATIO = 20.0  # nats: the largest e that the expected bound assumes
 _STREAMS = 7
-_INDEX_BYTES, _INDEX_RATIO = 64 << 20, 32  # what an index may expand to: so much, and so many times its size
-_MOST_VOCAB = 1 << 24
+_INDEX_BYTES, _INDEX_RATIO = 64 << 20, 32  # an index may expand to _INDEX_BYTES + _INDEX_RATIO times its size
+_MAX_VOCAB = 1 << 24
 
 # Class of a token, a byte: 0 not stored; 1 … 160 below s, by eighths of octaves; 161 … 254 of the grid; 255 as float32.
 TAIL = 160
@@ -153,22 +153,22 @@ def _round_rows(
     p = np.empty(logits.shape[1], np.float64)
     for r in range(logits.shape[0]):
         log_sum = _probabilities(logits[r], p)
-        known, dust, dust_entropy, best = 0.0, 0.0, 0.0, 0
+        stored_sum, negligible_mass, negligible_sum, best = 0.0, 0.0, 0.0, 0
         for i in range(logits.shape[1]):
             if logits[r, i] > logits[r, best]:
                 best = i
-            log_p, v, c = np.float64(logits[r, i]) - log_sum, p[i] / step, 0
+            log_p, v, class_ = np.float64(logits[r, i]) - log_sum, p[i] / step, 0
             if v < 2.0**-20:
-                dust += p[i]
-                dust_entropy += p[i] * log_p
+                negligible_mass += p[i]
+                negligible_sum += p[i] * log_p
             else:
-                c = _class_of(v, _uniform(seeds[r], i), grid)
-                if c > 0 and c < 255:
-                    known += step * (grid[c - 161] if c > 160 else 1.0) * log_p
-            classes[r, i] = c
-        numbers[r, 0] = known
-        numbers[r, 1] = dust_entropy
-        numbers[r, 2] = dust
+                class_ = _class_of(v, _uniform(seeds[r], i), grid)
+                if class_ > 0 and class_ < 255:
+                    stored_sum += step * (grid[class_ - 161] if class_ > 160 else 1.0) * log_p
+            classes[r, i] = class_
+        numbers[r, 0] = stored_sum
+        numbers[r, 1] = negligible_sum
+        numbers[r, 2] = negligible_mass
         numbers[r, 3] = log_sum - np.float64(logits[r, targets[r]])
         top[r] = best
 
@@ -180,7 +180,7 @@ class BoundedRows:
     classes  uint8[rows, n_vocab]: 0 not stored, 1 … 160 tail, 161 … 254 grid, 255 as float32
     large    float32[n]: the probabilities of class 255, row by row in the order of ids
     numbers  float64[rows, 4]: sum r log p; sum p log p and mass of tokens below 2^-20 steps; NLL of the target
-    top      uint32[rows]: the token with the largest logit, the first of equals
+    top      uint32[rows]: the token with the largest logit, the first in a tie
     step     s
     """
 
@@ -191,8 +191,8 @@ class BoundedRows:
     step: float
 
     @property
-    def kept(self) -> np.ndarray:
-        """int[rows]: tokens whose ids are stored."""
+    def stored_tokens(self) -> np.ndarray:
+        """int[rows]: number of tokens whose ids are stored."""
         return np.asarray(np.count_nonzero(self.classes, axis=1))
 
 
@@ -220,10 +220,10 @@ def encode_rows(logits: np.ndarray, targets: np.ndarray, step: float, seed: int 
     return BoundedRows(classes, large, numbers, top, step)
 
 
-def steps(logits: np.ndarray, target: float, over: int, most: float = math.inf) -> float:
-    """The largest step, a power of sqrt 2, for which the expected bound over `over` such rows is the target.
+def steps(logits: np.ndarray, target: float, n_rows: int, max_bytes: float = math.inf) -> float:
+    """The largest step, a power of sqrt 2, for which the expected bound over `n_rows` such rows is the target.
 
-    See the top of this file. The step is larger if the chunk would take more than about `most` bytes: an id costs as
+    See the top of this file. The step is larger if the chunk would take more than about `max_bytes`: an id costs as
     much as a position in a list of that density, a class five bits.
     """
     rows, n = logits.shape
@@ -233,15 +233,15 @@ def steps(logits: np.ndarray, target: float, over: int, most: float = math.inf) 
     above, mass = np.cumsum(counts.sum(0)), np.cumsum(masses.sum(0))
     tail = np.maximum(0, mass[-1] - mass)
     step = 2.0 ** (-(np.arange(_BINS) + 1) / 2)  # the lower edge of a bin
-    variance = (step * tail + above * step**2 / 6) * over / rows
-    reach = step * _REACH
-    deviation = np.sqrt(variance) + reach * math.sqrt(2 * LOG_ODDS)  # as known from the sample, at most
-    expected = (deviation * math.sqrt(2 * LOG_ODDS) + reach * LOG_ODDS / 3) / over
-    fine = np.flatnonzero(expected <= target)
-    kept = above + tail / step
-    size = kept * (np.log2(np.maximum(2, rows * n / np.maximum(1, kept))) + 1.44 + 5) / 8
-    allowed = max(1, int(np.count_nonzero(size <= most))) - 1
-    chosen = min(int(fine[0]) if len(fine) else _BINS - 1, allowed)
+    variance = (step * tail + above * step**2 / 6) * n_rows / rows
+    largest = step * _MAX_LOG_RATIO
+    deviation = np.sqrt(variance) + largest * math.sqrt(2 * LOG_ODDS)  # upper bound of the estimate from the sample
+    expected = (deviation * math.sqrt(2 * LOG_ODDS) + largest * LOG_ODDS / 3) / n_rows
+    reaching = np.flatnonzero(expected <= target)
+    stored = above + tail / step
+    nbytes = stored * (np.log2(np.maximum(2, rows * n / np.maximum(1, stored))) + 1.44 + 5) / 8
+    allowed = max(1, int(np.count_nonzero(nbytes <= max_bytes))) - 1
+    chosen = min(int(reaching[0]) if len(reaching) else _BINS - 1, allowed)
     return float(step[chosen])
 
 
@@ -251,8 +251,8 @@ def steps(logits: np.ndarray, target: float, over: int, most: float = math.inf) 
 def _compressed(data: np.ndarray) -> bytes:
     """Compress with zlib; only Huffman codes for bytes of classes and gaps, which have no repetitions."""
     strategy = zlib.Z_HUFFMAN_ONLY if data.dtype == np.uint8 else zlib.Z_DEFAULT_STRATEGY
-    machine = zlib.compressobj(9, strategy=strategy)
-    return machine.compress(np.ascontiguousarray(data).tobytes()) + machine.flush()
+    compressor = zlib.compressobj(9, strategy=strategy)
+    return compressor.compress(np.ascontiguousarray(data).tobytes()) + compressor.flush()
 
 
 def _pack(rows: BoundedRows) -> bytes:
@@ -289,17 +289,17 @@ def _unpack(data: bytes, rows: int, n: int) -> BoundedRows:
     gaps = np.frombuffer(_expanded(streams[1], rows * n), np.uint8).astype(np.int64)
     escaped = gaps == _ESCAPE
     gaps[escaped] = np.frombuffer(_expanded(streams[2], 4 * int(escaped.sum()), exactly=True), "<u4")
-    at = np.cumsum(gaps + 1) - 1
-    kinds = np.frombuffer(_expanded(streams[3], len(at), exactly=True), np.uint8)
-    if len(at) and (at[-1] >= rows * n or not kinds.min()):
+    positions = np.cumsum(gaps + 1) - 1
+    stored_classes = np.frombuffer(_expanded(streams[3], len(positions), exactly=True), np.uint8)
+    if len(positions) and (positions[-1] >= rows * n or not stored_classes.min()):
         raise ValueError("ids or classes out of range")
     if not 0 < step < 1:
         raise ValueError(f"a step of {step}")
     classes = np.zeros(rows * n, np.uint8)
-    classes[at] = kinds
-    large = np.frombuffer(_expanded(streams[4], 4 * int((kinds == LARGE).sum()), exactly=True), "<f4")
+    classes[positions] = stored_classes
+    large = np.frombuffer(_expanded(streams[4], 4 * int((stored_classes == LARGE).sum()), exactly=True), "<f4")
     if not (large > 0).all():
-        raise ValueError(f"{len(large)} probabilities, some of which are none")
+        raise ValueError(f"{len(large)} probabilities, some of which are not positive")
     numbers = np.frombuffer(_expanded(streams[5], 32 * rows, exactly=True), "<f8").reshape(4, rows).T
     top = np.frombuffer(_expanded(streams[6], 4 * rows, exactly=True), "<u4")
     if not np.isfinite(numbers).all() or top.max(initial=0) >= n:
@@ -307,13 +307,18 @@ def _unpack(data: bytes, rows: int, n: int) -> BoundedRows:
     return BoundedRows(classes.reshape(rows, n), large, np.ascontiguousarray(numbers), top, step)
 
 
-def _expanded(data: bytes, most: int, *, exactly: bool = False) -> bytes:
-    """Expand one zlib stream: `most` bytes, or fewer unless `exactly`. ValueError if there are more."""
-    machine = zlib.decompressobj()
-    found = machine.decompress(data, most + 1)  # of 0 bytes, zlib takes no limit
-    if len(found) > most or not machine.eof or machine.unused_data or (exactly and len(found) < most):
-        raise ValueError(f"a stream that does not end after {most} bytes, as it should")
-    return found
+def _expanded(data: bytes, max_bytes: int, *, exactly: bool = False) -> bytes:
+    """Expand one zlib stream to `max_bytes`, or to fewer unless `exactly`. ValueError for another size."""
+    decompressor = zlib.decompressobj()
+    expanded = decompressor.decompress(data, max_bytes + 1)  # zlib takes 0 as no limit
+    if (
+        len(expanded) > max_bytes
+        or not decompressor.eof
+        or decompressor.unused_data
+        or (exactly and len(expanded) < max_bytes)
+    ):
+        raise ValueError(f"a stream that does not end after {max_bytes} bytes, as it should")
+    return expanded
 
 
 # --------------------------------------------------------------------------------------------------------------- files
@@ -331,7 +336,7 @@ class BoundedWriter:
     def __init__(self, path: str | os.PathLike[str], tokens: np.ndarray, n_vocab: int, *, target: float = TARGET,
                  note: dict[str, Any] | None = None, logged: LoggedChunks | None = None):  # fmt: skip
         self.path = Path(path)
-        n_vocab = arguments.integer(n_vocab, f"{path}: the size of the vocabulary", 2, _MOST_VOCAB)
+        n_vocab = arguments.integer(n_vocab, f"{path}: the size of the vocabulary", 2, _MAX_VOCAB)
         self.tokens = arguments.integers(tokens, f"{path}: tokens of a vocabulary of {n_vocab}", n_vocab).astype("<i4")
         if self.tokens.ndim != 2:
             raise DataError(f"{path}: expected tokens[n_chunk, n_ctx], got shape {self.tokens.shape}")
@@ -370,7 +375,7 @@ class BoundedWriter:
         seed = int(digest(tokens.tobytes() + struct.pack("<I", index)), 16)
         limited = self.n_vocab >= FROM_VOCABULARY
         most = 2 * len(logits) * (row_words(self.n_vocab) // SMALLER - 32) if limited else math.inf
-        over = max(len(logits), min(_TOKENS, len(logits) * len(self.tokens)))
+        over = max(len(logits), min(_TARGET_TOKENS, len(logits) * len(self.tokens)))
         step = steps(logits, self.target, over, most)
         while True:
             data = _pack(encode_rows(logits, targets, step, seed))
@@ -435,7 +440,7 @@ class BoundedReader:
             raise ValueError(f"{len(index['chunks'])} chunks, {self.n_chunk} announced")
         if tokens.min() < 0 or tokens.max() >= self.n_vocab:
             raise ValueError(f"token {tokens.max()} of a vocabulary of {self.n_vocab}")
-        if self.n_vocab > _MOST_VOCAB or not 0 < self.target < math.inf:
+        if self.n_vocab > _MAX_VOCAB or not 0 < self.target < math.inf:
             raise ValueError(f"a vocabulary of {self.n_vocab} and a bound of {self.target}")
         self.tokens = tokens
         self._index = [(int(a), int(b), str(c)) for a, b, c in index["chunks"]]

@@ -142,7 +142,7 @@ class CheckpointTensor:
         return convert(self.raw()[start * width : stop * width]).reshape(stop - start, columns)
 
     def values(self) -> np.ndarray:
-        """float32[256]: what each code of a dtype of 8 bits stands for, read-only."""
+        """float32[256]: the value of each code of an 8-bit dtype, read-only."""
         return _code_values(self.dtype)
 
     def dequantize(self) -> np.ndarray:

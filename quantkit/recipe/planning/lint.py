@@ -18,8 +18,8 @@ from quantkit.formats.imatrix import Imatrix, rarely_active
 from quantkit.recipe.planning.planned import PlannedTensor, RuleUse
 from quantkit.recipe.rules import layers
 from quantkit.recipe.rules.layers import listed
-from quantkit.recipe.rules.patterns import advice, loose_ends
-from quantkit.recipe.rules.shadows import Ordered, shadow
+from quantkit.recipe.rules.patterns import advice, unanchored
+from quantkit.recipe.rules.shadows import OrderedRule, shadow
 
 EMBEDDING, OUTPUT = "token_embd.weight", "output.weight"
 # imatrix does not measure these by default, so a missing entry is not a mistake.
@@ -67,7 +67,7 @@ class _Linter:
     def __post_init__(self) -> None:
         self.free = set(self.of_name)
         self.ordered = [
-            Ordered(f"rule {i} '{use.rule}'", frozenset(use.candidates), use.rule.type.name)
+            OrderedRule(f"rule {i} '{use.rule}'", frozenset(use.candidates), use.rule.type.name)
             for i, use in enumerate(self.uses, 1)
         ]
 
@@ -94,7 +94,7 @@ class _Linter:
         """Whether a rule means output.weight in a model without it; the rule may match attn_output.weight."""
         if EMBEDDING not in self.of_name or OUTPUT in self.of_name or not use.rule.matches(OUTPUT):
             return False
-        return not use.matched or loose_ends(use.rule.pattern, [*use.matched, OUTPUT]).right == (OUTPUT,)
+        return not use.matched or unanchored(use.rule.pattern, [*use.matched, OUTPUT]).right == (OUTPUT,)
 
     def _output_of_tied(self, index: int, taken: Sequence[str]) -> str:
         """Message about a rule for the absent output matrix; "" if the embedding gets as many bytes and no other tensor
@@ -106,7 +106,7 @@ class _Linter:
         if not wrong and embedding.bytes_after >= kind.tensor_bytes(embedding.shape):
             return ""
         return (
-            f"{f'takes {listed(wrong)}, and' if wrong else 'does nothing:'} this model's output matrix is its "
+            f"{f'matches {listed(wrong)}, and' if wrong else 'does nothing:'} this model's output matrix is its "
             rf"embedding, which becomes {embedding.type.name}; if you mean that, write ^token_embd\.weight"
         )
 

@@ -62,7 +62,7 @@ _KEPT = {
 # Types that llama.cpp never uses without importance, except for embeddings and output (spec/tools.md 2.9); also q2_K
 # in Q2_K_S.
 _VERY_LOW = frozenset(["iq2_xxs", "iq2_xs", "iq2_s", "iq1_s", "iq1_m", "iq1_s_r4", "iq1_m_r4", "iq1_kt", "iq2_kt"])
-# Where a tensor has no importance of its own: the entry that saw the same input, as runtimes fuse the two products.
+# For tensors without importance in the matrix: the entry that saw the same input, as runtimes fuse the two products.
 _SAME_INPUT = (
     ("ffn_up_exps.weight", "ffn_gate_up_exps.weight"),
     ("ffn_gate_exps.weight", "ffn_gate_up_exps.weight"),
@@ -149,13 +149,13 @@ class Options:
     def _choosing(self) -> list[str]:
         named = {"output-tensor": self.output_type, "token-embedding": self.embedding_type}
         named |= {"ffn-gate-inp": self.router_type} | {k.replace("_", "-"): t for k, t in self.class_types.items()}
-        said = [f"--{name}-type {t.name}" for name, t in named.items() if t is not None]
+        flags = [f"--{name}-type {t.name}" for name, t in named.items() if t is not None]
         switches = {
             "pure": self.pure,
             "leave-output-tensor": self.leave_output,
             "ignore-imatrix-rules": self.ignore_imatrix_rules,
         }
-        return said + [f"--{name}" for name, on in switches.items() if on]
+        return flags + [f"--{name}" for name, on in switches.items() if on]
 
 
 def plan(
@@ -298,8 +298,8 @@ class _Planner:
         assert self.target.default is not None
         if mixed is not None:
             chosen = types.layout(mixed)
-            own = chosen is self.target.default
-            return _Choice(chosen, self.target.name if own else f"mix of {self.target.name}")
+            is_default = chosen is self.target.default
+            return _Choice(chosen, self.target.name if is_default else f"mix of {self.target.name}")
         return _Choice(self.target.default, self.target.name)
 
     def _exact_flag(self, name: str) -> _Choice | None:
@@ -342,7 +342,7 @@ class _Planner:
             raise DataError(f"{t.name}: the importance matrix holds values that are not finite under {entry}")
         if entry is not None and not self.imatrix[entry].values.any():
             raise DataError(
-                f"{t.name}: the importance matrix holds only zeros under {entry}, which tell nothing of its columns; "
+                f"{t.name}: the importance matrix holds only zeros under {entry}, which say nothing about its columns; "
                 f"measure again, or leave it out with --exclude-weights {entry}"
             )
         return entry
@@ -394,7 +394,7 @@ def _require_of_model(imatrix: Imatrix, tensors: Sequence[Tensor]) -> None:
 
 
 def importance_entry(name: str, imatrix: Imatrix) -> str | None:
-    """The entry of an importance matrix that serves a tensor: its own, or that of one with the same input."""
+    """The entry of an importance matrix for a tensor: the one of its name, or that of a tensor with the same input."""
     if name in imatrix:
         return name
     for ending, stand_in in _SAME_INPUT:

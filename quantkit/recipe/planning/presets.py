@@ -55,7 +55,7 @@ _BY_NUMBER = {n: name for name, n in _BY_NAME.items()}
 
 
 @functools.cache
-def _made(name: str) -> FileType:
+def _file_type(name: str) -> FileType:
     if name == COPY:
         return FileType(COPY, None, None)
     return FileType(name, _BY_NAME[name], types.layout(_DEFAULTS.get(name, name)))
@@ -63,14 +63,14 @@ def _made(name: str) -> FileType:
 
 def file_types() -> list[FileType]:
     """All file types, COPY last."""
-    return [_made(name) for name in (*_BY_NAME, COPY)]
+    return [_file_type(name) for name in (*_BY_NAME, COPY)]
 
 
 def file_type(name: str | int) -> FileType:
     """The file type of a name in any case, an alias (Q4_K is Q4_K_M) or a number."""
     if not is_file_type(name):
         raise UnknownNameError("file type", str(name), (*_BY_NAME, COPY))
-    return _made(_canonical(name))
+    return _file_type(_canonical(name))
 
 
 def is_file_type(name: str | int) -> bool:

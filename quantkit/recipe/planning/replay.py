@@ -31,7 +31,7 @@ def replay(
 ) -> Plan:
     """The plan of `Plan.to_json()`, for the tensors of a file in its order.
 
-    FormatError for a document that is no plan or has another schema, DataError where it does not fit the file or the
+    FormatError for a document that is not a plan or has another schema, DataError if it does not fit the file or the
     importance matrix.
     """
     if document.get("schema", SCHEMAS[0]) not in SCHEMAS:
@@ -42,22 +42,22 @@ def replay(
     listed = list(tensors)
     try:
         planned = {entry["name"]: entry for entry in document["tensors"]}
-        made = tuple(_tensor(t, planned[t.name]) for t in listed if t.name in planned)
+        replayed = tuple(_tensor(t, planned[t.name]) for t in listed if t.name in planned)
         target, flags = file_type(document["file_type"]), str(document["flags"])
         recipe = parse(document["recipe"], where, printed=True)
         warnings, notes = tuple(map(str, document["warnings"])), tuple(map(str, document.get("notes", ())))
     except (KeyError, TypeError, ValueError) as error:
         raise FormatError(f"{where}: not a plan as `quantkit plan --json` writes it: {error!r}") from None
     _refuse_other_tensors(planned, [t.name for t in listed], where)
-    for t in made:
+    for t in replayed:
         _check_importance(t, imatrix, where)
     if not allow_requantize:
-        refuse_requantizing(made, repack=False)
-    uses = tuple(RuleUse(rule, [t.name for t in made if rule.matches(t.name)]) for rule in recipe.rules)
-    for t in made:
+        refuse_requantizing(replayed, repack=False)
+    uses = tuple(RuleUse(rule, [t.name for t in replayed if rule.matches(t.name)]) for rule in recipe.rules)
+    for t in replayed:
         if t.rule is not None and t.rule < len(uses):
             uses[t.rule].decided.append(t.name)
-    return Plan(target, recipe, flags, made, uses, warnings, notes)
+    return Plan(target, recipe, flags, replayed, uses, warnings, notes)
 
 
 def _tensor(t: Tensor, entry: Mapping[str, Any]) -> PlannedTensor:
@@ -83,7 +83,7 @@ def _refuse_other_tensors(planned: Mapping[str, Any], names: list[str], where: s
         which = (
             f"{len(unplanned)} of the file's tensors are not in it" if unplanned else f"the file lacks {len(absent)}"
         )
-        raise DataError(f"{where}: made for another model: {which}, as {(unplanned or absent)[0]}")
+        raise DataError(f"{where}: planned for another model: {which}, as {(unplanned or absent)[0]}")
 
 
 def _check_importance(t: PlannedTensor, imatrix: Imatrix | None, where: str) -> None:

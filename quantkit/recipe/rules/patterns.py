@@ -1,9 +1,9 @@
 r"""Detect mistakes in patterns by the names they match, and propose the pattern to write instead.
 
     mistaken class    blk\.[0-10]\.      one of the characters 0-1 and 0, not a number; write blk\.(?:\d|10)\.
-    loose ends        output\.weight     is found in attn_output.weight too; write ^output\.weight
-    loose dot         blk.1.             . is any character: layers 10 to 19 too; write blk\.1\.
-    nothing           [3-5]\.*exps       \.* is any number of dots; write [3-5]\..*exps
+    unanchored        output\.weight     is found in attn_output.weight too; write ^output\.weight
+    unescaped dot     blk.1.             . is any character: layers 10 to 19 too; write blk\.1\.
+    no match          [3-5]\.*exps       \.* is any number of dots; write [3-5]\..*exps
 
 Every proposed pattern is tried on the names and matches some of them.
 """
@@ -35,7 +35,7 @@ _CHECKPOINT_NAMES = {
 class Advice:
     """What is wrong, as the end of a sentence with its punctuation, and the pattern to write instead, if known.
 
-    `wrong` are the names that the pattern takes beside those that were meant, `right`.
+    `wrong` are names that the pattern matches in addition to the intended ones, `right`.
     """
 
     text: str = ""
@@ -61,8 +61,8 @@ def advice(pattern: str, names: Sequence[str], matched: Sequence[str] | None = N
     if found := mistaken_class(pattern, names):
         return found
     if matched is None:
-        return why_nothing(pattern, names)
-    return loose_dot(pattern, matched) or loose_ends(pattern, matched)
+        return why_no_match(pattern, names)
+    return unescaped_dot(pattern, matched) or unanchored(pattern, matched)
 
 
 def search(pattern: str) -> Callable[[str], Any]:
@@ -70,8 +70,8 @@ def search(pattern: str) -> Callable[[str], Any]:
     return compile_pattern(expand(pattern)).search
 
 
-def hits(pattern: str, names: Sequence[str]) -> list[str]:
-    """The names that a pattern matches; none for one that is no pattern, or none that can be searched for."""
+def matching(pattern: str, names: Sequence[str]) -> list[str]:
+    """The names that a pattern matches; none for an invalid pattern, or one that cannot be searched safely."""
     try:
         found = search(pattern)
         return [name for name in names if found(name)]
@@ -83,11 +83,11 @@ def mistaken_class(pattern: str, names: Sequence[str]) -> Advice:
     """Classes of digits that were meant for numbers: [0-10], [12|13]."""
     wrong = [found[0] for found in _CLASS.finditer(pattern) if _numbers_meant(found[1])]
     better = _CLASS.sub(lambda found: _numbers_meant(found[1]) or found[0], pattern)
-    if not wrong or not hits(better, names):
+    if not wrong or not matching(better, names):
         return _NO_ADVICE
     each = "is" if len(set(wrong)) == 1 else "are each"
-    said = f"{' and '.join(dict.fromkeys(wrong))} {each} one character of a class, not a number"
-    return Advice(f": {said}; if you mean numbers, write", better)
+    explanation = f"{' and '.join(dict.fromkeys(wrong))} {each} one character of a class, not a number"
+    return Advice(f": {explanation}; if you mean numbers, write", better)
 
 
 def _numbers_meant(inside: str) -> str:
@@ -101,29 +101,29 @@ def _numbers_meant(inside: str) -> str:
     return ""
 
 
-def loose_dot(pattern: str, matched: Sequence[str]) -> Advice:
-    """A dot that stands for another character in some names only: blk.1. is found in blk.10. too."""
+def unescaped_dot(pattern: str, matched: Sequence[str]) -> Advice:
+    """A dot that matches another character in some of the names: blk.1. also matches blk.10."""
     better = _LONE_DOT.sub(lambda found: found[1] or r"\.", pattern)
-    fewer = hits(better, matched) if better != pattern else []
+    fewer = matching(better, matched) if better != pattern else []
     if not fewer or len(fewer) == len(matched):
         return _NO_ADVICE
     others = tuple(name for name in matched if name not in fewer)
-    return Advice(f" takes {listed(others)} too, as a . is any character; write", better, others, tuple(fewer))
+    return Advice(f" also matches {listed(others)}, because . is any character; write", better, others, tuple(fewer))
 
 
-# A dot that is neither escaped, nor in a class, nor repeated; what else begins like one is group 1.
+# A dot that is neither escaped, nor in a class, nor repeated; group 1 is text that is not such a dot.
 _LONE_DOT = re.compile(r"(\\.|\[(?:\\.|[^\]\\])*\]|\.[*+?{])|\.")
 
 
-def loose_ends(pattern: str, matched: Sequence[str]) -> Advice:
-    """A match that begins or ends within a word of some names and at a word's border in others.
+def unanchored(pattern: str, matched: Sequence[str]) -> Advice:
+    """A match that begins or ends within a word in some names and at a word boundary in others.
 
     A match that is within words in all names is a shorthand (`down_exps`), not a mistake.
     """
     spans = {name: found.span() for name in matched if (found := search(pattern)(name)) and found[0]}
     begins = {name for name, (a, _) in spans.items() if a and _in_word(name[a - 1]) and name[a].isalnum()}
     ends = {name for name, (_, b) in spans.items() if name[b - 1].isalnum() and name[b : b + 1].isalnum()}
-    for within, mends in ((begins, _BEFORE), (ends, _BEHIND)):
+    for within, mends in ((begins, _BEFORE), (ends, _AFTER)):
         wrong = [name for name in spans if name in within]
         right = [name for name in spans if name not in within]
         narrow = [name for name in right if "_norm." not in name]
@@ -131,9 +131,11 @@ def loose_ends(pattern: str, matched: Sequence[str]) -> Advice:
             continue
         for wanted in (narrow, right):
             for better in (mend.format(pattern) for mend in mends):
-                if wanted and hits(better, matched) == wanted:
-                    said = f" takes {listed(wrong)} as well as {listed(wanted)}; if you mean only the latter, write"
-                    return Advice(said, better, tuple(wrong), tuple(wanted))
+                if wanted and matching(better, matched) == wanted:
+                    explanation = (
+                        f" matches {listed(wrong)} as well as {listed(wanted)}; if you mean only the latter, write"
+                    )
+                    return Advice(explanation, better, tuple(wrong), tuple(wanted))
     return _NO_ADVICE
 
 
@@ -142,36 +144,36 @@ def _in_word(character: str) -> bool:
 
 
 _BEFORE = ("^{}", r"^{}\.weight", r"\.{}", r"\.{}\.weight", r"(?:^|\.){}")
-_BEHIND = (r"{}\.", "{}$", r"{}(?:\.|$)", r"{}(?![a-z0-9])")
+_AFTER = (r"{}\.", "{}$", r"{}(?:\.|$)", r"{}(?![a-z0-9])")
 
 
-def why_nothing(pattern: str, names: Sequence[str]) -> Advice:
+def why_no_match(pattern: str, names: Sequence[str]) -> Advice:
     """Why a pattern matches no name, and a pattern that does; false if no reason is found."""
-    for said, better in _attempts(pattern, names):
-        if better != pattern and hits(better, names):
-            return Advice(f"; {said}", better)
+    for explanation, better in _attempts(pattern, names):
+        if better != pattern and matching(better, names):
+            return Advice(f"; {explanation}", better)
     if "exps" in pattern and not any("exps" in name for name in names):
         return Advice("; this model is dense and has no experts")
-    there = {int(found[1]) for name in names if (found := re.match(r"blk\.(\d+)\.", name))}
+    layers = {int(found[1]) for name in names if (found := re.match(r"blk\.(\d+)\.", name))}
     wanted = re.search(r"blk\\?\.(\d+)\\?\.", pattern)
-    if wanted and there and int(wanted[1]) not in there:
-        return Advice(f"; the model's layers are 0 to {max(there)}")
+    if wanted and layers and int(wanted[1]) not in layers:
+        return Advice(f"; the model's layers are 0 to {max(layers)}")
     return _NO_ADVICE
 
 
 def _attempts(pattern: str, names: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Mistakes that the pattern may have, each with the pattern without it."""
     yield r"\.* is any number of dots, write", pattern.replace(r"\.*", r"\..*")
-    yield "a range of layers stands in braces, write", re.sub(r"(blk\\?\.)(\d+-\d+)(?=\\?\.)", r"\1{\2}", pattern)
+    yield "write a range of layers in braces:", re.sub(r"(blk\\?\.)(\d+-\d+)(?=\\?\.)", r"\1{\2}", pattern)
     if not any("exps" in name for name in names):
         yield "this model is dense and has no experts, write", re.sub("_?exps", "", pattern) or pattern
     of_experts = re.sub(r"(ffn_(?:\w+|\([\w|]+\)))(?=\\?\.|$)", r"\1_exps", pattern)
     yield "this model's feed-forward tensors are experts, write", of_experts
-    yield "* repeats what stands before it, write", re.sub(r"(?<=\w)\*|(?<!\\)\.\*(?=\.)", ".*", pattern)
+    yield "* repeats the character before it, write", re.sub(r"(?<=\w)\*|(?<!\\)\.\*(?=\.)", ".*", pattern)
     for theirs, ours in _CHECKPOINT_NAMES.items():
         if theirs in pattern:
-            said = f"'{theirs}' is the checkpoint's name, here it is {ours.lstrip('^')}: write"
-            yield from ((said, pattern.replace(theirs, ours)), (said, ours))
+            explanation = f"'{theirs}' is the checkpoint's name, here it is {ours.lstrip('^')}: write"
+            yield from ((explanation, pattern.replace(theirs, ours)), (explanation, ours))
     yield "names are lower case, write", pattern.lower()
     words = {part for name in names for part in name.split(".") if "_" in part}
     for word in re.findall(r"[a-z]\w*_\w+", pattern):

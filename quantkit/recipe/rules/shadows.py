@@ -1,6 +1,6 @@
 """Find shadowed rules: the first match decides, so an earlier rule may leave no tensors to a later one.
 
-    exps=CPU, blk.(3|4).ffn_.*=CUDA0      the second is for experts, which the first takes
+    exps=CPU, blk.(3|4).ffn_.*=CUDA0      the second is meant for experts, which the first matches already
     attn_v=q8_0, attn_v.weight=q6_K       both match the same tensors
     blk.1.ffn=q8_0, ffn=q4_0              correct: the narrower rule comes first
 
@@ -16,8 +16,8 @@ from quantkit.recipe.rules.layers import listed
 
 
 @dataclass(frozen=True)
-class Ordered:
-    """A rule in a list of rules: how messages name it, the names it matches, and the type or device it gives them."""
+class OrderedRule:
+    """A rule of a list: its label in messages, the names that it matches, and the type or device that it assigns."""
 
     label: str
     names: frozenset[str]
@@ -26,54 +26,56 @@ class Ordered:
 
 @dataclass(frozen=True)
 class Shadow:
-    """The message about a rule that comes too late. `harmless`: another order would change nothing."""
+    """The message about a shadowed rule. `harmless`: another order would change nothing."""
 
     text: str
     harmless: bool = False
 
 
-def shadow(rules: Sequence[Ordered], index: int) -> Shadow | None:
-    """What is wrong with the position of rule `index`; None if it decides what it is probably meant for."""
-    own = rules[index]
+def shadow(rules: Sequence[OrderedRule], index: int) -> Shadow | None:
+    """What is wrong with the position of rule `index`; None if nothing is."""
+    rule = rules[index]
     earlier = _deciders(rules[:index])
-    takers = sorted({earlier[name] for name in own.names if name in earlier})
-    left = [name for name in own.names if name not in earlier]
-    if not takers:
+    others = sorted({earlier[name] for name in rule.names if name in earlier})
+    left = [name for name in rule.names if name not in earlier]
+    if not others:
         return None
     if left:
         return _lost_experts(rules, index, earlier, left)
-    if all(rules[j].outcome == own.outcome for j in takers):
-        return Shadow(f"adds nothing to {_and(rules, takers)}", harmless=True)
-    if any(rules[j].names == own.names for j in takers):
-        return Shadow(f"matches the same tensors as {_and(rules, takers)}, which comes first; drop one of the two")
-    if all(rules[j].names <= own.names for j in takers):
-        return Shadow(f"decides nothing, as {_and(rules, takers)} take all that it matches", harmless=True)
-    come = "which comes" if len(takers) == 1 else "which come"
-    if all(any(earlier.get(name) == j and name not in own.names for name in rules[j].names) for j in takers):
+    if all(rules[j].outcome == rule.outcome for j in others):
+        return Shadow(f"adds nothing to {_and(rules, others)}", harmless=True)
+    if any(rules[j].names == rule.names for j in others):
+        return Shadow(f"matches the same tensors as {_and(rules, others)}, which comes first; drop one of the two")
+    if all(rules[j].names <= rule.names for j in others):
+        return Shadow(f"decides nothing, as {_and(rules, others)} match all of its tensors", harmless=True)
+    come = "which comes" if len(others) == 1 else "which come"
+    if all(any(earlier.get(name) == j and name not in rule.names for name in rules[j].names) for j in others):
         return Shadow(
-            f"is shadowed by {_and(rules, takers)}, {come} first; put it in front of {rules[takers[0]].label}"
+            f"is shadowed by {_and(rules, others)}, {come} first; put it in front of {rules[others[0]].label}"
         )
-    return Shadow(f"is shadowed by {_and(rules, takers)}, {come} first; drop it, or narrow what comes first")
+    return Shadow(f"is shadowed by {_and(rules, others)}, {come} first; drop it, or narrow what comes first")
 
 
-def _lost_experts(rules: Sequence[Ordered], index: int, earlier: dict[str, int], left: Sequence[str]) -> Shadow | None:
+def _lost_experts(
+    rules: Sequence[OrderedRule], index: int, earlier: dict[str, int], left: Sequence[str]
+) -> Shadow | None:
     """A shadow if earlier rules match the experts of a feed-forward rule, which are nearly all of its bytes."""
-    own = rules[index]
-    experts = {name for name in own.names if "_exps." in name}
-    takers = sorted({earlier[name] for name in experts if name in earlier})
-    if not experts or not experts <= earlier.keys() or all(rules[j].outcome == own.outcome for j in takers):
+    rule = rules[index]
+    experts = {name for name in rule.names if "_exps." in name}
+    others = sorted({earlier[name] for name in experts if name in earlier})
+    if not experts or not experts <= earlier.keys() or all(rules[j].outcome == rule.outcome for j in others):
         return None
     if any(".ffn_" not in name and ".exp_probs_b" not in name for name in left):
         return None  # the rule matches whole layers: it is for their attention
-    if all({name for name in rules[j].names if "_exps." in name} <= experts for j in takers):
+    if all({name for name in rules[j].names if "_exps." in name} <= experts for j in others):
         return None  # the wider rule comes last, as it should
     return Shadow(
-        f"gets no experts: {_and(rules, takers)} comes first and takes {listed(experts)}, so only {listed(left)} is "
-        f"left; put it in front of {rules[takers[0]].label}"
+        f"gets no experts: {_and(rules, others)} comes first and matches {listed(experts)}, so only {listed(left)} is "
+        f"left; put it in front of {rules[others[0]].label}"
     )
 
 
-def _deciders(rules: Sequence[Ordered]) -> dict[str, int]:
+def _deciders(rules: Sequence[OrderedRule]) -> dict[str, int]:
     """The first rule that matches each tensor."""
     found: dict[str, int] = {}
     for j, rule in enumerate(rules):
@@ -82,7 +84,7 @@ def _deciders(rules: Sequence[Ordered]) -> dict[str, int]:
     return found
 
 
-def _and(rules: Sequence[Ordered], which: Sequence[int]) -> str:
+def _and(rules: Sequence[OrderedRule], which: Sequence[int]) -> str:
     labels = [rules[j].label for j in which]
     if len(labels) > 3:
         labels = [*labels[:2], f"{len(labels) - 2} more rules"]

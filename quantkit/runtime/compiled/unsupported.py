@@ -48,7 +48,7 @@ def _in_attention(part: blocks.Attention) -> str | None:
         return "attention with sinks, or with a norm of its result"
     if part.gated:
         return "attention with a gated result"
-    if part.norms_together or part.norms_after_rope:
+    if part.norms_across_heads or part.norms_after_rope:
         return "queries and keys are normalized over all heads together, or after RoPE"
     if part.sub_norm is not None:
         return "attention with a norm before the output projection"

@@ -113,7 +113,7 @@ def seconds(gpu: Gpu, run: Callable[[], Any], repeat: int, calls: int = 1) -> fl
 
 
 def machine(gpu: Gpu, sizes: Sizes) -> dict[str, float]:
-    """Bytes a second of copies and of the bus, operations a second of bfloat16 products."""
+    """Bytes/s of copies and of the bus, operations/s of bfloat16 products."""
     source = gpu.empty(sizes.copied, kind="uint8")
     target, host = gpu.torch.empty_like(source), gpu.pinned(sizes.copied)
     a = gpu.empty(sizes.tokens, sizes.columns, kind="bfloat16").normal_()

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from quantkit.runtime.model import Model
     from quantkit.tokenizers.tokenizer import Tokenizer
 
-OnMessage = Callable[[str], None]  # called with a line of text for people: what begins, what is resumed, warnings
+OnMessage = Callable[[str], None]  # called with messages for the user: steps, resumed chunks, warnings
 
 
 class ChunkModel(Protocol):

@@ -135,7 +135,7 @@ def perplexity(
     model        an open model, or the path of a GGUF file, which `open_model` opens
     options      the command's flags; None for the defaults
     progress     called after each chunk, with the perplexity so far
-    on_message   called with lines for people: what begins, what is resumed
+    on_message   called with messages for the user: steps, resumed chunks
 
     Raises DataError for a text that is too short for one chunk, a context longer than the model's, or NaN and Inf, with
     the tensor that they come from.

@@ -9,8 +9,7 @@ for the shard keys, which describe the output, and `general.file_type` (`recipe.
 repacked file restores the original file.
 
 A row of Q8_KV_R8 takes 4 + n bytes, as readers expect and as direct quantization writes it. When ik_llama.cpp repacks
-from Q8_KV, it keeps the 8 + n bytes of the base type, and readers misread all rows after the first group
-(spec/repack.md 11.1).
+from Q8_KV, it keeps the 8 + n bytes of the base type, and readers misread all rows after the first group.
 
 Repacking runs at memory speed. The input is memory-mapped. Each thread takes a piece; a native function interleaves it
 slice by slice into a buffer and writes the buffer. The data are still in the CPU cache, the buffer is reused without

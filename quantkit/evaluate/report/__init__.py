@@ -1,4 +1,4 @@
-"""Results for people: text tables, the report of llama-perplexity, plots with matplotlib, an HTML page with SVG plots.
+"""Reports of results: text tables, the report of llama-perplexity, plots with matplotlib, an HTML page with SVG plots.
 
 These modules take results (`Divergence`, `Comparison`, `Coverage`, `Speed`) and measure nothing. matplotlib is imported
 inside functions.

@@ -20,7 +20,7 @@ from quantkit.evaluate.report.tables import domain_rows, model_card, table_heade
 
 _LIGHT = ("#2f6db3", "#c9581b", "#2e8450", "#8a4fa3", "#94780a", "#218289", "#c2477d", "#6b6b6b")
 _DARK = ("#6fa8e8", "#f0915a", "#69c48b", "#c595dd", "#d9c04c", "#6cc8cf", "#ee8fb8", "#b0b0b0")
-_LEAST_KLD = 1e-6
+_MIN_KLD = 1e-6
 _BINS = 40
 _POSITION_BINS = 24
 
@@ -100,15 +100,15 @@ def page(comparison: Comparison) -> str:
 def _figures(comparison: Comparison) -> list[str]:
     models = [(c, c.paired) for c in comparison.candidates if c.paired is not None]
     sizes = [
-        Series(c.name, [c.size_bytes / 2**30], [max(p.figures["kld"].value, _LEAST_KLD)], "point",
+        Series(c.name, [c.size_bytes / 2**30], [max(p.figures["kld"].value, _MIN_KLD)], "point",
                [p.figures["kld"].error])
         for c, p in models
     ]  # fmt: skip
     spread, position = [], []
     largest = max((p.largest for _, p in models), default=0.0)
-    edges = np.geomspace(_LEAST_KLD, max(10 * _LEAST_KLD, largest) * 1.01, _BINS + 1)
+    edges = np.geomspace(_MIN_KLD, max(10 * _MIN_KLD, largest) * 1.01, _BINS + 1)
     for c, p in models:
-        counts, _ = np.histogram(np.maximum(p.divergence.kld, _LEAST_KLD), edges)
+        counts, _ = np.histogram(np.maximum(p.divergence.kld, _MIN_KLD), edges)
         spread.append(Series(c.name, edges[:-1], 100 * counts / counts.sum(), "step"))
         mean = p.divergence.kld.reshape(p.sample.chunks, -1).mean(0)
         bins = np.array_split(np.arange(mean.size), min(_POSITION_BINS, mean.size))

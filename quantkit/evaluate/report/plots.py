@@ -24,7 +24,7 @@ from quantkit.evaluate.statistics import at_share
 from quantkit.formats.atomic import writing
 
 _COLOURS = ("#2f6db3", "#d1662b", "#3a9157", "#8a4fa3", "#b8a02c", "#4aa3a8", "#c2477d", "#6b6b6b")
-_LEAST_KLD = 1e-6  # nats; smaller values are rounding errors of the base file
+_MIN_KLD = 1e-6  # nats; smaller values are rounding errors of the base file
 
 
 class MissingPlots(QuantkitError):
@@ -88,7 +88,7 @@ def plot_sweep(path: str | os.PathLike[str], rows: Sequence[tuple[Speed, Speed]]
         axes.set_ylabel("tokens/s")
         axes.set_title(name, fontsize=10)
         axes.legend(fontsize=8.5, frameon=False, loc="lower left")
-        _quiet(axes)
+        _style_axes(axes)
     _save(figure, path)
 
 
@@ -146,7 +146,7 @@ def _draw_lines(axes: Any, rows: Sequence[Coverage], value: Callable[[Coverage],
     axes.set_xlabel("layer")
     if axes.lines:
         axes.legend(fontsize=7.5, frameon=False)
-    _quiet(axes)
+    _style_axes(axes)
 
 
 def _figure(title: str, height: float) -> Any:
@@ -176,10 +176,10 @@ class _Point:
 
     @property
     def kld(self) -> float:
-        return max(self.divergence.mean_kld.value, _LEAST_KLD)
+        return max(self.divergence.mean_kld.value, _MIN_KLD)
 
     def coincides(self, size: float, divergence: Divergence) -> bool:
-        kld = max(divergence.mean_kld.value, _LEAST_KLD)
+        kld = max(divergence.mean_kld.value, _MIN_KLD)
         return abs(size / self.size - 1) < 0.005 and abs(math.log(kld / self.kld)) < 0.02
 
 
@@ -214,7 +214,7 @@ def _draw_sizes(axes: Any, points: Sequence[_Point]) -> None:
     axes.set_xlabel("size, GiB")
     axes.set_ylabel("mean KL divergence, nats")
     axes.set_title("Quality against size (lower left is better)", fontsize=10)
-    _quiet(axes)
+    _style_axes(axes)
 
 
 def _draw_spread(axes: Any, points: Sequence[_Point]) -> None:
@@ -222,7 +222,7 @@ def _draw_spread(axes: Any, points: Sequence[_Point]) -> None:
     leftmost = rightmost = 1.0
     positions = min(len(p.divergence) for p in points)
     for p in points:
-        ordered = np.maximum(p.divergence.sorted_kld(), _LEAST_KLD)
+        ordered = np.maximum(p.divergence.sorted_kld(), _MIN_KLD)
         share = 1 - np.arange(ordered.size) / ordered.size
         axes.step(ordered, 100 * share, where="post", color=p.colour, linewidth=1.6, label=", ".join(p.names))
         leftmost = min(leftmost, at_share(ordered, 0.02))
@@ -240,10 +240,10 @@ def _draw_spread(axes: Any, points: Sequence[_Point]) -> None:
     axes.set_ylabel("tokens above it, %")
     axes.set_title("Spread over the tokens (further left is better)", fontsize=10)
     axes.legend(fontsize=8.5, frameon=False, loc="lower left")
-    _quiet(axes)
+    _style_axes(axes)
 
 
-def _quiet(axes: Any) -> None:
+def _style_axes(axes: Any) -> None:
     axes.grid(True, which="major", color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

@@ -1,6 +1,6 @@
 """The fallback type of a tensor whose rows do not fit the chosen type.
 
-A row must be a whole number of blocks. The table is ik_llama.cpp's (spec/tools.md 2.7): a type with blocks of 256
+A row must be a whole number of blocks. The table is ik_llama.cpp's: a type with blocks of 256
 becomes one with blocks of 32 and about the same quality, which may be larger. If that does not fit either (columns that
 are not a multiple of 32), ik_llama.cpp writes a corrupt tensor; quantkit keeps the tensor as a float.
 """

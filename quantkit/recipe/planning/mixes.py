@@ -1,8 +1,8 @@
 """Mixes: the tensors that get more or fewer bits than the default type of a file type.
 
-The rules are ik_llama.cpp's, measured and listed in spec/tools.md 2.6 as blocks O (output), E (embedding), A, B and C
-(the smallest file types) and G1 to G7 (all others, by class of tensor). Some of them go by the position of a tensor
-among those of its class, so `choose` must be called in file order, once per tensor.
+The rules are ik_llama.cpp's. The tables below are O (output), E (embedding), A, B and C (the smallest file types) and
+G1 to G7 (all others, by class of tensor). Some of them depend on the position of a tensor among those of its class, so
+`choose` must be called in file order, once per tensor.
 """
 
 from __future__ import annotations

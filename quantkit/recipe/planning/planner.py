@@ -1,6 +1,6 @@
 """Plan the types of tensors from file type, recipe and flags. Pure: names and shapes in, types and reasons out.
 
-These decide a tensor's type, highest priority first (spec/tools.md 2.3):
+These decide a tensor's type, highest priority first, as in ik_llama.cpp:
 
     1. exact flags      --token-embedding-type, --output-tensor-type, --ffn-gate-inp-type
     2. rules            --custom-q and --recipe, the first that matches
@@ -59,8 +59,7 @@ _KEPT = {
     "position_embd.weight": "position embeddings",
     "token_types.weight": "token types",
 }
-# Types that llama.cpp never uses without importance, except for embeddings and output (spec/tools.md 2.9); also q2_K
-# in Q2_K_S.
+# Types that llama.cpp never uses without importance, except for embeddings and output; also q2_K in Q2_K_S.
 _VERY_LOW = frozenset(["iq2_xxs", "iq2_xs", "iq2_s", "iq1_s", "iq1_m", "iq1_s_r4", "iq1_m_r4", "iq1_kt", "iq2_kt"])
 # For tensors without importance in the matrix: the entry that saw the same input, as runtimes fuse the two products.
 _SAME_INPUT = (

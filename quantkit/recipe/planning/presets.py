@@ -1,6 +1,6 @@
 """File types: the TYPE of a quantize command, its number in `general.file_type` and its default tensor type.
 
-Names and numbers are those of ik_llama.cpp (spec/tools.md 1.4, 2.4). File types that are not floats have a mix
+Names and numbers are those of ik_llama.cpp. File types that are not floats have a mix
 (`mixes.py`), which gives some tensors more bits.
 """
 

@@ -31,7 +31,7 @@ def expand(pattern: str) -> str:
 
 
 def named(pattern: str) -> set[int]:
-    """The layers that the shorthand of a pattern names; none where it has none."""
+    """The layers in the shorthand of a pattern; empty if it has no shorthand."""
     return {n for found in SHORTHAND.finditer(pattern) for n in numbers(found[1], pattern)}
 
 

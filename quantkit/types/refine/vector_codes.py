@@ -207,7 +207,8 @@ def refine(
     numbers = sub_block_scales.read(kind, number, data, decoded)
     for moves in moves_scales:
         own = numbers if moves else sub_block_scales.NONE
-        if not descend(e, points, signs, table, scales, own, codes, moments.panels, rows, flips, INNER):
+        moved = descend(e, points, signs, table, scales, own, codes, moments.panels, rows, flips, INNER)
+        if moves and not moved:  # scales may move where no point does
             break
     write_fields(data, codes, points, signs)
     if number is not None:

@@ -57,7 +57,7 @@ def test_the_error_never_rises(t: types.QuantType, h: np.ndarray, monkeypatch: p
         assert b[8:].sum() < 0.8 * a[8:].sum()
         assert t.uses_second_moments
 
-    monkeypatch.setattr(base, "_MUCH", 0)  # so that few rows go to several threads
+    monkeypatch.setattr(base, "_MIN_PARALLEL_ELEMENTS", 0)  # so that few rows go to several threads
     for threads in (2, 3):
         assert np.array_equal(t.quantize(x, second_moments=h, effort=effort, threads=threads), after)
     step = t.interleave

@@ -91,7 +91,7 @@ def _are_affine(values: np.ndarray, ladder: np.ndarray) -> bool:
 
 @functools.cache
 def probes(kind: Codec) -> np.ndarray:
-    """uint8[_PROBES, row bytes]: rows of one block, with scales of no special value."""
+    """uint8[_PROBE_ROWS, row bytes]: rows of one block, with scales of no special value."""
     x = np.random.RandomState(1).standard_normal((_PROBE_ROWS, kind.block_size)).astype(np.float32)
     return kind.quantize(x, np.ones(kind.block_size, np.float32), threads=1)
 

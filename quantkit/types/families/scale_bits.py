@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from quantkit.codegen import jit
-from quantkit.codegen.jit import kernel
+from quantkit.codegen.jit import kernel, shared_subkernel
 from quantkit.types.families.code_bits import Codec, changed_elements, codes_of, probes, write_codes
 
 _SIZES = (16, 32, 64, 128)  # elements of a sub-block
@@ -184,6 +184,19 @@ def _with_values(kind: Codec, bits: np.ndarray, values: np.ndarray) -> SubBlockN
     return SubBlockNumber(kind.row_meta_bytes, kind.block_bytes, kind.block_size // len(bits), *arrays)
 
 
+@shared_subkernel
+def get_bit(block: np.ndarray, address: np.int64) -> np.int64:
+    """The bit at an address of a block uint8[bytes]."""
+    return np.int64(block[address >> 3]) >> (address & 7) & 1
+
+
+@shared_subkernel
+def set_bit(block: np.ndarray, address: np.int64, value: np.int64) -> None:
+    """Set the bit at an address of a block uint8[bytes] to 0 or 1."""
+    byte = np.int64(block[address >> 3]) & (255 - (1 << (address & 7)))
+    block[address >> 3] = byte | value << (address & 7)
+
+
 @kernel
 def read_numbers(data: np.ndarray, number: SubBlockNumber, out: np.ndarray) -> None:
     """The codes of a number in data uint8[rows, row bytes] as out int64[rows, sub-blocks]."""
@@ -194,8 +207,7 @@ def read_numbers(data: np.ndarray, number: SubBlockNumber, out: np.ndarray) -> N
             for i in range(count):
                 code = np.int64(0)
                 for k in range(width):
-                    at = number.bits[i, k]
-                    code |= (np.int64(block[at >> 3]) >> (at & 7) & 1) << k
+                    code |= get_bit(block, number.bits[i, k]) << k
                 out[row, b * count + i] = code
 
 
@@ -208,6 +220,4 @@ def write_numbers(codes: np.ndarray, number: SubBlockNumber, data: np.ndarray) -
             block = data[row, number.header + b * number.block_bytes :]
             for i in range(count):
                 for k in range(width):
-                    at = number.bits[i, k]
-                    byte = np.int64(block[at >> 3]) & (255 - (1 << (at & 7)))
-                    block[at >> 3] = byte | (codes[row, b * count + i] >> k & 1) << (at & 7)
+                    set_bit(block, number.bits[i, k], codes[row, b * count + i] >> k & 1)

@@ -24,7 +24,7 @@ from quantkit.codegen import jit, thread_pool
 from quantkit.codegen.array_cache import disk_cached
 from quantkit.codegen.jit import kernel, subkernel
 from quantkit.codegen.simd import F32, I8, I32, IrBuilder, Value, simd_intrinsic, vector
-from quantkit.types.families.scale_bits import SubBlockNumber, write_numbers
+from quantkit.types.families.scale_bits import SubBlockNumber, get_bit, set_bit, write_numbers
 from quantkit.types.refine import sub_block_scales
 from quantkit.types.refine.moments import PANEL, TILE_ROWS, Moments, gradient
 from quantkit.types.refine.sub_block_scales import Decoder, Numbers, move_numbers
@@ -122,17 +122,6 @@ def _search(columns: np.ndarray, start: int, stop: int, near: np.ndarray) -> Non
 
 
 @kernel
-def _bit(block: np.ndarray, address: np.int64) -> np.int64:
-    return np.int64(block[address >> 3]) >> (address & 7) & 1
-
-
-@kernel
-def _set_bit(block: np.ndarray, address: np.int64, value: np.int64) -> None:
-    byte = np.int64(block[address >> 3]) & (255 - (1 << (address & 7)))
-    block[address >> 3] = byte | value << (address & 7)
-
-
-@kernel
 def read_fields(
     data: np.ndarray, codes: VectorCodes, points: np.ndarray, signs: np.ndarray, tables: np.ndarray
 ) -> None:
@@ -144,15 +133,15 @@ def read_fields(
             for g in range(groups):
                 number = np.int64(0)
                 for k in range(bits):
-                    number |= _bit(block, codes.point_bits[g, k]) << k
+                    number |= get_bit(block, codes.point_bits[g, k]) << k
                 points[row, b * groups + g] = number
             for s in range(len(codes.table_bits)):
-                tables[row, b * len(codes.table_bits) + s] = _bit(block, codes.table_bits[s])
+                tables[row, b * len(codes.table_bits) + s] = get_bit(block, codes.table_bits[s])
             parity = np.int64(0)
             for j in range(len(codes.sign_bits)):
                 parity = np.int64(0) if j % 8 == 0 else parity
                 address = codes.sign_bits[j]
-                negative = parity if address < 0 else _bit(block, address)
+                negative = parity if address < 0 else get_bit(block, address)
                 parity ^= negative
                 signs[row, 256 * b + j] = np.float32(1 - 2 * negative)
 
@@ -166,10 +155,10 @@ def write_fields(data: np.ndarray, codes: VectorCodes, points: np.ndarray, signs
             block = data[row, codes.header + b * codes.block_bytes :]
             for g in range(groups):
                 for k in range(bits):
-                    _set_bit(block, codes.point_bits[g, k], points[row, b * groups + g] >> k & 1)
+                    set_bit(block, codes.point_bits[g, k], points[row, b * groups + g] >> k & 1)
             for j in range(len(codes.sign_bits)):
                 if codes.sign_bits[j] >= 0:
-                    _set_bit(block, codes.sign_bits[j], np.int64(signs[row, 256 * b + j] < 0))
+                    set_bit(block, codes.sign_bits[j], np.int64(signs[row, 256 * b + j] < 0))
 
 
 # -------------------------------------------------------------------------------------------------------------- descent

@@ -3,7 +3,8 @@
 The file `sweep_bench.py` holds the function `sweep_bench`, which becomes the command `sweep-bench`. typer reads its
 signature for the usage and its docstring for the help; the docstring's first sentence is the line in the list of
 commands. A file may also name functions in `SUBCOMMANDS`: `quantkit COMMAND SUBCOMMAND`. Files that begin with `_` are
-not commands. `app` is an ordinary typer application that imports a command's file on first use.
+not commands; what commands share is in the package `common`. `app` is an ordinary typer application that imports a
+command's file on first use.
 
 The libraries raise exceptions, and the command line turns them into exit statuses:
 
@@ -25,7 +26,7 @@ import typer
 from typer.core import TyperGroup
 
 from quantkit import __version__
-from quantkit.cli._terminal import message, showing_controls
+from quantkit.cli.common.terminal import message, showing_controls
 from quantkit.errors import OptionError, QuantkitError, printable
 
 # The order of the help page, by when a user needs them. A command that is not listed comes last.

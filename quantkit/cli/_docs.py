@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from quantkit import cli
-from quantkit.cli._shared import table
+from quantkit.cli.common.output import table
 
 DOCS = Path(__file__).parents[2] / "docs"
 README, FIGURES, PICTURE = DOCS.parent / "README.md", DOCS / "demo.json", DOCS / "demo.png"

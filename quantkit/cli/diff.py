@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quantkit.cli._shared import Json, Threads, print_json, table
+from quantkit.cli.common.options import Json, Threads
+from quantkit.cli.common.output import print_json, table
 from quantkit.errors import printable
 
 if TYPE_CHECKING:

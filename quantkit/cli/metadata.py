@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quantkit.cli._shared import DryRun, Json, print_json, table
+from quantkit.cli.common.options import DryRun, Json
+from quantkit.cli.common.output import print_json, table
 from quantkit.errors import DataError, QuantkitError
 
 if TYPE_CHECKING:

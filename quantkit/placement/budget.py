@@ -1,6 +1,7 @@
 """Compute the memory of each device (weights, KV cache, buffers) and whether it fits, before the file exists.
 
-    found = budget({t.name: t for t in plan.tensors}, metadata, flags, Cache(32768), vram=[24 * GIB], ram=128 * GIB)
+    tensors = {t.name: t for t in plan.tensors}
+    found = budget(tensors, metadata, flags, CacheSettings(32768), vram=[24 * GIB], ram=128 * GIB)
     found.loads, found.warnings, found.fits
 
 If the whole model is on the CPU and the context is known, the buffers for intermediate results are those of quantkit's
@@ -45,7 +46,7 @@ class Weight(Protocol):
 
 
 @dataclass(frozen=True)
-class Cache:
+class CacheSettings:
     """The KV cache to allocate: context in tokens, types of keys and values, and the latent attention mode (-mla)."""
 
     n_ctx: int
@@ -115,7 +116,7 @@ class Budget:
 
     loads: tuple[Load, ...]
     placement: Placement
-    cache: Cache | None
+    cache: CacheSettings | None
     warnings: tuple[str, ...]
     notes: tuple[str, ...] = ()
     speed: Predicted | None = None
@@ -153,7 +154,7 @@ def budget(
     tensors: Mapping[str, Weight],
     metadata: Mapping[str, Any],
     flags: Flags,
-    cache: Cache | None = None,
+    cache: CacheSettings | None = None,
     vram: Sequence[int] = (),
     ram: int | None = None,
     margin: int = GIB,
@@ -202,7 +203,7 @@ def _order(device: str) -> tuple[bool, int, str]:
 
 
 def _held(
-    tensors: Mapping[str, Weight], placement: Placement, metadata: Mapping[str, Any], cache: Cache | None
+    tensors: Mapping[str, Weight], placement: Placement, metadata: Mapping[str, Any], cache: CacheSettings | None
 ) -> tuple[dict[tuple[str, str], int], dict[str, int]]:
     """Bytes of weights by (device, tensor), and bytes of KV cache by device."""
     graph = [device.name for device in placement.graph]
@@ -233,7 +234,7 @@ def _classes(held: Mapping[str, int]) -> dict[str, int]:
 
 
 def require_memory(
-    tensors: Mapping[str, Weight], metadata: Mapping[str, Any], flags: Flags, cache: Cache, path: object
+    tensors: Mapping[str, Weight], metadata: Mapping[str, Any], flags: Flags, cache: CacheSettings, path: object
 ) -> None:
     """Raise DataError if a device has too little memory for what the flags place on it: by how much, and the remedy."""
     ram = next((device.memory for device in flags.devices if device == CPU), None)
@@ -246,7 +247,7 @@ def experts_to_keep(
     tensors: Mapping[str, Weight],
     metadata: Mapping[str, Any],
     flags: Flags,
-    cache: Cache | None,
+    cache: CacheSettings | None,
     vram: Sequence[int],
     ram: int | None,
     margin: int = GIB,
@@ -264,7 +265,9 @@ def experts_to_keep(
     return count if 0 < count <= layers and found(count).fits else None
 
 
-def _notes(placement: Placement, metadata: Mapping[str, Any], cache: Cache | None, offload: Offload) -> list[str]:
+def _notes(
+    placement: Placement, metadata: Mapping[str, Any], cache: CacheSettings | None, offload: Offload
+) -> list[str]:
     """Describe the KV cache, and the minimum batch size for offload of the CPU's experts."""
     found = []
     arch = metadata.get("general.architecture")

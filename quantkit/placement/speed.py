@@ -29,7 +29,7 @@ ASSUMED = {"cpu": 50e9, "cuda": 800e9}  # bytes/s: two channels of DDR5; a large
 
 
 @dataclass(frozen=True)
-class Speed:
+class PredictedSpeed:
     """Predicted tokens/s of generation and prompt, and the assumptions."""
 
     tokens: float
@@ -75,7 +75,7 @@ def predict(
     bandwidth: Mapping[str, float],
     compute: Mapping[str, float],
     batch: int = 512,
-) -> Speed:
+) -> PredictedSpeed:
     """Predict the speed of a placement.
 
     caches     bytes of each device's full KV cache
@@ -115,7 +115,7 @@ def predict(
     prompt, _ = _total(prompts)
     full = "a full cache" if any(caches.values()) else "an empty cache (-c sets its size)"
     assumptions.append(f"{full}; every token reads {sum(once.values()) / 1e9:.2f} GB")
-    return Speed(
+    return PredictedSpeed(
         1 / token if token else math.inf, batch / prompt if prompt else math.inf, batch, at, tuple(assumptions)
     )
 

@@ -130,9 +130,9 @@ class Tokenizer:
         decoder = self.decode_stream(special)
         return "".join([*map(decoder.push, ids), decoder.finish()])
 
-    def decode_stream(self, special: bool = True) -> Decoder:
+    def decode_stream(self, special: bool = True) -> TextDecoder:
         """Decode one token at a time; a character is given out when its last byte has come."""
-        return Decoder(self, special)
+        return TextDecoder(self, special)
 
     # ----------------------------------------------------------------------------------------------------------- chat
 
@@ -197,7 +197,7 @@ def _valid(text: str | bytes) -> str:
     return text
 
 
-class Decoder:
+class TextDecoder:
     """Text of a stream of tokens. The space that encoding puts before a text is taken away again."""
 
     def __init__(self, tokenizer: Tokenizer, special: bool = True):

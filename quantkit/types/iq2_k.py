@@ -23,11 +23,11 @@ from quantkit.codegen.half import half_to_float
 from quantkit.codegen.jit import kernel
 from quantkit.types.base import QuantType
 from quantkit.types.families.codebooks import K2
-from quantkit.types.families.nonlinear import Format, book_start, load_sub_blocks, new_plan, new_space, search
+from quantkit.types.families.nonlinear import NonlinearFormat, book_start, load_sub_blocks, new_plan, new_space, search
 from quantkit.types.families.superblock import put_flags, put_half, put_pairs
 
 BLOCK = 76
-FORMAT = Format(
+FORMAT = NonlinearFormat(
     book=book_start(K2), first=1, step=1, most=7, extreme=8,
     lo=np.float32(18), hi=np.float32(55), from_ratio=np.float32(0.65), to_ratio=np.float32(1.29),
     places_per_octave=32, tries=2, zero_below=np.float32(2.0**-20), variance_weight=np.float32(0.5),

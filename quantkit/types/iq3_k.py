@@ -26,11 +26,11 @@ from quantkit.codegen.half import half_to_float
 from quantkit.codegen.jit import kernel
 from quantkit.types.base import QuantType
 from quantkit.types.families.codebooks import K3
-from quantkit.types.families.nonlinear import Format, book_start, load_sub_blocks, new_plan, new_space, search
+from quantkit.types.families.nonlinear import NonlinearFormat, book_start, load_sub_blocks, new_plan, new_space, search
 from quantkit.types.families.superblock import put_bits, put_flags, put_half, put_pairs
 
 BLOCK = 110
-FORMAT = Format(
+FORMAT = NonlinearFormat(
     book=book_start(K3), first=1, step=2, most=31, extreme=31,
     lo=np.float32(42), hi=np.float32(88), from_ratio=np.float32(0.75), to_ratio=np.float32(1.45),
     places_per_octave=32, tries=1, zero_below=np.float32(2.0**-20), variance_weight=np.float32(0.5),

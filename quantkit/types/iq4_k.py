@@ -24,11 +24,11 @@ from quantkit.codegen.half import half_to_float
 from quantkit.codegen.jit import kernel
 from quantkit.types.base import QuantType
 from quantkit.types.families.codebooks import K4
-from quantkit.types.families.nonlinear import Format, book_start, load_sub_blocks, new_plan, new_space, search
+from quantkit.types.families.nonlinear import NonlinearFormat, book_start, load_sub_blocks, new_plan, new_space, search
 from quantkit.types.families.superblock import put_flags, put_half, put_multipliers, put_nibbles
 
 BLOCK = 144
-FORMAT = Format(
+FORMAT = NonlinearFormat(
     book=book_start(K4), first=1, step=1, most=31, extreme=32,
     lo=np.float32(88), hi=np.float32(185), from_ratio=np.float32(0.8), to_ratio=np.float32(1.35),
     places_per_octave=32, tries=2, zero_below=np.float32(2.0**-25), variance_weight=np.float32(0.5),

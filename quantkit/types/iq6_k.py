@@ -27,11 +27,11 @@ from quantkit.codegen.half import half_to_float
 from quantkit.codegen.jit import kernel
 from quantkit.types.base import QuantType
 from quantkit.types.families.codebooks import K6
-from quantkit.types.families.nonlinear import Format, book_start, load_sub_blocks, new_plan, new_space, search
+from quantkit.types.families.nonlinear import NonlinearFormat, book_start, load_sub_blocks, new_plan, new_space, search
 from quantkit.types.families.superblock import put_flags, put_half, put_nibbles, put_pairs
 
 BLOCK = 212
-FORMAT = Format(
+FORMAT = NonlinearFormat(
     book=book_start(K6), first=1, step=1, most=127, extreme=127,
     lo=np.float32(100), hi=np.float32(150), from_ratio=np.float32(0.9), to_ratio=np.float32(1.2),
     places_per_octave=64, tries=2, zero_below=np.float32(2.0**-25), variance_weight=np.float32(2),

@@ -33,7 +33,7 @@ BUSY = 1024  # elements of what is made; below it is not worth waking threads
 FEW = 2  # up to so many tokens go one by one
 
 
-class Run(Protocol):
+class RecurrentRun(Protocol):
     """What this needs of a runtime.model.Model that runs."""
 
     threads: int
@@ -51,7 +51,7 @@ class Run(Protocol):
         """Non-finite check of `what`."""
 
 
-def delta_net(run: Run, part: blocks.DeltaNet, layer: int, x: np.ndarray, spans: list[Span]) -> np.ndarray:
+def delta_net(run: RecurrentRun, part: blocks.DeltaNet, layer: int, x: np.ndarray, spans: list[Span]) -> np.ndarray:
     """What a part adds to x float32[tokens, n_embd]; the states of the spans' caches go on."""
     sizes = part.sizes
     y = run.norm(part.norm, x)
@@ -69,7 +69,7 @@ def delta_net(run: Run, part: blocks.DeltaNet, layer: int, x: np.ndarray, spans:
     return run.linear(part.out, float_ops.activate("swiglu", gates, normed, run.threads))
 
 
-def _projected(run: Run, part: blocks.DeltaNet, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _projected(run: RecurrentRun, part: blocks.DeltaNet, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """What enters the convolution, float32[tokens, channels], and the gates float32[tokens, inner]."""
     sizes, found = part.sizes, run.linear(part.qkv, y)
     if part.gate is not None:
@@ -81,7 +81,7 @@ def _projected(run: Run, part: blocks.DeltaNet, y: np.ndarray) -> tuple[np.ndarr
     return np.concatenate(mixed, axis=1), gates
 
 
-def _rates(run: Run, part: blocks.DeltaNet, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _rates(run: RecurrentRun, part: blocks.DeltaNet, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """g and beta, float32[tokens, value_heads]."""
     if part.ba is not None:
         both = run.linear(part.ba, y).reshape(len(y), part.sizes.key_heads, 2, -1)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class HeadProjections(latent.HeadProjections):
+class GpuHeadProjections(latent.HeadProjections):
     """The matrices between latents and heads, head by head, on a GPU: a head is to them what an expert is to others."""
 
     def __init__(self, part: blocks.LatentAttention, worker: GpuContext):

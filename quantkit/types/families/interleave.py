@@ -30,8 +30,8 @@ from quantkit.types.families.interleave_fields import (
     QUAD,
     EvenOdd,
     Field,
+    FieldPlacement,
     Lines,
-    Placement,
     Signs,
     Slots,
     packed,
@@ -43,8 +43,23 @@ if TYPE_CHECKING:
     from quantkit.types.refine import Moments
 
 __all__ = [
-    "CRUMB", "NIB", "PLANE_A", "PLANE_B", "PLANE_C", "PLANE_D", "QUAD", "EvenOdd", "Field", "Interleaved", "Lines",
-    "Permutation", "Placement", "Signs", "Slots", "packed", "planes",
+    "CRUMB",
+    "NIB",
+    "PLANE_A",
+    "PLANE_B",
+    "PLANE_C",
+    "PLANE_D",
+    "QUAD",
+    "EvenOdd",
+    "Field",
+    "FieldPlacement",
+    "Interleaved",
+    "Lines",
+    "Permutation",
+    "Signs",
+    "Slots",
+    "packed",
+    "planes",
 ]  # fmt: skip
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from quantkit.types.refine.vector_codes import VectorCodes
 
 
-class Plan(NamedTuple):
+class TrellisSearch(NamedTuple):
     """How thoroughly an effort searches; `types/native/trellis_search.py` explains the steps."""
 
     scales: int  # of each sub-block's profile, a multiple of 8
@@ -47,7 +47,7 @@ class TrellisType(QuantType):
     steps: ClassVar[np.ndarray] = BOOK[np.argsort(np.abs(BOOK))]  # multipliers by magnitude
     clusters: ClassVar[int] = 1024  # parts of the index where groups have 8 elements
     largest: ClassVar[tuple[float, float]] = (90, 90)  # a sub-block's, in units of its own scale, without and with
-    plans: ClassVar[tuple[Plan, Plan, Plan]]  # importance; plans of fast, normal, best
+    plans: ClassVar[tuple[TrellisSearch, TrellisSearch, TrellisSearch]]  # importance; plans of fast, normal, best
     _pack: ClassVar[Any] = None
 
     @functools.cached_property

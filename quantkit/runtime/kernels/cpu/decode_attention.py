@@ -31,7 +31,7 @@ from quantkit.codegen.callbacks import Callback, callback
 from quantkit.codegen.jit import kernel
 from quantkit.codegen.simd import F32, IrBuilder, Value, floats, load_float, load_int, simd_intrinsic, vector
 from quantkit.runtime.kernels.cpu.activations import quantize
-from quantkit.runtime.kernels.cpu.kv_rows import Heads, LayerCache, LayerView, rotate, row_floats, store_row
+from quantkit.runtime.kernels.cpu.kv_rows import KernelHeads, LayerCache, LayerView, rotate, row_floats, store_row
 from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record
 from quantkit.runtime.kernels.reference import exp
 
@@ -163,7 +163,7 @@ class AttentionParameters(NamedTuple):
 
 
 @functools.cache
-def attention(shape: Heads) -> Callback:
+def attention(shape: KernelHeads) -> Callback:
     """The operation that appends k and v to the cache and writes the thread's share of attention to `partial`."""
     group, dim_k, dim_v, k_type, v_type, rotate_k, rotate_v = shape
     k_bytes, v_bytes = shape.k_bytes, shape.v_bytes

@@ -5,7 +5,7 @@ one expert, padded to whole tiles:
 
     field            type                  content
     header           AssignmentHeader      counts, and counters of the work that threads take
-    runs             Run[experts]          one for each expert that has tokens
+    runs             ExpertRun[experts]          one for each expert that has tokens
     tokens           int64[entries]        the entry's token, -1 for padding
     row addresses    int64[entries]        address of the token's float32 row
     weights          float32[entries]      of the expert for this token
@@ -57,7 +57,7 @@ class AssignmentHeader(NamedTuple):
     next_down: int  # of `add_down`
 
 
-class Run(NamedTuple):
+class ExpertRun(NamedTuple):
     """The entries of one expert."""
 
     expert: int
@@ -66,7 +66,7 @@ class Run(NamedTuple):
 
 
 assert record_bytes(AssignmentHeader) == ASSIGNMENT_HEADER
-assert record_bytes(Run) == RUN_BYTES
+assert record_bytes(ExpertRun) == RUN_BYTES
 ENTRIES, RUNS, NEXT_GATE, NEXT_UP, NEXT_DOWN = (offset_of(AssignmentHeader, f) for f in AssignmentHeader._fields)
 
 
@@ -77,7 +77,7 @@ def _run_count(assignment):
 
 @kernel(inline="always")
 def _run(assignment, i):
-    return load_record(Run, assignment + ASSIGNMENT_HEADER + i * RUN_BYTES)
+    return load_record(ExpertRun, assignment + ASSIGNMENT_HEADER + i * RUN_BYTES)
 
 
 @kernel(inline="always")

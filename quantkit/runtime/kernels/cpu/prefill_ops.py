@@ -22,7 +22,7 @@ from quantkit.codegen.simd import floats, load_float, store_int
 from quantkit.runtime.kernels.cpu.decode_attention import apply_rope
 from quantkit.runtime.kernels.cpu.decode_ops import rms_norm_into, swiglu_range
 from quantkit.runtime.kernels.cpu.gemm import token_share
-from quantkit.runtime.kernels.cpu.kv_rows import CACHE_BYTES, Heads, LayerCache, LayerView, rotate, store_row
+from quantkit.runtime.kernels.cpu.kv_rows import CACHE_BYTES, KernelHeads, LayerCache, LayerView, rotate, store_row
 from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record, offset_of, record_bytes
 
 
@@ -110,7 +110,7 @@ class RopeParameters(NamedTuple):
 
 
 @functools.cache
-def rope(shape: Heads) -> Callback:
+def rope(shape: KernelHeads) -> Callback:
     """The operation that applies RoPE, scale and rotation to q in place and appends k and v to the caches."""
     group, dim_k, dim_v, k_type, v_type, rotate_k, rotate_v = shape
     k_bytes, v_bytes = shape.k_bytes, shape.v_bytes

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quantkit.types.families.interleave import Field, Interleaved, Placement
+from quantkit.types.families.interleave import Field, FieldPlacement, Interleaved
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def _sums(weights: Sequence[int], count: int) -> np.ndarray:
     return bits @ np.array(weights, np.int64).reshape(-1)
 
 
-def interleaved(width: int, count: int, rows: int, group: Placement) -> Place:
+def interleaved(width: int, count: int, rows: int, group: FieldPlacement) -> Place:
     """Of elements that a group of rows keeps as a placement of `types/families/interleave.py` says."""
     return place(width, group.addresses(rows, width, count))
 

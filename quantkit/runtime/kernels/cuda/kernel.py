@@ -1,6 +1,6 @@
 """A kernel of the GPU: a plain function, the types of its parameters, and how it becomes machine code.
 
-    k = Kernel("dequantize_q4_K_bf16", function, "u8[] i64 i64 i32 i32 u32[]")
+    k = CudaKernel("dequantize_q4_K_bf16", function, "u8[] i64 i64 i32 i32 u32[]")
     k.ptx((9, 0))             PTX for a compute capability; needs no driver
     k.cubin((9, 0))           machine code, kept on disk; needs none either
     k.simulate(blocks, threads, *arrays)   where NUMBA_ENABLE_CUDASIM=1: runs it on numpy arrays
@@ -23,7 +23,7 @@ from quantkit.codegen import digests, disk_cache
 from quantkit.errors import QuantkitError
 
 
-class Kernel:
+class CudaKernel:
     """`function` over arrays ("f32[]") and numbers ("i32") of one dimension; `device.py` launches it."""
 
     def __init__(self, name: str, function: Callable[..., None], parameters: str):

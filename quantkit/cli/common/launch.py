@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quantkit.cli._shared import mib, table, with_options
+from quantkit.cli.common.options import with_options
+from quantkit.cli.common.output import mib, table
 from quantkit.errors import UnknownNameError, printable
 
 if TYPE_CHECKING:

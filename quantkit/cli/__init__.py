@@ -46,6 +46,7 @@ def commands() -> list[str]:
 
 
 def subcommands(command: str) -> list[str]:
+    """Names of the subcommands of a command, for example "show" of `imatrix`."""
     return list(getattr(_module(command), "SUBCOMMANDS", {}))
 
 
@@ -139,7 +140,7 @@ def _translated(function: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: object, **kwargs: object) -> Any:
         try:
             return function(*args, **kwargs)
         except OptionError as error:

@@ -108,6 +108,7 @@ def _columns(width: int) -> Iterator[None]:
 
 
 def main(results: list[str]) -> None:
+    """Write the pages; with the path of a demo's results, store their figures first."""
     DOCS.mkdir(exist_ok=True)
     for path in results:
         store_figures(Path(path))

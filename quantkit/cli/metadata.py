@@ -182,7 +182,7 @@ def _short(found: Metadata, key: str) -> Any:
     return [float(str(np.float32(v))) for v in value] if isinstance(value, list) else float(str(np.float32(value)))
 
 
-def _text(value: Any, one_line: bool = False) -> str:
+def _text(value: object, one_line: bool = False) -> str:
     """A value in the form that `set` reads; with `one_line`, control characters of strings are escaped."""
     import json
 

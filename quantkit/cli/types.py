@@ -85,7 +85,7 @@ def row(record: dict[str, Any]) -> list[str]:
     return [_cell(record[key]) for key in keys]
 
 
-def _cell(value: Any) -> str:
+def _cell(value: object) -> str:
     if value is None:
         return ""
     if isinstance(value, bool):

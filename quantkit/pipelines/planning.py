@@ -188,6 +188,7 @@ def replay_plan(model: PlanInput, options: QuantizeOptions, matrix: Imatrix | No
 
 
 def conflicts_with_plan(option: str) -> OptionError:
+    """The error of an option that --plan, which decides it, excludes."""
     return OptionError(f"--plan decides every type, so {option} has no effect; drop one of them")
 
 
@@ -241,7 +242,7 @@ def placement_flags(given: Flags | str | None) -> Flags:
     return parse_flags(given) if isinstance(given, str) else given or Flags()
 
 
-def plan_devices(options: PlanOptions, plan: Plan, metadata: Mapping[str, Any]) -> Budget | None:
+def plan_devices(options: PlanOptions, plan: Plan, metadata: Mapping[str, object]) -> Budget | None:
     """The devices of the plan's tensors and the size of the cache; None without an option about either."""
     offload = parse_ops(options.offload_policy or "", options.offload_threshold)
     flags = placement_flags(options.placement)

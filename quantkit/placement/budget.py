@@ -26,23 +26,14 @@ from quantkit.placement.devices import CPU, Device, canonical
 from quantkit.placement.kernel_sizes import BATCH_TOKENS
 from quantkit.placement.offload import Offload
 from quantkit.placement.rules import RUNTIMES, Flags, Placement, located, without_kernels
+from quantkit.placement.tensor_info import TensorInfo
 from quantkit.recipe.rules.layers import expand
 from quantkit.recipe.rules.patterns import Advice, advice
 from quantkit.recipe.rules.shadows import Ordered, shadow
-from quantkit.types import QuantType
 
 GIB = 1 << 30
 _KINDS = (("experts", "_exps."), ("attention", ".attn_"), ("recurrent", ".ssm_"), ("shared experts", "_shexp."),
           ("feed-forward", ".ffn_"), ("embedding", "token_embd"), ("output", "output"))  # fmt: skip
-
-
-class Weight(Protocol):
-    """The attributes of a tensor that `budget` uses; a file's tensor and a PlannedTensor have them."""
-
-    @property
-    def type(self) -> QuantType: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -61,7 +52,7 @@ class CacheSettings:
             if name not in kv_size.TYPES:
                 raise UnknownNameError(f"cache type, {flag}", name, kv_size.TYPES)
 
-    def of_layers(self, metadata: Mapping[str, Any]) -> list[int]:
+    def of_layers(self, metadata: Mapping[str, object]) -> list[int]:
         """Bytes of the cache of each layer."""
         keys, values = types.layout(self.keys), types.layout(self.values)
         return kv_size.of_layers(metadata, self.n_ctx, keys, values, self.mla)
@@ -97,6 +88,7 @@ class Load:
         return None if self.limit is None else self.limit - self.margin - self.total
 
     def to_json(self) -> dict[str, Any]:
+        """The load as in the JSON of `plan`; sizes in bytes."""
         names = ("device", "tensors", "weights", "cache", "buffers", "limit", "margin", "classes")
         return {name: getattr(self, name) for name in names} | {"total": self.total, "left": self.left}
 
@@ -105,8 +97,11 @@ class Predicted(Protocol):
     """The interface of a speed prediction (`placement/speed.py`)."""
 
     @property
-    def lines(self) -> list[str]: ...
-    def to_json(self) -> dict[str, Any]: ...
+    def lines(self) -> list[str]:
+        """The prediction as lines of text."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The prediction as in the JSON of `plan`."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +124,7 @@ class Budget:
         return all(free >= 0 for free in left) if left else None
 
     def to_json(self) -> dict[str, Any]:
+        """The field `devices` of the JSON of `plan`: loads, cache, rules, speed; sizes in bytes."""
         rules = zip(self.placement.rules, self.placement.decided)
         cache = self.cache and {name: getattr(self.cache, name) for name in ("n_ctx", "keys", "values", "mla")}
         return {
@@ -151,7 +147,7 @@ class Budget:
 
 
 def budget(
-    tensors: Mapping[str, Weight],
+    tensors: Mapping[str, TensorInfo],
     metadata: Mapping[str, Any],
     flags: Flags,
     cache: CacheSettings | None = None,
@@ -203,7 +199,7 @@ def _order(device: str) -> tuple[bool, int, str]:
 
 
 def _held(
-    tensors: Mapping[str, Weight], placement: Placement, metadata: Mapping[str, Any], cache: CacheSettings | None
+    tensors: Mapping[str, TensorInfo], placement: Placement, metadata: Mapping[str, object], cache: CacheSettings | None
 ) -> tuple[dict[tuple[str, str], int], dict[str, int]]:
     """Bytes of weights by (device, tensor), and bytes of KV cache by device."""
     graph = [device.name for device in placement.graph]
@@ -234,7 +230,7 @@ def _classes(held: Mapping[str, int]) -> dict[str, int]:
 
 
 def require_memory(
-    tensors: Mapping[str, Weight], metadata: Mapping[str, Any], flags: Flags, cache: CacheSettings, path: object
+    tensors: Mapping[str, TensorInfo], metadata: Mapping[str, object], flags: Flags, cache: CacheSettings, path: object
 ) -> None:
     """Raise DataError if a device has too little memory for what the flags place on it: by how much, and the remedy."""
     ram = next((device.memory for device in flags.devices if device == CPU), None)
@@ -244,8 +240,8 @@ def require_memory(
 
 
 def experts_to_keep(
-    tensors: Mapping[str, Weight],
-    metadata: Mapping[str, Any],
+    tensors: Mapping[str, TensorInfo],
+    metadata: Mapping[str, object],
     flags: Flags,
     cache: CacheSettings | None,
     vram: Sequence[int],
@@ -290,7 +286,9 @@ def _notes(
     return found
 
 
-def _warnings(placement: Placement, tensors: Mapping[str, Weight], loads: Sequence[Load], runtime: str) -> list[str]:
+def _warnings(
+    placement: Placement, tensors: Mapping[str, TensorInfo], loads: Sequence[Load], runtime: str
+) -> list[str]:
     found = []
     free, names = list(tensors), list(tensors)  # free: tensors that no earlier rule matches
     ordered = [

@@ -30,11 +30,12 @@ import shlex
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from quantkit.errors import DataError, UnknownNameError, UnsupportedError
 from quantkit.inputs.safe_regex import Pattern, compile
 from quantkit.placement.devices import CPU, Device, canonical, find, parse_devices, proportions
+from quantkit.placement.tensor_info import TensorInfo
 from quantkit.recipe.rules.layers import ranges, regex_of
 from quantkit.types import QuantType
 
@@ -384,17 +385,7 @@ def _experts_rule(names: Iterable[str], count: int, of_layer: Mapping[int, Devic
 # ------------------------------------------------------------------------------------- plans for GPUs that are not here
 
 
-class Info(Protocol):
-    """The attributes of a tensor that placement uses; a file's tensor and a TensorSpec have them."""
-
-    @property
-    def type(self) -> QuantType: ...
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-
-def plan(tensors: Mapping[str, Info], flags: Flags, metadata: Mapping[str, Any], path: object) -> Placement:
+def plan(tensors: Mapping[str, TensorInfo], flags: Flags, metadata: Mapping[str, object], path: object) -> Placement:
     """`located`, with every tensor where it can be computed with; `path` is what messages call the model.
 
     UnsupportedError for a tensor that would go to a GPU and whose type has no CUDA kernel in `flags.runtime`, and as
@@ -406,7 +397,9 @@ def plan(tensors: Mapping[str, Info], flags: Flags, metadata: Mapping[str, Any],
     return found
 
 
-def located(tensors: Mapping[str, Info], flags: Flags, metadata: Mapping[str, Any], n_gpus: int = 1) -> Placement:
+def located(
+    tensors: Mapping[str, TensorInfo], flags: Flags, metadata: Mapping[str, object], n_gpus: int = 1
+) -> Placement:
     """Place a model's tensors by `flags`, on a machine with the devices that the flags name.
 
     Without --devices, these are the GPUs in rules and -ts, at least `n_gpus`.
@@ -416,7 +409,7 @@ def located(tensors: Mapping[str, Info], flags: Flags, metadata: Mapping[str, An
 
 
 def place_model(
-    tensors: Iterable[str], flags: Flags, metadata: Mapping[str, Any], available: Collection[Device]
+    tensors: Iterable[str], flags: Flags, metadata: Mapping[str, object], available: Collection[Device]
 ) -> Placement:
     """Call `place` with the flags and the layer counts of the metadata."""
     arch = metadata.get("general.architecture")
@@ -459,7 +452,7 @@ def gpu_kernels(kind: QuantType, columns: int = 256, runtime: str = RUNTIMES[0])
     return kind.name in _IK_LLAMA_KERNELS and not (kind.name in _ROWS_OF_256 and columns % 256)
 
 
-def without_kernels(placement: Placement, tensors: Mapping[str, Info], runtime: str = RUNTIMES[0]) -> str:
+def without_kernels(placement: Placement, tensors: Mapping[str, TensorInfo], runtime: str = RUNTIMES[0]) -> str:
     """Which interleaved tensors a runtime cannot use on their GPUs, and what to do; "" where there are none."""
     wrong = [
         name

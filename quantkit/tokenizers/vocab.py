@@ -266,7 +266,7 @@ def _unmerged(made: Json, model: Json) -> list[int]:
                   - {model["vocab"][token] for token in merged})  # fmt: skip
 
 
-def _without_charsmap(normalizer: Any) -> Any:
+def _without_charsmap(normalizer: object) -> Any:
     """A normalizer without its precompiled charsmap, which has a key of its own."""
     if isinstance(normalizer, dict):
         changed = {key: _without_charsmap(value) for key, value in normalizer.items()}

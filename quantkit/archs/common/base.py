@@ -58,7 +58,7 @@ class Keys:
         self.metadata = metadata
         checked.check_keys(arch, metadata)
 
-    def get(self, key: str, default: Any = None) -> Any:
+    def get(self, key: str, default: object = None) -> Any:
         """The value of a key, or the default."""
         checked.bound_of(key)  # raises for a key without bounds: such a key was not checked
         return self.metadata.get(f"{self.arch}.{key}", default)
@@ -171,7 +171,7 @@ class Arch(ABC):
     size_overrides: ClassVar[Mapping[str, Callable[[Sizes], int]]] = {}  # sizes of `shapes.Sizes` that differ here
     EXAMPLE: ClassVar[dict[str, Any]]  # a tiny config.json
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         if "name" in cls.__dict__:
             _by_name[cls.name] = cls()

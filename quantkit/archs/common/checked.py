@@ -20,7 +20,7 @@ from quantkit.inputs.settings import mapping
 class Bound(Protocol):
     """A condition on a value. Its text completes "it has to be …"."""
 
-    def holds(self, value: Any) -> bool:
+    def holds(self, value: object) -> bool:
         """Whether the value meets the condition."""
         ...
 
@@ -33,7 +33,8 @@ class Count:
     most: int
     per_layer: bool = False
 
-    def holds(self, value: Any) -> bool:
+    def holds(self, value: object) -> bool:
+        """Whether a value is within the bounds."""
         if self.per_layer and isinstance(value, (list, tuple)) and value:
             return all(type(v) is int and 0 <= v <= self.most for v in value)
         return type(value) is int and self.least <= value <= self.most
@@ -51,6 +52,7 @@ class Real:
     open_below: bool = False
 
     def holds(self, value: Any) -> bool:
+        """Whether a value is within the bounds."""
         if type(value) not in (int, float) or not math.isfinite(value):
             return False
         return self.least <= value <= self.most and not (self.open_below and value == self.least)
@@ -65,7 +67,8 @@ class Real:
 class Flag:
     """True or false; some writers store 1 and 0."""
 
-    def holds(self, value: Any) -> bool:
+    def holds(self, value: object) -> bool:
+        """Whether a value is true, false, 1 or 0."""
         return type(value) in (bool, int) and value in (0, 1)
 
     def __str__(self) -> str:
@@ -76,7 +79,8 @@ class Flag:
 class Text:
     """A string."""
 
-    def holds(self, value: Any) -> bool:
+    def holds(self, value: object) -> bool:
+        """Whether a value is a string."""
         return isinstance(value, str)
 
     def __str__(self) -> str:
@@ -249,7 +253,7 @@ def check_key(key: str, value: Any, bound: Bound) -> None:
         raise FormatError(f"metadata key {key} = {shown}; it has to be {bound}")
 
 
-def _wrong_entry(value: Any, bound: Bound) -> int | None:
+def _wrong_entry(value: object, bound: Bound) -> int | None:
     """The index of the first entry of a long list that is out of bounds; None where the value is short or no list."""
     if not isinstance(value, list) or len(value) <= 8 or not isinstance(bound, (Words, Numbers)):
         return None
@@ -257,7 +261,7 @@ def _wrong_entry(value: Any, bound: Bound) -> int | None:
     return next((i for i, entry in enumerate(value) if not each.holds(entry)), None)
 
 
-def brief(value: Any) -> str:
+def brief(value: object) -> str:
     """A value as messages show it: a long list or string by its beginning."""
     text = repr(value[:8])[:-1] + ", …]" if isinstance(value, list) and len(value) > 8 else repr(value)
     return text if len(text) <= 80 else text[:79] + "…"

@@ -100,7 +100,9 @@ def stacked_rules(block: str = "mlp") -> tuple[TensorRule, ...]:
     )
 
 
-def choice_rule(name: str = "mlp.gate.e_score_correction_bias", transform: Any = None) -> TensorRule:
+def choice_rule(
+    name: str = "mlp.gate.e_score_correction_bias", transform: Callable[[HParams], Transform] | None = None
+) -> TensorRule:
     """The rule of the choice bias: it is added to the scores to select experts, not to their weights."""
     there = f"model.layers.N.{name}"
     return TensorRule("blk.N.exp_probs_b.bias", there, transform, layers=_has_choice_bias, full_names=True, f32=True)

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from quantkit.archs.common.blocks import HParams
 from quantkit.errors import FormatError
 
 _DIGITS = 10  # a part of a name with this many digits or more is not the number of a layer or an expert
@@ -148,7 +149,7 @@ class TensorRule:
         stem = getattr(self, side)
         return (stem,) if self.full_names else (f"{stem}.weight", f"{stem}.bias")[: 2 if self.bias else 1]
 
-    def is_needed(self, hparams: Any, layer: int) -> bool:
+    def is_needed(self, hparams: HParams, layer: int) -> bool:
         """Whether a model with these hyperparameters must have the tensor in this layer."""
         return self.required and (self.layers is None or self.layers(hparams, layer))
 
@@ -191,7 +192,7 @@ def fill_name(name: str, layer: int | None, expert: int | None = None) -> str:
     return ".".join(str(numbers[part]) if numbers.get(part) is not None else part for part in name.split("."))
 
 
-def pieces(rules: Sequence[TensorRule], shapes: Mapping[str, Shape], hparams: Any, *, to_gguf: bool) -> list[Piece]:
+def pieces(rules: Sequence[TensorRule], shapes: Mapping[str, Shape], hparams: HParams, *, to_gguf: bool) -> list[Piece]:
     """The tensors to write, given the names and shapes of those to read.
 
     They come in the order of use: input, layers by number, output. Names that no rule knows are left out, and the
@@ -236,7 +237,7 @@ def numbered_experts(rules: Sequence[TensorRule], names: Iterable[str]) -> set[i
     return found
 
 
-def _renamed(rule: TensorRule, name: str, target: str, shape: Shape, hparams: Any, to_gguf: bool) -> Piece:
+def _renamed(rule: TensorRule, name: str, target: str, shape: Shape, hparams: HParams, to_gguf: bool) -> Piece:
     transform = rule.transform(hparams) if rule.transform else COPY
     if not to_gguf:
         transform = transform.inverse()
@@ -262,7 +263,7 @@ def _stacked(rule: TensorRule, target: str, experts: Mapping[int, str], shapes: 
     return Piece(target, transform.shape(*(shapes[name] for name in names)), names, transform, rule.f32)
 
 
-def _unstacked(rule: TensorRule, name: str, shape: Shape, hparams: Any) -> list[Piece]:
+def _unstacked(rule: TensorRule, name: str, shape: Shape, hparams: HParams) -> list[Piece]:
     if len(shape) != 3 or shape[0] != hparams.n_expert:
         raise FormatError(f"tensor {name} has shape {shape}; the metadata say {hparams.n_expert} experts")
     _, layer, suffix = split_name(name)
@@ -270,7 +271,7 @@ def _unstacked(rule: TensorRule, name: str, shape: Shape, hparams: Any) -> list[
     return [Piece(target, transform.shape(shape), (name,), transform, rule.f32) for target, transform in made]
 
 
-def missing(rules: Sequence[TensorRule], names: Iterable[str], hparams: Any, *, to_gguf: bool) -> list[str]:
+def missing(rules: Sequence[TensorRule], names: Iterable[str], hparams: HParams, *, to_gguf: bool) -> list[str]:
     """Weights that the rules require and `names` lacks, as the side that is read names them."""
     have = set(names)
     wanted = []

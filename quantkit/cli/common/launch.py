@@ -342,7 +342,7 @@ def runs_a_model(command: Callable[..., None]) -> Callable[..., None]:
     """Decorator: replace a command's parameter `launch` by the options for running a model; it gets a Launch."""
 
     @functools.wraps(command)
-    def run(launch: Launch, **own: Any) -> None:
+    def run(launch: Launch, **own: object) -> None:
         command(**own, launch=launch)
         launch.print_profiles()
 

@@ -74,7 +74,7 @@ def with_options(
             parameters.append(own.replace(name=name, annotation=kind, default=default))
 
     @functools.wraps(command)
-    def run(**given: Any) -> None:
+    def run(**given: object) -> None:
         own = {name: value for name, value in given.items() if name not in options}
         command(**own, **{parameter: make({name: given[name] for name in options})})
 

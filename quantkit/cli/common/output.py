@@ -19,10 +19,11 @@ def gib(size: float) -> str:
 
 
 def mib(size: float) -> str:
+    """Bytes as "12.50 MiB"."""
     return f"{size / 2**20:.2f} MiB"
 
 
-def json_text(value: Any, indent: int | None = None) -> str:
+def json_text(value: object, indent: int | None = None) -> str:
     """JSON text. Paths become strings; NaN and infinities, which JSON lacks, become null."""
     try:
         return json.dumps(value, ensure_ascii=False, default=_plain, allow_nan=False, indent=indent)
@@ -31,7 +32,7 @@ def json_text(value: Any, indent: int | None = None) -> str:
         return json.dumps(known, ensure_ascii=False, indent=indent)
 
 
-def with_schema(schema: str, document: Mapping[str, Any]) -> dict[str, Any]:
+def with_schema(schema: str, document: Mapping[str, object]) -> dict[str, Any]:
     """The document with `schema` as its first field, for example "quantkit.plan/1".
 
     docs/reference/json.md documents every schema. Adding a field keeps the version; removing a field or changing its
@@ -40,7 +41,7 @@ def with_schema(schema: str, document: Mapping[str, Any]) -> dict[str, Any]:
     return {"schema": schema, **{name: value for name, value in document.items() if name != "schema"}}
 
 
-def print_json(schema: str, document: Mapping[str, Any]) -> None:
+def print_json(schema: str, document: Mapping[str, object]) -> None:
     """Print one JSON object on stdout, with its schema first. Bytes that are not UTF-8 become lone surrogates.
 
     Control characters that JSON does not require to escape, such as DEL and C1, are escaped too.
@@ -49,7 +50,7 @@ def print_json(schema: str, document: Mapping[str, Any]) -> None:
     print(re.sub(f"[\ud800-\udfff{CONTROLS}]", lambda found: f"\\u{ord(found[0]):04x}", text))
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     if isinstance(value, Path):
         return str(value)
     if hasattr(value, "tolist"):  # numpy scalars and arrays

@@ -78,11 +78,16 @@ class Tensor(Protocol):
     """The attributes of a tensor that planning needs; shapes are numpy's."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The name in GGUF."""
+
     @property
-    def shape(self) -> tuple[int, ...]: ...
+    def shape(self) -> tuple[int, ...]:
+        """The shape in numpy's order."""
+
     @property
-    def type(self) -> QuantType: ...
+    def type(self) -> QuantType:
+        """The type that the tensor is stored in now."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +168,7 @@ def plan(
     target: str | FileType,
     recipe: Recipe | None = None,
     *,
-    metadata: Mapping[str, Any] | None = None,
+    metadata: Mapping[str, object] | None = None,
     imatrix: Imatrix | None = None,
     options: Options | None = None,
 ) -> Plan:

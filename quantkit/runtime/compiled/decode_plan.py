@@ -151,6 +151,7 @@ def add_head(ops: DecodeOps, logits: Array) -> None:
 
 
 def add_attention(ops: DecodeOps, layer: int, part: blocks.Attention, shape: PlannedCaches) -> None:
+    """Append attention with its norm: projections, RoPE, cache, softmax, output; the result is added to x."""
     normed = ops.norm(part.norm)
     q, k, v = (ops.buffer(name, 4 * ops.rows(getattr(part, name))) for name in "qkv")
     _add_heads(ops, part, part.q, part.q_norm, normed, q)
@@ -220,6 +221,7 @@ def add_gated(ops: DecodeOps, part: blocks.FeedForward, normed: Activations) -> 
 
 
 def add_experts(ops: DecodeOps, part: blocks.Experts) -> None:
+    """Append a mixture of experts with its norm, the shared expert first; the result is added to x."""
     normed = ops.norm(part.norm)
     if part.shared is not None:
         add_gated(ops, part.shared, normed)

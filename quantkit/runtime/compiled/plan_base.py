@@ -55,10 +55,12 @@ class ModelParts:
 
     @property
     def vocab(self) -> int:
+        """Number of tokens in the vocabulary."""
         return self.weights[self.head.embedding].shape[0]
 
     @property
     def n_embd(self) -> int:
+        """Length of a hidden state."""
         return self.weights[self.head.embedding].shape[1]
 
     def embed(self, tokens: Array) -> Array:
@@ -104,6 +106,7 @@ class PlanOps(OpList):
         self.views: list[tuple[int, blocks.Attention, StoredRecord]] = []  # a LayerView per attention layer
 
     def tensor(self, linear: blocks.Linear) -> Tensor:
+        """The tensor that holds a matrix."""
         return self.model.weights[linear.weight]
 
     def rows(self, linear: blocks.Linear) -> int:

@@ -161,6 +161,7 @@ def add_part(ops: PrefillOps, layer: int, part: blocks.Part, shape: PlannedCache
 
 
 def add_attention(ops: PrefillOps, layer: int, part: blocks.Attention, shape: PlannedCaches) -> None:
+    """Append attention with its norm: projections, RoPE, caches, softmax, output; the result is added to x."""
     normed = ops.norm(part.norm, (part.q, part.k, part.v))
     q, k, v = (ops.floats(name, ops.rows(getattr(part, name))) for name in "qkv")
     ops.multiply(part.q, normed, q)
@@ -233,6 +234,7 @@ class Entries(NamedTuple):
 
 
 def add_experts(ops: PrefillOps, part: blocks.Experts) -> None:
+    """Append a mixture of experts with its norm, the shared expert last; the result is added to x."""
     normed = ops.norm(part.norm, (part.router,))
     logits = ops.floats("router", part.count)
     ops.multiply(part.router, normed, logits, barrier=True)

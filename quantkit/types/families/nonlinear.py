@@ -115,6 +115,7 @@ _CODES = np.concatenate([_four(book.nearest, 1) for book in BOOKS]).astype(np.ui
 
 
 def book_start(book: Book) -> int:
+    """Where the table of a codebook begins among those of all codebooks."""
     return next(BINS * i for i, b in enumerate(BOOKS) if b is book)
 
 
@@ -161,6 +162,7 @@ def scale_at(place: int, q: int) -> np.float32:
 
 @subkernel
 def new_plan(f: NonlinearFormat, effort: int) -> NonlinearSearch:
+    """The numbers of the search for an effort."""
     q = (
         f.places_per_octave // 2
         if effort == FAST
@@ -195,6 +197,7 @@ def new_plan(f: NonlinearFormat, effort: int) -> NonlinearSearch:
 
 @subkernel
 def new_space() -> NonlinearSpace:
+    """Work space for a block, not initialized."""
     return NonlinearSpace(
         np.empty((2, 256), np.float32),
         np.empty((3, LANES, LANES), np.float32),

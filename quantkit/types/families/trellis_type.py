@@ -83,6 +83,7 @@ class TrellisType(QuantType):
 
     @classmethod
     def encode_rows(cls, x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray) -> None:
+        """Encode rows with the search of `types/native/trellis_search.py`; see `QuantType.encode_rows`."""
         from quantkit.types.native import trellis_search as search
 
         fields, largest = cls._fields_of(*x.shape), np.array(cls.largest, np.float32)

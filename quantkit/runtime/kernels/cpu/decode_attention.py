@@ -146,6 +146,8 @@ def span_values(
 
 
 class AttentionParameters(NamedTuple):
+    """Parameters of `attention`."""
+
     position: int  # address of an int64: the token's position
     q: int  # float32[heads, dim_k]
     k: int  # float32[kv_heads, dim_k], overwritten
@@ -216,6 +218,8 @@ def attention(shape: KernelHeads) -> Callback:
 
 
 class MergeParameters(NamedTuple):
+    """Parameters of `merge`."""
+
     partial: int  # float32[threads, heads, dim + 2], from `attention`
     heads: int
     dim: int

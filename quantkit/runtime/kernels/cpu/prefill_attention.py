@@ -120,6 +120,8 @@ def _divide(result, dim, denominator, out):
 
 
 class AttentionParameters(NamedTuple):
+    """Parameters of `attention`."""
+
     state: int
     q: int  # float32[tokens, heads, dim_k], scaled, with RoPE applied
     kv_heads: int

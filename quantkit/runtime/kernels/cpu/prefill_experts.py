@@ -50,6 +50,8 @@ _FLOATS16 = vector(16, F32)
 
 
 class AssignmentHeader(NamedTuple):
+    """The counters at the start of an assignment. Threads take the next unit of work by an atomic addition."""
+
     entries: int
     runs: int
     next_gate: int  # next unit of work of `gate_up`, or of `multiply` with gate
@@ -99,6 +101,8 @@ def _weights_of(assignment, experts, entries):
 
 
 class RouteParameters(NamedTuple):
+    """Parameters of `route_batch`."""
+
     tokens: int  # address of an int64
     logits: int  # float32[tokens, experts] of the router, overwritten
     routing: int  # address of a Routing
@@ -121,6 +125,8 @@ def route_batch(parameters, thread, threads):
 
 
 class GroupParameters(NamedTuple):
+    """Parameters of `group_tokens`."""
+
     tokens: int  # address of an int64
     x: int  # float32[tokens, n]
     n: int
@@ -175,6 +181,8 @@ def group_tokens(parameters, thread, threads):
 
 
 class GatherParameters(NamedTuple):
+    """Parameters of `gather`."""
+
     assignment: int
     experts: int
     max_entries: int
@@ -270,6 +278,8 @@ def _multiply_few(matvec, matrix, n, row, many, vectors, vector_bytes, out, stri
 
 
 class GateUpParameters(NamedTuple):
+    """Parameters of `gate_up`."""
+
     matrix: int  # address of an ExpertMatrix that describes gate and up alike
     gate: int
     up: int
@@ -321,6 +331,8 @@ def gate_up(parameters, thread, threads):
 
 
 class MultiplyParameters(NamedTuple):
+    """Parameters of `multiply`."""
+
     matrix: int  # address of an ExpertMatrix
     weights: int
     out: int  # float32[entries, rows]
@@ -354,6 +366,8 @@ def multiply(parameters, thread, threads):
 
 
 class ActivateParameters(NamedTuple):
+    """Parameters of `activate`."""
+
     assignment: int
     gate: int  # float32[entries, ff], overwritten
     up: int  # float32[entries, ff]
@@ -381,6 +395,8 @@ def activate(parameters, thread, threads):
 
 
 class AddDownParameters(NamedTuple):
+    """Parameters of `add_down`."""
+
     matrix: int  # address of an ExpertMatrix
     weights: int
     out: int  # float32[tokens, rows]

@@ -27,12 +27,16 @@ from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record, offse
 
 
 class BatchState(NamedTuple):
+    """What changes from batch to batch: its tokens, the next piece of attention to take, its spans."""
+
     tokens: int
     next_piece: int
     spans: int
 
 
 class SpanState(NamedTuple):
+    """The tokens of one sequence in a batch; a record for each follows the BatchState."""
+
     start: int  # first token of the span, in the batch
     tokens: int
     position: int  # of the first token, in its sequence
@@ -43,6 +47,8 @@ TOKENS, NEXT_PIECE = offset_of(BatchState, "tokens"), offset_of(BatchState, "nex
 
 
 class NormParameters(NamedTuple):
+    """Parameters of `norm`."""
+
     state: int
     x: int  # float32[tokens, n]
     weight: int  # float32[n]
@@ -62,6 +68,8 @@ def norm(parameters, thread, threads):
 
 
 class HeadNormParameters(NamedTuple):
+    """Parameters of `head_norm`."""
+
     state: int
     x: int  # float32[tokens, heads, dim]
     weight: int  # float32[dim]
@@ -81,6 +89,8 @@ def head_norm(parameters, thread, threads):
 
 
 class SwigluParameters(NamedTuple):
+    """Parameters of `swiglu`."""
+
     state: int
     gate: int  # float32[tokens, n]
     up: int  # float32[tokens, n]
@@ -97,6 +107,8 @@ def swiglu(parameters, thread, threads):
 
 
 class RopeParameters(NamedTuple):
+    """Parameters of `rope`."""
+
     state: int
     q: int  # float32[tokens, heads, dim_k], overwritten
     k: int  # float32[tokens, kv_heads, dim_k], overwritten

@@ -56,6 +56,8 @@ def _pack(
 
 
 class IQ1_KT(TrellisType):
+    """IQ1_KT: rows of a float32 d and blocks of 256 in sub-blocks of 32 and groups of 8, 56 bytes."""
+
     name, ggml_type, file_type = "iq1_kt", 158, 156
     block_bytes = BLOCK
     index_bits, clusters = 13, 256

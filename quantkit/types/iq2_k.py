@@ -81,6 +81,8 @@ def _encode(x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray)
 
 
 class IQ2_K(QuantType):
+    """IQ2_K: blocks of 256 in sub-blocks of 16, 76 bytes."""
+
     name, ggml_type, file_type = "iq2_k", 137, 138
     block_size, block_bytes = 256, BLOCK
     uses_imatrix = True

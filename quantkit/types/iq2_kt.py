@@ -53,6 +53,8 @@ def _pack(
 
 
 class IQ2_KT(TrellisType):
+    """IQ2_KT: rows of a float32 d and blocks of 256 in sub-blocks of 32 and groups of 8, 68 bytes."""
+
     name, ggml_type, file_type = "iq2_kt", 153, 151
     block_bytes = BLOCK
     plans = (TrellisSearch(16, 0, 2, 5, 1), TrellisSearch(16, 5, 2, 10, 1), TrellisSearch(24, 12, 4, 16, 3))

@@ -90,6 +90,8 @@ def _encode(x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray)
 
 
 class IQ3_K(QuantType):
+    """IQ3_K: blocks of 256 in sub-blocks of 16, 110 bytes."""
+
     name, ggml_type, file_type = "iq3_k", 138, 139
     block_size, block_bytes = 256, BLOCK
     uses_imatrix = True

@@ -60,6 +60,8 @@ def _pack(
 
 
 class IQ3_KT(TrellisType):
+    """IQ3_KT: rows of a float32 d and blocks of 256 in sub-blocks of 32 and groups of 8, 100 bytes."""
+
     name, ggml_type, file_type = "iq3_kt", 154, 152
     block_bytes = BLOCK
     folded = zero = True

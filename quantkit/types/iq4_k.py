@@ -82,6 +82,8 @@ def _encode(x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray)
 
 
 class IQ4_K(QuantType):
+    """IQ4_K: blocks of 256 in sub-blocks of 16, 144 bytes."""
+
     name, ggml_type, file_type = "iq4_k", 139, 140
     block_size, block_bytes = 256, BLOCK
     uses_imatrix = True

@@ -65,6 +65,8 @@ def _pack(
 
 
 class IQ4_KT(TrellisType):
+    """IQ4_KT: rows of a float32 d and blocks of 256 in sub-blocks of 32 and groups of 4, 128 bytes."""
+
     name, ggml_type, file_type = "iq4_kt", 155, 153
     block_bytes = BLOCK
     group, index_bits = 4, 15

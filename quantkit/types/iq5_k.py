@@ -86,6 +86,8 @@ def _encode(x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray)
 
 
 class IQ5_K(QuantType):
+    """IQ5_K: blocks of 256 in sub-blocks of 16, 176 bytes."""
+
     name, ggml_type, file_type = "iq5_k", 140, 141
     block_size, block_bytes = 256, BLOCK
     uses_imatrix = True

@@ -110,6 +110,8 @@ def _encode(x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray)
 
 
 class IQ6_K(QuantType):
+    """IQ6_K: blocks of 256 in sub-blocks of 16, 212 bytes."""
+
     name, ggml_type, file_type = "iq6_k", 141, 142
     block_size, block_bytes = 256, BLOCK
     uses_imatrix = True

@@ -18,8 +18,10 @@ from quantkit.cli._imatrix_files import (
     numbers,
     show,
 )
-from quantkit.cli._runtime import Launch, runs_a_model
-from quantkit.cli._shared import Json, Threads, parse_size, print_json
+from quantkit.cli.common.evaluation import Batch, ChunkLimit, Context, Numerics, Running, on_message
+from quantkit.cli.common.launch import Launch, runs_a_model
+from quantkit.cli.common.options import Json, Threads, parse_size
+from quantkit.cli.common.output import print_json
 from quantkit.errors import QuantkitError
 
 if TYPE_CHECKING:

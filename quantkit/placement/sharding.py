@@ -19,20 +19,10 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 from quantkit.archs.common import blocks, validate
 from quantkit.errors import UnsupportedError
-from quantkit.types import QuantType
-
-
-class Info(Protocol):
-    """The attributes of a tensor that sharding uses."""
-
-    @property
-    def type(self) -> QuantType: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
+from quantkit.placement.tensor_info import TensorInfo
 
 
 @dataclass(frozen=True)
@@ -72,7 +62,7 @@ def _split_axis(name: str, axis: int, size: int) -> SplitAxis:
 def of_model(
     parts: Sequence[blocks.Block],
     head: blocks.Head,
-    tensors: Mapping[str, Info],
+    tensors: Mapping[str, TensorInfo],
     sharded: Iterable[str],
     shares: Mapping[int, Sequence[float]],
     experts_by: str = "number",
@@ -229,11 +219,11 @@ def _times(bounds: Iterable[int], size: int) -> tuple[int, ...]:
     return tuple(bound * size for bound in bounds)
 
 
-def _is_last(name: str, axis: int, tensors: Mapping[str, Info]) -> bool:
+def _is_last(name: str, axis: int, tensors: Mapping[str, TensorInfo]) -> bool:
     return axis == len(tensors[name].shape) - 1
 
 
-def _alignment(name: str, axis: int, tensors: Mapping[str, Info]) -> int:
+def _alignment(name: str, axis: int, tensors: Mapping[str, TensorInfo]) -> int:
     """An axis of a tensor can be split at multiples of this."""
     kind, shape = tensors[name].type, tensors[name].shape
     if kind.whole_tensor:
@@ -248,8 +238,8 @@ def _alignment(name: str, axis: int, tensors: Mapping[str, Info]) -> int:
 
 
 def of_metadata(
-    tensors: Mapping[str, Info],
-    metadata: Mapping[str, Any],
+    tensors: Mapping[str, TensorInfo],
+    metadata: Mapping[str, object],
     sharded: Iterable[str],
     shares: Mapping[int, Sequence[float]],
     experts_by: str = "number",
@@ -259,7 +249,7 @@ def of_metadata(
     return of_model(found.blocks, found.head, tensors, sharded, shares, experts_by, found.hparams.n_layer)
 
 
-def bytes_of(tensor: Info, cut: Sharding | None, count: int) -> list[int]:
+def bytes_of(tensor: TensorInfo, cut: Sharding | None, count: int) -> list[int]:
     """Bytes of a tensor on each of `count` devices; without a sharding it is replicated."""
     if cut is None:
         return [tensor.type.tensor_bytes(tensor.shape)] * count

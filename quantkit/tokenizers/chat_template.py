@@ -17,7 +17,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping
-from typing import Any
 
 from quantkit.errors import DataError, FormatError, QuantkitError, UnsupportedError, printable
 

@@ -26,7 +26,7 @@ from quantkit.codegen.half import half_to_float
 from quantkit.codegen.jit import kernel
 from quantkit.types.base import QuantType
 from quantkit.types.families.codebooks import K3
-from quantkit.types.families.nonlinear import Format, book_start, load_sub_blocks, new_plan, new_space, search
+from quantkit.types.families.nonlinear import NonlinearFormat, book_start, load_sub_blocks, new_plan, new_space, search
 from quantkit.types.families.superblock import put_bits, put_flags, put_half, put_pairs
 
 BLOCK = 110
@@ -90,6 +90,8 @@ def _encode(x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray)
 
 
 class IQ3_K(QuantType):
+    """IQ3_K: blocks of 256 in sub-blocks of 16, 110 bytes."""
+
     name, ggml_type, file_type = "iq3_k", 138, 139
     block_size, block_bytes = 256, BLOCK
     uses_imatrix = True

@@ -25,7 +25,7 @@ from quantkit.codegen.half import half_to_float
 from quantkit.codegen.jit import kernel
 from quantkit.types.base import QuantType
 from quantkit.types.families.codebooks import K5
-from quantkit.types.families.nonlinear import Format, book_start, load_sub_blocks, new_plan, new_space, search
+from quantkit.types.families.nonlinear import NonlinearFormat, book_start, load_sub_blocks, new_plan, new_space, search
 from quantkit.types.families.superblock import put_bits, put_flags, put_half, put_multipliers, put_nibbles
 
 BLOCK = 176
@@ -86,6 +86,8 @@ def _encode(x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray)
 
 
 class IQ5_K(QuantType):
+    """IQ5_K: blocks of 256 in sub-blocks of 16, 176 bytes."""
+
     name, ggml_type, file_type = "iq5_k", 140, 141
     block_size, block_bytes = 256, BLOCK
     uses_imatrix = True

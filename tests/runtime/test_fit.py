@@ -14,7 +14,7 @@ from quantkit import archs, recipe
 from quantkit.errors import DataError
 from quantkit.formats.gguf import TensorSpec
 from quantkit.placement import fit as fitting
-from quantkit.placement.budget import GIB, Budget, Cache, budget
+from quantkit.placement.budget import GIB, Budget, CacheSettings, budget
 from quantkit.placement.devices import CPU, Device
 from quantkit.placement.fit import Fitted, fit
 from quantkit.placement.rules import Flags, parse_flags, parse_rules, place_model
@@ -159,7 +159,7 @@ def test_types_without_a_kernel_on_gpus_stay() -> None:
 
 def test_what_cannot_fit_is_said_with_numbers() -> None:
     tensors, metadata = planned("deepseek")
-    cache = Cache(32768).of_layers(metadata)
+    cache = CacheSettings(32768).of_layers(metadata)
     with pytest.raises(
         DataError, match=r"the CPU would hold [\d.]+ GiB of weights.*and has 128.000: [\d.]+ GiB too much"
     ):

@@ -14,7 +14,7 @@ from quantkit.placement.rules import (
     ALL_LAYERS,
     Flags,
     Placement,
-    Rule,
+    PlacementRule,
     gpu_kernels,
     parse_flags,
     parse_rules,
@@ -52,11 +52,14 @@ def test_rules_that_decide_nothing_are_reported() -> None:
 
 
 def test_a_comma_inside_a_regex_does_not_end_a_rule() -> None:
-    assert parse_rules(r"blk\.\d{1,2}\.ffn=CPU,[a,b]=CPU") == [Rule(r"blk\.\d{1,2}\.ffn", "CPU"), Rule("[a,b]", "CPU")]
+    assert parse_rules(r"blk\.\d{1,2}\.ffn=CPU,[a,b]=CPU") == [
+        PlacementRule(r"blk\.\d{1,2}\.ffn", "CPU"),
+        PlacementRule("[a,b]", "CPU"),
+    ]
 
 
 def test_the_last_equals_sign_separates() -> None:
-    assert parse_rules("a=b=CPU") == [Rule("a=b", "CPU")]
+    assert parse_rules("a=b=CPU") == [PlacementRule("a=b", "CPU")]
 
 
 @pytest.mark.parametrize("text", ["ffn", "=CPU", "ffn=", "a=CPU,b"])

@@ -48,7 +48,7 @@ class BlockRunner:
         self.expert_reduction, self.tripwire = expert_reduction, tripwire
         self.observer: Observer | None = None
         self._vectors: dict[str, np.ndarray] = {}
-        self._linears: dict[str, float_linear.Linear] = {}
+        self._linears: dict[str, float_linear.FloatLinear] = {}
         self._tables: dict[blocks.Rope, tuple[np.ndarray, np.ndarray]] = {}
         self._checking = False
 

@@ -82,7 +82,7 @@ def _projected(run: Run, part: blocks.DeltaNet, y: np.ndarray) -> tuple[np.ndarr
     return np.concatenate(mixed, axis=1), gates
 
 
-def _rates(run: Run, part: blocks.DeltaNet, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _rates(run: RecurrentRun, part: blocks.DeltaNet, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """g and beta, float32[tokens, value_heads]."""
     if part.ba is not None:
         rates = run.linear(part.ba, y).reshape(len(y), part.sizes.key_heads, 2, -1)

@@ -76,6 +76,7 @@ def scratch_for(kind: SearchParameters, index: tuple[np.ndarray, ...]) -> tuple[
 
 @subkernel
 def space_of(scratch, index):
+    """The addresses of a work space and of an index. The caller holds their arrays."""
     coarse, points, _, firsts, _ = index
     scores, centroids, runs, nodes = scratch
     return Space(
@@ -86,6 +87,7 @@ def space_of(scratch, index):
 
 @subkernel
 def row_of(n, group):
+    """Arrays for a row of n elements in groups of `group`."""
     return Row(
         np.empty(n, np.float32), np.empty(n, np.float32),
         np.zeros((n // group, 4, 8), np.int16), np.empty((n // group, 2), np.float32),

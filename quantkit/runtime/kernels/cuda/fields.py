@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quantkit.types.families.interleave import Field, Interleaved, Placement
+from quantkit.types.families.interleave import Field, FieldPlacement, Interleaved
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quantkit.cli._evaluation import Batch, ChunkLimit, ChunkPrinter, Context, Numerics, on_message
 from quantkit.cli._imatrix_files import (
     FEW_TOKENS,
     Missing,
@@ -18,7 +17,7 @@ from quantkit.cli._imatrix_files import (
     numbers,
     show,
 )
-from quantkit.cli.common.evaluation import Batch, ChunkLimit, Context, Numerics, Running, on_message
+from quantkit.cli.common.evaluation import Batch, ChunkLimit, ChunkPrinter, Context, Numerics, on_message
 from quantkit.cli.common.launch import Launch, runs_a_model
 from quantkit.cli.common.options import Json, Threads, parse_size
 from quantkit.cli.common.output import print_json

@@ -42,7 +42,7 @@ def records(path: Path, data: np.ndarray) -> dict[str, ZipRecord]:
         name = entry.filename.partition("/")[2]
         if name in found:
             raise FormatError(f"{path}: record {entry.filename!r} occurs twice")
-        found[name] = Record(start, entry.file_size)
+        found[name] = ZipRecord(start, entry.file_size)
     ends.sort()
     for (_, end, name), (begin, _, other) in itertools.pairwise(ends):
         if end > begin:

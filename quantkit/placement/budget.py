@@ -26,10 +26,10 @@ from quantkit.placement.devices import CPU, Device, canonical
 from quantkit.placement.kernel_sizes import BATCH_TOKENS
 from quantkit.placement.offload import Offload
 from quantkit.placement.rules import RUNTIMES, Flags, Placement, place_by_flags, without_kernels
+from quantkit.placement.tensor_info import TensorInfo
 from quantkit.recipe.rules.layers import expand
 from quantkit.recipe.rules.patterns import Advice, advice
 from quantkit.recipe.rules.shadows import OrderedRule, shadow
-from quantkit.types import QuantType
 
 GIB = 1 << 30
 _KINDS = (("experts", "_exps."), ("attention", ".attn_"), ("recurrent", ".ssm_"), ("shared experts", "_shexp."),
@@ -199,7 +199,7 @@ def _order(device: str) -> tuple[bool, int, str]:
 
 
 def _bytes_by_device(
-    tensors: Mapping[str, Weight], placement: Placement, metadata: Mapping[str, Any], cache: Cache | None
+    tensors: Mapping[str, TensorInfo], placement: Placement, metadata: Mapping[str, Any], cache: CacheSettings | None
 ) -> tuple[dict[tuple[str, str], int], dict[str, int]]:
     """Bytes of weights by (device, tensor), and bytes of KV cache by device."""
     graph = [device.name for device in placement.graph]

@@ -61,7 +61,7 @@ _EXPERTS = r"\.ffn_(up|down|gate|gate_up)_exps\.(weight|scale)"
 
 
 @dataclass(frozen=True)
-class Rule:
+class PlacementRule:
     """A rule that places tensors whose name matches `pattern` on `device`."""
 
     pattern: str
@@ -398,17 +398,7 @@ def _experts_rule(names: Iterable[str], count: int, of_layer: Mapping[int, Devic
 # ------------------------------------------------------------------------------------ plans for GPUs of other machines
 
 
-class Info(Protocol):
-    """The attributes of a tensor that placement uses; a file's tensor and a TensorSpec have them."""
-
-    @property
-    def type(self) -> QuantType: ...
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-
-def plan(tensors: Mapping[str, Info], flags: Flags, metadata: Mapping[str, Any], path: object) -> Placement:
+def plan(tensors: Mapping[str, TensorInfo], flags: Flags, metadata: Mapping[str, Any], path: object) -> Placement:
     """`place_by_flags`, and check that the GPUs have kernels for the types. Messages name the model by `path`.
 
     UnsupportedError for a tensor on a GPU whose type has no CUDA kernel in `flags.runtime`, and as from `place`.
@@ -420,7 +410,7 @@ def plan(tensors: Mapping[str, Info], flags: Flags, metadata: Mapping[str, Any],
 
 
 def place_by_flags(
-    tensors: Mapping[str, Info], flags: Flags, metadata: Mapping[str, Any], n_gpus: int = 1
+    tensors: Mapping[str, TensorInfo], flags: Flags, metadata: Mapping[str, Any], n_gpus: int = 1
 ) -> Placement:
     """Place a model's tensors by `flags`, on a machine with the devices that the flags name.
 
@@ -474,7 +464,7 @@ def gpu_kernels(kind: QuantType, columns: int = 256, runtime: str = RUNTIMES[0])
     return kind.name in _IK_LLAMA_KERNELS and not (kind.name in _ROWS_OF_256 and columns % 256)
 
 
-def without_kernels(placement: Placement, tensors: Mapping[str, Info], runtime: str = RUNTIMES[0]) -> str:
+def without_kernels(placement: Placement, tensors: Mapping[str, TensorInfo], runtime: str = RUNTIMES[0]) -> str:
     """A message about interleaved tensors that a runtime cannot use on their GPUs, with the remedy; "" for none."""
     unsupported = [
         name

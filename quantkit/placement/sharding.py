@@ -90,7 +90,7 @@ def of_model(
 
 
 def _groups(
-    part: blocks.Part, layer: int, tensors: Mapping[str, Info], experts_by: str
+    part: blocks.Part, layer: int, tensors: Mapping[str, TensorInfo], experts_by: str
 ) -> list[tuple[list[SplitAxis], int]]:
     """Groups of tensors that are split together, with their number of units (heads, columns or experts)."""
     if isinstance(part, (blocks.Attention, blocks.FeedForward)) and part.sub_norm is not None:
@@ -112,7 +112,7 @@ def _groups(
     raise UnsupportedError(f"blk.{layer}: -sm graph cannot shard {type(part).__name__} layers yet; use -sm layer")
 
 
-def _attention(part: blocks.Attention, tensors: Mapping[str, Info]) -> list[SplitAxis]:
+def _attention(part: blocks.Attention, tensors: Mapping[str, TensorInfo]) -> list[SplitAxis]:
     group = part.heads // part.kv_heads
     rows = tensors[part.q.weight].shape[0]
     if part.norms_across_heads:
@@ -136,7 +136,7 @@ def _attention(part: blocks.Attention, tensors: Mapping[str, Info]) -> list[Spli
     ]
 
 
-def _recurrent(part: blocks.DeltaNet, tensors: Mapping[str, Info]) -> list[SplitAxis]:
+def _recurrent(part: blocks.DeltaNet, tensors: Mapping[str, TensorInfo]) -> list[SplitAxis]:
     """By key head. The value heads of a key head are adjacent, or, if `tiled`, one key-head count apart."""
     sizes = part.sizes
     each = sizes.value_heads // sizes.key_heads
@@ -160,7 +160,7 @@ def _recurrent(part: blocks.DeltaNet, tensors: Mapping[str, Info]) -> list[Split
     return [*axes, (part.out.weight, 1, values(dim))]
 
 
-def _latents(part: blocks.LatentAttention, tensors: Mapping[str, Info]) -> list[SplitAxis]:
+def _latents(part: blocks.LatentAttention, tensors: Mapping[str, TensorInfo]) -> list[SplitAxis]:
     axes = [*_with_bias(part.q, 0, part.head_dim_k), _split_axis(part.out.weight, 1, part.head_dim_v)]
     for linear, rows in (
         (part.kv_b, part.nope + part.head_dim_v),
@@ -172,12 +172,12 @@ def _latents(part: blocks.LatentAttention, tensors: Mapping[str, Info]) -> list[
     return axes
 
 
-def _gated(part: blocks.FeedForward, tensors: Mapping[str, Info]) -> tuple[list[SplitAxis], int]:
+def _gated(part: blocks.FeedForward, tensors: Mapping[str, TensorInfo]) -> tuple[list[SplitAxis], int]:
     axes = [*_with_bias(part.gate, 0, 1), *_with_bias(part.up, 0, 1), _split_axis(part.down.weight, 1, 1)]
     return axes, tensors[part.gate.weight].shape[0]
 
 
-def _experts(part: blocks.Experts, tensors: Mapping[str, Info], by: str) -> tuple[list[SplitAxis], int]:
+def _experts(part: blocks.Experts, tensors: Mapping[str, TensorInfo], by: str) -> tuple[list[SplitAxis], int]:
     if by == "number":
         matrices = (part.gate, part.up, part.down)
         return [axis for linear in matrices for axis in _with_bias(linear, 0, 1)], part.count
@@ -190,7 +190,7 @@ def _with_bias(linear: blocks.Linear, axis: int, size: int) -> list[SplitAxis]:
 
 
 def _split(
-    axes: Sequence[SplitAxis], count: int, tensors: Mapping[str, Info], shares: Sequence[float]
+    axes: Sequence[SplitAxis], count: int, tensors: Mapping[str, TensorInfo], shares: Sequence[float]
 ) -> dict[str, Sharding]:
     """The shardings of tensors that are split together into `count` units."""
     unit = 1

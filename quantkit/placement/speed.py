@@ -117,7 +117,7 @@ def predict(
     prompt, _ = _total(prompts)
     full = "a full cache" if any(caches.values()) else "an empty cache (-c sets its size)"
     assumptions.append(f"{full}; every token reads {sum(token_bytes.values()) / 1e9:.2f} GB")
-    return Speed(
+    return PredictedSpeed(
         1 / token if token else math.inf, batch / prompt if prompt else math.inf, batch, bottleneck, tuple(assumptions)
     )
 

@@ -60,7 +60,7 @@ def _shown(value: object) -> str:
 # ---------------------------------------------------------------------------------------------------------------- steps
 
 
-def check_normalizer(step: Any, where: str) -> None:
+def check_normalizer(step: object, where: str) -> None:
     """FormatError or UnsupportedError if the library must not get this normalizer. `where` begins the message."""
     growth = 1
     for each in _steps(step, "normalizers", where):
@@ -78,7 +78,7 @@ def check_normalizer(step: Any, where: str) -> None:
             raise FormatError(f"{where}: its steps make over {MAX_GROWTH} characters of one, up to {growth}")
 
 
-def check_pre_tokenizer(step: Any, where: str) -> None:
+def check_pre_tokenizer(step: object, where: str) -> None:
     """FormatError or UnsupportedError if the library must not get this pre-tokenizer."""
     for each in _steps(step, "pretokenizers", where):
         kind = each["type"]

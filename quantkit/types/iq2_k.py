@@ -27,7 +27,7 @@ from quantkit.types.families.nonlinear import NonlinearFormat, book_start, load_
 from quantkit.types.families.superblock import put_flags, put_half, put_pairs
 
 BLOCK = 76
-FORMAT = Format(
+FORMAT = NonlinearFormat(
     book=book_start(K2), min_multiplier=1, step=1, max_multiplier=7, extreme=8,
     min_units=np.float32(18), max_units=np.float32(55), min_ratio=np.float32(0.65), max_ratio=np.float32(1.29),
     places_per_octave=32, tries=2, zero_below=np.float32(2.0**-20), variance_weight=np.float32(0.5),

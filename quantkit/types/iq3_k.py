@@ -30,7 +30,7 @@ from quantkit.types.families.nonlinear import NonlinearFormat, book_start, load_
 from quantkit.types.families.superblock import put_bits, put_flags, put_half, put_pairs
 
 BLOCK = 110
-FORMAT = Format(
+FORMAT = NonlinearFormat(
     book=book_start(K3), min_multiplier=1, step=2, max_multiplier=31, extreme=31,
     min_units=np.float32(42), max_units=np.float32(88), min_ratio=np.float32(0.75), max_ratio=np.float32(1.45),
     places_per_octave=32, tries=1, zero_below=np.float32(2.0**-20), variance_weight=np.float32(0.5),

@@ -28,7 +28,7 @@ from quantkit.types.families.nonlinear import NonlinearFormat, book_start, load_
 from quantkit.types.families.superblock import put_flags, put_half, put_multipliers, put_nibbles
 
 BLOCK = 144
-FORMAT = Format(
+FORMAT = NonlinearFormat(
     book=book_start(K4), min_multiplier=1, step=1, max_multiplier=31, extreme=32,
     min_units=np.float32(88), max_units=np.float32(185), min_ratio=np.float32(0.8), max_ratio=np.float32(1.35),
     places_per_octave=32, tries=2, zero_below=np.float32(2.0**-25), variance_weight=np.float32(0.5),

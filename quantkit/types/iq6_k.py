@@ -31,7 +31,7 @@ from quantkit.types.families.nonlinear import NonlinearFormat, book_start, load_
 from quantkit.types.families.superblock import put_flags, put_half, put_nibbles, put_pairs
 
 BLOCK = 212
-FORMAT = Format(
+FORMAT = NonlinearFormat(
     book=book_start(K6), min_multiplier=1, step=1, max_multiplier=127, extreme=127,
     min_units=np.float32(100), max_units=np.float32(150), min_ratio=np.float32(0.9), max_ratio=np.float32(1.2),
     places_per_octave=64, tries=2, zero_below=np.float32(2.0**-25), variance_weight=np.float32(2),

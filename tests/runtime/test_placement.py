@@ -145,7 +145,7 @@ def test_experts_stay_in_proportion_where_gpus_share_the_layers() -> None:
 def test_flags_as_they_are_typed() -> None:
     result = parse_flags("-ngl 99 -ot 'blk\\.(3|4)\\.ffn_.*=CUDA0' --override-tensor exps=CPU --n-cpu-moe 7")
     assert result == Flags(99, (r"blk\.(3|4)\.ffn_.*=CUDA0", "exps=CPU"), 7)
-    assert result.rules == [Rule(r"blk\.(3|4)\.ffn_.*", "CUDA0"), Rule("exps", "CPU")]
+    assert result.rules == [PlacementRule(r"blk\.(3|4)\.ffn_.*", "CUDA0"), PlacementRule("exps", "CPU")]
     assert parse_flags("--cpu-moe") == Flags(None, (), ALL_LAYERS)
     assert parse_flags("") == Flags()
 

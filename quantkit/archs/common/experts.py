@@ -67,10 +67,10 @@ def routed_rules(block: str = "mlp", names: tuple[str, ...] = GATED, router: str
     """The rules of the router and of routed experts with a matrix each. `block` stands for `mlp` in the checkpoint."""
     prefix = f"model.layers.N.{block}"
     matrices = (
-        Rule(f"blk.N.ffn_{ours}_exps", f"{prefix}.experts.E.{theirs}", layers=_has_experts)
+        TensorRule(f"blk.N.ffn_{ours}_exps", f"{prefix}.experts.E.{theirs}", layers=_has_experts)
         for ours, theirs in zip(_OURS, names)
     )
-    return (Rule("blk.N.ffn_gate_inp", f"{prefix}.{router}", f32=True, layers=_has_experts), *matrices)
+    return (TensorRule("blk.N.ffn_gate_inp", f"{prefix}.{router}", f32=True, layers=_has_experts), *matrices)
 
 
 def stacked_rules(block: str = "mlp") -> tuple[TensorRule, ...]:
@@ -90,11 +90,14 @@ def stacked_rules(block: str = "mlp") -> tuple[TensorRule, ...]:
         return transform
 
     pairs = (
-        Rule(f"blk.N.ffn_{ours}_exps.weight", f"{prefix}.gate_up_proj", part(first), layers=_has_experts,
+        TensorRule(f"blk.N.ffn_{ours}_exps.weight", f"{prefix}.gate_up_proj", part(first), layers=_has_experts,
              full_names=True, to_gguf_only=True)
         for first, ours in enumerate(_OURS[:2])
     )  # fmt: skip
-    return (*pairs, Rule("blk.N.ffn_down_exps.weight", f"{prefix}.down_proj", layers=_has_experts, full_names=True))
+    return (
+        *pairs,
+        TensorRule("blk.N.ffn_down_exps.weight", f"{prefix}.down_proj", layers=_has_experts, full_names=True),
+    )
 
 
 def choice_rule(
@@ -102,7 +105,7 @@ def choice_rule(
 ) -> TensorRule:
     """The rule of the choice bias: it is added to the scores to select experts, not to their weights."""
     hf_name = f"model.layers.N.{name}"
-    return Rule("blk.N.exp_probs_b.bias", hf_name, transform, layers=_has_choice_bias, full_names=True, f32=True)
+    return TensorRule("blk.N.exp_probs_b.bias", hf_name, transform, layers=_has_choice_bias, full_names=True, f32=True)
 
 
 def shared_rules(block: str = "mlp.shared_experts") -> tuple[TensorRule, ...]:

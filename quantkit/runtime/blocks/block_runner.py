@@ -230,12 +230,12 @@ class BlockRunner:
             self._vectors.pop(name, None)
             self._linears.pop(name, None)
 
-    def _weight(self, linear: blocks.Linear) -> float_linear.Linear:
+    def _weight(self, linear: blocks.Linear) -> float_linear.FloatLinear:
         result = self._linears.get(linear.weight)
         if result is None:
             bias = self.vector(linear.bias) if linear.bias else None
             scale = float(self.vector(linear.scale)[0]) if linear.scale else 1.0
-            result = float_linear.Linear(self.weights[linear.weight], self.numerics, self.threads, bias, scale)
+            result = float_linear.FloatLinear(self.weights[linear.weight], self.numerics, self.threads, bias, scale)
             self._linears[linear.weight] = result
         return result
 

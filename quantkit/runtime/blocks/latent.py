@@ -51,7 +51,7 @@ class Observed(Protocol):
         """Call the observer, if there is one."""
 
 
-class Run(Observed, Protocol):
+class LatentRun(Observed, Protocol):
     """What this module needs of a BlockRunner."""
 
     threads: int

@@ -433,7 +433,7 @@ def _choose_multipliers(
 
 
 @subkernel
-def _sums(f: Format, d: np.float32, row: int, space: Space) -> None:
+def _sums(f: NonlinearFormat, d: np.float32, row: int, space: NonlinearSpace) -> None:
     """Fill sums[0] with sum w x c and sums[1] with sum w c^2 of each lane, for codes under d and chosen[which]."""
     x, twice, sums = space.x, space.lanes[2], space.sums
     magnitudes, books = space.chosen[row, 0], space.chosen[row, 1]
@@ -461,7 +461,13 @@ def _refit(f: NonlinearFormat, d: np.float32, space: NonlinearSpace) -> np.float
 
 @subkernel
 def _refine(
-    f: Format, plan: Plan, d: np.float32, unit: np.float32, side: int, least_error: np.float32, space: Space
+    f: NonlinearFormat,
+    plan: NonlinearSearch,
+    d: np.float32,
+    unit: np.float32,
+    side: int,
+    least_error: np.float32,
+    space: NonlinearSpace,
 ) -> tuple[np.float32, np.float32]:
     """Choose multipliers and refit d while the error falls; store in chosen[2] what has less error than `least_error`.
 

@@ -161,7 +161,7 @@ def new_space(n: int, rules: Rules, effort: int) -> RowscaledSpace:
 
 
 @subkernel
-def _load(x: np.ndarray, first_group: int, space: Space) -> np.float32:
+def _load(x: np.ndarray, first_group: int, space: RowscaledSpace) -> np.float32:
     """Load a span, float32[n], into `data` and `maxima` from group `first_group` on. Returns its `unit`."""
     largest = _ZERO
     for i in range(len(x)):
@@ -310,7 +310,7 @@ def _measure(data: np.ndarray, rules: Rules, state: np.ndarray) -> None:
 
 
 @subkernel
-def _profile(space: Space, rules: Rules, entries: int) -> None:
+def _profile(space: RowscaledSpace, rules: Rules, entries: int) -> None:
     """Fill the profile: scales that put a group's largest element at `min_units` to `max_units` code units.
 
     Each entry keeps, of _SCALES_PER_ENTRY scales, the one of largest gain R q^2 at its own optimum.
@@ -362,7 +362,7 @@ def _nearest_multiplier(q: np.float32, inverse_d: np.float32, rules: Rules) -> n
 
 
 @subkernel
-def _estimate_gains(groups: int, rules: Rules, entries: int, space: Space) -> None:
+def _estimate_gains(groups: int, rules: Rules, entries: int, space: RowscaledSpace) -> None:
     """Fill `estimate` of every span under `tried`: the summed gain of its lanes' best profile entries."""
     state = space.state
     for span in range(len(space.estimate)):
@@ -427,7 +427,7 @@ def _keep_best(tile: int, space: RowscaledSpace) -> None:
 
 
 @subkernel
-def _choose_multipliers(rules: Rules, entries: int, space: Space) -> None:
+def _choose_multipliers(rules: Rules, entries: int, space: RowscaledSpace) -> None:
     """Choose multiplier and book of every lane under `tried`, by exact gains."""
     state = space.state
     for lane in range(len(space.gain)):
@@ -452,7 +452,7 @@ def _choose_multipliers(rules: Rules, entries: int, space: Space) -> None:
 
 
 @subkernel
-def _typical_scales(groups: int, rules: Rules, entries: int, space: Space) -> None:
+def _typical_scales(groups: int, rules: Rules, entries: int, space: RowscaledSpace) -> None:
     """Fill `typical`: the d of each span whose largest multiplier gives the largest scale that a group of it fits."""
     for span in range(len(space.typical)):
         space.typical[span] = _MIN_WEIGHT
@@ -470,7 +470,7 @@ def _typical_scales(groups: int, rules: Rules, entries: int, space: Space) -> No
 
 @subkernel
 def _initial_scales(
-    low: np.float32, high: np.float32, tries: int, groups: int, rules: Rules, entries: int, space: Space
+    low: np.float32, high: np.float32, tries: int, groups: int, rules: Rules, entries: int, space: RowscaledSpace
 ) -> None:
     """Set `tried` of every span to the d of largest estimate among `low` to `high` times the typical one.
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from quantkit.types.refine.vector_codes import VectorCodes
 
 
-class Plan(NamedTuple):
+class TrellisSearch(NamedTuple):
     """The search of one effort; `types/native/trellis_search.py` explains the steps."""
 
     scales: int  # of each sub-block's profile, a multiple of 8

@@ -59,7 +59,7 @@ def test_all_kernels_of_a_type_compile(name: str, target: tuple[int, int]) -> No
 @pytest.mark.full
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("kernel", NOT_OF_A_TYPE, ids=lambda kernel: kernel.name)
-def test_all_other_kernels_compile(kernel: Kernel, target: tuple[int, int]) -> None:
+def test_all_other_kernels_compile(kernel: CudaKernel, target: tuple[int, int]) -> None:
     check(kernel, target)
 
 

@@ -130,7 +130,7 @@ class Gpu:
         """Wait for all that was launched."""
         self.torch.cuda.synchronize(self.torch_device)
 
-    def _function(self, kernel: Kernel) -> Any:
+    def _function(self, kernel: CudaKernel) -> Any:
         function = self._functions.get(kernel.name)
         if function is None:
             code, entry = kernel.cubin(self.capability)

@@ -125,7 +125,7 @@ def mix() -> CudaKernel:
 
 
 @functools.cache
-def rope() -> Kernel:
+def rope() -> CudaKernel:
     """(x, heads, head_dim, pairs, cos, sin, positions, step, stride, tokens): RoPE in place.
 
     x float32[tokens, heads * head_dim], a thread for each pair; cos, sin [positions, pairs] are those of
@@ -168,7 +168,7 @@ def argmax() -> CudaKernel:
 
 
 @functools.cache
-def sample() -> Kernel:
+def sample() -> CudaKernel:
     """(logits, n, per_temperature, u, chosen): sample each row from softmax(logits * per_temperature), a block a row.
 
     Chooses the first token whose cumulative probability is above u[row], a random number in [0, 1) from the host.

@@ -32,7 +32,7 @@ ATTENTIONS = (
 )  # fmt: skip
 
 
-def not_of_a_type() -> Iterator[Kernel]:
+def not_of_a_type() -> Iterator[CudaKernel]:
     """Every kernel that does not depend on a type of weights."""
     yield activations.quantize()
     yield elementwise.rms_norm()

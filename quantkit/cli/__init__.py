@@ -26,7 +26,7 @@ import typer
 from typer.core import TyperGroup
 
 from quantkit import __version__
-from quantkit.cli._terminal import escaped_controls, message
+from quantkit.cli.common.terminal import escaped_controls, message
 from quantkit.errors import OptionError, QuantkitError, printable
 
 # The order of the help page, by when a user needs them. A command that is not listed comes last.

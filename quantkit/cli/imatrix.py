@@ -151,7 +151,7 @@ def imatrix(
 
 def _print_sizes(model: Path, form: str | None, limit: int | None, json: bool) -> None:
     """What --second-moments takes, in each form or in the one that is asked for."""
-    from quantkit.cli._shared import table
+    from quantkit.cli.common.output import table
     from quantkit.evaluate.imatrix.second_moments import MomentsForm, measured_shapes, plan_forms, sizes
     from quantkit.pipelines import planning
 

@@ -17,8 +17,8 @@ import quantkit
 from quantkit import archs, recipe
 from quantkit.errors import DataError, UnsupportedError
 from quantkit.formats import gguf
-from quantkit.pipelines.convert import convert_checkpoint
-from quantkit.pipelines.convert_plan import plan_conversion
+from quantkit.pipelines.conversion.convert import convert_checkpoint
+from quantkit.pipelines.conversion.plan import plan_conversion
 from quantkit.pipelines.quantize import quantize_with_plan
 from tests.archs.checkpoints import tiny
 

@@ -6,7 +6,7 @@ import pytest
 
 from quantkit import recipe
 from quantkit.errors import DataError, UnknownNameError
-from quantkit.placement.budget import GIB, Budget, Cache, budget, experts_to_keep
+from quantkit.placement.budget import GIB, Budget, CacheSettings, budget, experts_to_keep
 from quantkit.placement.rules import Flags, parse_flags
 from quantkit.recipe.models import from_config
 from tests.recipe.configs import DEEPSEEK_V3, LLAMA_8B, QWEN3_30B
@@ -21,7 +21,7 @@ def of(text: str = "", **more: object) -> Budget:
 
 
 def test_all_is_on_the_cpu_where_nothing_is_said_of_gpus() -> None:
-    found = of(cache=Cache(1024), ram=64 * GIB)
+    found = of(cache=CacheSettings(1024), ram=64 * GIB)
     assert [load.device for load in found.loads] == ["CPU"]
     load = found.loads[0]
     assert (load.weights, load.cache) == (PLAN.bytes_after, 48 * 1024 * 2 * 4 * 128 * 2)
@@ -35,7 +35,7 @@ def test_all_is_on_the_cpu_where_nothing_is_said_of_gpus() -> None:
 
 @pytest.mark.parametrize("flags", ["-ngl 20", "-ngl 99 -ot exps=CPU", "-ts 3,1", "-ot exps=CPU", "--n-cpu-moe 10"])
 def test_nothing_is_lost_or_counted_twice(flags: str) -> None:
-    found = of(flags, cache=Cache(4096, "q8_0", "q8_0"))
+    found = of(flags, cache=CacheSettings(4096, "q8_0", "q8_0"))
     assert sum(load.weights for load in found.loads) == PLAN.bytes_after
     assert sum(load.tensors for load in found.loads) == len(TENSORS)
     assert sum(load.cache for load in found.loads) == 48 * 4096 * 2 * 4 * 128 * 34 // 32
@@ -43,7 +43,7 @@ def test_nothing_is_lost_or_counted_twice(flags: str) -> None:
 
 
 def test_caches_live_where_their_layer_does() -> None:
-    found = {load.device: load for load in of("-ngl 13 -ot exps=CPU", cache=Cache(1000)).loads}
+    found = {load.device: load for load in of("-ngl 13 -ot exps=CPU", cache=CacheSettings(1000)).loads}
     one = 1000 * 2 * 4 * 128 * 2
     assert found["CUDA0"].cache == 13 * one
     assert found["CPU"].cache == 35 * one
@@ -51,11 +51,11 @@ def test_caches_live_where_their_layer_does() -> None:
 
 def test_the_fewest_experts_that_must_stay() -> None:
     limits = ([12 * GIB, 8 * GIB], 32 * GIB)
-    count = experts_to_keep(TENSORS, METADATA, Flags(), Cache(8192), *limits)
+    count = experts_to_keep(TENSORS, METADATA, Flags(), CacheSettings(8192), *limits)
     assert count
     for kept, fits in ((count - 1, False), (count, True)):
-        assert of(f"--n-cpu-moe {kept}", cache=Cache(8192), vram=limits[0], ram=limits[1]).fits is fits
-    assert experts_to_keep(TENSORS, METADATA, Flags(), Cache(8192), [12 * GIB], 8 * GIB) is None
+        assert of(f"--n-cpu-moe {kept}", cache=CacheSettings(8192), vram=limits[0], ram=limits[1]).fits is fits
+    assert experts_to_keep(TENSORS, METADATA, Flags(), CacheSettings(8192), [12 * GIB], 8 * GIB) is None
     assert experts_to_keep(TENSORS, METADATA, Flags(), None, [64 * GIB], None) is None
     specs, metadata = from_config(LLAMA_8B)
     assert experts_to_keep({s.name: s for s in specs}, metadata, Flags(), None, [GIB], None) is None
@@ -75,19 +75,19 @@ def test_what_does_not_fit_is_said() -> None:
 
 def test_contexts_that_are_none() -> None:
     with pytest.raises(DataError, match="1 token or more"):
-        Cache(0)
+        CacheSettings(0)
     with pytest.raises(UnknownNameError, match="-ctv"):
-        Cache(1, "f16", "q7_0")
+        CacheSettings(1, "f16", "q7_0")
 
 
 def test_what_follows_from_a_placement_is_told() -> None:
-    assert of("-ngl 99 -ot exps=CPU", cache=Cache(64, "q8_0")).notes == (
+    assert of("-ngl 99 -ot exps=CPU", cache=CacheSettings(64, "q8_0")).notes == (
         "cache for 64 tokens, keys q8_0, values f16",
         "batches (-b, -ub) of fewer than 512 tokens run the CPU's experts on the CPU; larger ones offload "
         "them to a GPU",
     )
     assert of("-ngl 99").notes == of("-ngl 0").notes == ()
     specs, metadata = from_config(DEEPSEEK_V3)
-    found = budget({s.name: s for s in specs}, metadata, parse_flags("--cpu-moe"), Cache(64, "q8_0"))
+    found = budget({s.name: s for s in specs}, metadata, parse_flags("--cpu-moe"), CacheSettings(64, "q8_0"))
     assert found.notes[0] == "cache for 64 tokens, latent q8_0"
     assert "fewer than 1024 tokens" in found.notes[1]

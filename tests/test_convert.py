@@ -22,8 +22,8 @@ from quantkit.errors import DataError, FormatError, QuantkitError, UnknownNameEr
 from quantkit.formats.gguf import GGUF
 from quantkit.formats.gguf import open as open_gguf
 from quantkit.formats.safetensors import CheckpointSpec, CheckpointWriter, open_checkpoint
-from quantkit.pipelines.convert import convert_checkpoint
-from quantkit.pipelines.convert_plan import plan_conversion
+from quantkit.pipelines.conversion.convert import convert_checkpoint
+from quantkit.pipelines.conversion.plan import plan_conversion
 from quantkit.pipelines.export import export_gguf
 from tests.archs.checkpoints import as_fp8, as_int4, tiny
 
@@ -447,7 +447,8 @@ def test_fp8_becomes_what_torch_makes_of_it(fp8: Path, tmp_path: Path) -> None:
 def test_matrices_are_made_without_numba(fp8: Path, tmp_path: Path, outtype: str) -> None:
     """Its import takes as long as converting a gigabyte."""
     code = (
-        "import sys; from quantkit.pipelines.convert import convert_checkpoint; convert_checkpoint(*sys.argv[1:]); "
+        "import sys; from quantkit.pipelines.conversion.convert import convert_checkpoint; "
+        "convert_checkpoint(*sys.argv[1:]); "
         "print('numba' in sys.modules)"
     )
     for source in (fp8, fp8.parent / "bf16"):

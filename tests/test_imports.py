@@ -125,8 +125,8 @@ def _module(name: str, known: set[str]) -> str:
 @pytest.mark.parametrize(
     ("importer", "imported", "fine"),
     [("types.q8_0", "codegen.jit", True), ("types.q8_0", "formats.gguf", False),
-     ("pipelines.quantize", "runtime.model", False), ("runtime.model", "pipelines.convert", False),
-     ("pipelines.convert", "pipelines.quantize", True), ("cli.quantize", "evaluate.divergence", True),
+     ("pipelines.quantize", "runtime.model", False), ("runtime.model", "pipelines.export", False),
+     ("pipelines.api", "pipelines.quantize", True), ("cli.quantize", "evaluate.divergence", True),
      ("formats.gguf", "archs.llama", False), ("runtime.model", "runtime.blocks.float_ops", True)],
 )  # fmt: skip
 def test_the_rule_itself(importer: str, imported: str, fine: bool) -> None:

@@ -13,7 +13,7 @@ from quantkit.errors import DataError, QuantkitError
 from quantkit.formats.safetensors.quantized_checkpoint import _matches
 from quantkit.inputs import safe_regex
 from quantkit.inputs.safe_regex import compile
-from quantkit.placement.rules import Rule
+from quantkit.placement.rules import PlacementRule
 from quantkit.recipe import registry
 from quantkit.recipe.planning.interleaving import Selection
 from quantkit.recipe.rules.ecmascript import compile_pattern
@@ -111,7 +111,7 @@ NAME = "blk.0.attn_output_of_something.weight"
 ENTRANCES = {
     "--custom-q": lambda pattern: recipe.parse(f"{pattern}=q8_0").rules[0].matches(NAME),
     "--repack-pattern": lambda pattern: Selection([pattern, "blk"], [NAME, "!"]),
-    "-ot": lambda pattern: Rule(pattern, "CPU").matches(NAME),
+    "-ot": lambda pattern: PlacementRule(pattern, "CPU").matches(NAME),
     "targets of config.json": lambda pattern: _matches(f"re:{pattern}", NAME),
 }
 

@@ -15,7 +15,7 @@ from quantkit.cli import main
 from quantkit.errors import FormatError, UnsupportedError
 from quantkit.formats import gguf
 from quantkit.formats.gguf import shards
-from quantkit.pipelines.convert import convert_checkpoint
+from quantkit.pipelines.conversion.convert import convert_checkpoint
 from quantkit.pipelines.convert_mla import COPIED, LAYOUTS, REQUANTIZED, ROWS, TRANSPOSED, plan_relayout, write_relayout
 from tests.archs.checkpoints import tiny
 

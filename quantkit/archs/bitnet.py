@@ -26,7 +26,7 @@ from quantkit.archs.common.base import (
 )
 from quantkit.archs.common.blocks import Attention, FeedForward, HParams
 from quantkit.archs.common.decoder import Decoder
-from quantkit.archs.common.tensors import LazyTensor, Rule
+from quantkit.archs.common.tensors import LazyTensor, TensorRule
 from quantkit.formats.gguf.metadata import Entries
 
 _FIRST_NAMES = {".inner_attn_ln.": ".attn_sub_norm.", ".ffn_layernorm.": ".ffn_sub_norm."}
@@ -44,14 +44,14 @@ class BitNet(Decoder):
     activation: ClassVar[str] = "relu2"  # as blocks.FeedForward says it
     rules = (
         *EMBEDDING_RULES,
-        Rule("blk.N.attn_norm", "model.layers.N.input_layernorm", f32=True),
-        Rule("blk.N.attn_q", "model.layers.N.self_attn.q_proj"),
-        Rule("blk.N.attn_k", "model.layers.N.self_attn.k_proj"),
-        Rule("blk.N.attn_v", "model.layers.N.self_attn.v_proj"),
-        Rule("blk.N.attn_sub_norm", "model.layers.N.self_attn.attn_sub_norm", f32=True),
-        Rule("blk.N.attn_output", "model.layers.N.self_attn.o_proj"),
+        TensorRule("blk.N.attn_norm", "model.layers.N.input_layernorm", f32=True),
+        TensorRule("blk.N.attn_q", "model.layers.N.self_attn.q_proj"),
+        TensorRule("blk.N.attn_k", "model.layers.N.self_attn.k_proj"),
+        TensorRule("blk.N.attn_v", "model.layers.N.self_attn.v_proj"),
+        TensorRule("blk.N.attn_sub_norm", "model.layers.N.self_attn.attn_sub_norm", f32=True),
+        TensorRule("blk.N.attn_output", "model.layers.N.self_attn.o_proj"),
         *SWIGLU_RULES,
-        Rule("blk.N.ffn_sub_norm", "model.layers.N.mlp.ffn_sub_norm", f32=True),
+        TensorRule("blk.N.ffn_sub_norm", "model.layers.N.mlp.ffn_sub_norm", f32=True),
         *OUTPUT_RULES,
     )
     EXAMPLE: ClassVar[dict[str, Any]] = {

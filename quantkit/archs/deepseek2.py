@@ -29,7 +29,7 @@ from quantkit.archs.common.base import EMBEDDING_RULES, OUTPUT_RULES, Config, Ke
 from quantkit.archs.common.blocks import Block, HParams, LatentAttention, Norm, Part
 from quantkit.archs.common.decoder import Decoder, all_or_none
 from quantkit.archs.common.shapes import ExpectedTensor
-from quantkit.archs.common.tensors import LazyTensor, Piece, ReadRows, Rule, Shape, Transform
+from quantkit.archs.common.tensors import LazyTensor, Piece, ReadRows, Shape, TensorRule, Transform
 from quantkit.errors import FormatError, UnsupportedError
 from quantkit.formats.gguf.metadata import Entries, shortest
 from quantkit.inputs.settings import integer, sequence
@@ -170,28 +170,28 @@ class DeepSeek2(Decoder):
     mtp = "drop"
     rules = (
         *EMBEDDING_RULES,
-        Rule("blk.N.attn_norm", "model.layers.N.input_layernorm", f32=True),
-        Rule("blk.N.attn_q", "model.layers.N.self_attn.q_proj", layers=_has_direct_q),
-        Rule("blk.N.attn_q_a", "model.layers.N.self_attn.q_a_proj", layers=_has_low_rank_q, bias=True),
-        Rule("blk.N.attn_q_a_norm", "model.layers.N.self_attn.q_a_layernorm", layers=_has_low_rank_q, f32=True),
-        Rule("blk.N.attn_q_b", "model.layers.N.self_attn.q_b_proj", layers=_has_low_rank_q),
-        Rule("blk.N.attn_kv_a_mqa", "model.layers.N.self_attn.kv_a_proj_with_mqa", bias=True),
-        Rule("blk.N.attn_kv_a_norm", "model.layers.N.self_attn.kv_a_layernorm", f32=True),
-        Rule("blk.N.attn_kv_b", "model.layers.N.self_attn.kv_b_proj"),
-        Rule(
+        TensorRule("blk.N.attn_norm", "model.layers.N.input_layernorm", f32=True),
+        TensorRule("blk.N.attn_q", "model.layers.N.self_attn.q_proj", layers=_has_direct_q),
+        TensorRule("blk.N.attn_q_a", "model.layers.N.self_attn.q_a_proj", layers=_has_low_rank_q, bias=True),
+        TensorRule("blk.N.attn_q_a_norm", "model.layers.N.self_attn.q_a_layernorm", layers=_has_low_rank_q, f32=True),
+        TensorRule("blk.N.attn_q_b", "model.layers.N.self_attn.q_b_proj", layers=_has_low_rank_q),
+        TensorRule("blk.N.attn_kv_a_mqa", "model.layers.N.self_attn.kv_a_proj_with_mqa", bias=True),
+        TensorRule("blk.N.attn_kv_a_norm", "model.layers.N.self_attn.kv_a_layernorm", f32=True),
+        TensorRule("blk.N.attn_kv_b", "model.layers.N.self_attn.kv_b_proj"),
+        TensorRule(
             "blk.N.attn_k_b",
             "model.layers.N.self_attn.kv_b_proj",
             lambda hp: KeyHalf(_HeadSizes.of(hp)),
             to_gguf_only=True,
         ),
-        Rule(
+        TensorRule(
             "blk.N.attn_v_b",
             "model.layers.N.self_attn.kv_b_proj",
             lambda hp: ValueHalf(_HeadSizes.of(hp)),
             to_gguf_only=True,
         ),
-        Rule("blk.N.attn_output", "model.layers.N.self_attn.o_proj", bias=True),
-        Rule("blk.N.ffn_norm", "model.layers.N.post_attention_layernorm", f32=True),
+        TensorRule("blk.N.attn_output", "model.layers.N.self_attn.o_proj", bias=True),
+        TensorRule("blk.N.ffn_norm", "model.layers.N.post_attention_layernorm", f32=True),
         *experts.RULES,
         *mtp_layers.RULES,
         *OUTPUT_RULES,

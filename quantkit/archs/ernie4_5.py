@@ -14,16 +14,16 @@ from quantkit.archs.common import experts
 from quantkit.archs.common.base import EMBEDDING_RULES, OUTPUT_RULES, SWIGLU_RULES, Config, Keys, need, refuse
 from quantkit.archs.common.blocks import HParams, Part
 from quantkit.archs.common.decoder import Decoder
-from quantkit.archs.common.tensors import LazyTensor, Rule
+from quantkit.archs.common.tensors import LazyTensor, TensorRule
 from quantkit.archs.common.transforms import RowToVector
 from quantkit.formats.gguf.metadata import Entries
 
 _ATTENTION = (
-    Rule("blk.N.attn_norm", "model.layers.N.input_layernorm", f32=True),
-    Rule("blk.N.attn_q", "model.layers.N.self_attn.q_proj", bias=True),
-    Rule("blk.N.attn_k", "model.layers.N.self_attn.k_proj", bias=True),
-    Rule("blk.N.attn_v", "model.layers.N.self_attn.v_proj", bias=True),
-    Rule("blk.N.attn_output", "model.layers.N.self_attn.o_proj", bias=True),
+    TensorRule("blk.N.attn_norm", "model.layers.N.input_layernorm", f32=True),
+    TensorRule("blk.N.attn_q", "model.layers.N.self_attn.q_proj", bias=True),
+    TensorRule("blk.N.attn_k", "model.layers.N.self_attn.k_proj", bias=True),
+    TensorRule("blk.N.attn_v", "model.layers.N.self_attn.v_proj", bias=True),
+    TensorRule("blk.N.attn_output", "model.layers.N.self_attn.o_proj", bias=True),
 )
 
 
@@ -36,7 +36,7 @@ class Ernie45(Decoder):
     rope_style = "norm"
     ties_by_default = True
     defaults: ClassVar[dict[str, Any]] = {"rope_theta": 500000.0}
-    rules: ClassVar[tuple[Rule, ...]] = (*EMBEDDING_RULES, *_ATTENTION, *SWIGLU_RULES, *OUTPUT_RULES)
+    rules: ClassVar[tuple[TensorRule, ...]] = (*EMBEDDING_RULES, *_ATTENTION, *SWIGLU_RULES, *OUTPUT_RULES)
     EXAMPLE: ClassVar[dict[str, Any]] = {
         "architectures": ["Ernie4_5ForCausalLM"],
         "model_type": "ernie4_5",
@@ -58,7 +58,7 @@ class Ernie45(Decoder):
     def metadata(self, config: Config) -> Entries:
         return super().metadata(config) | self.head_lengths(config)
 
-    def has_bias(self, rule: Rule, config: Config) -> bool:
+    def has_bias(self, rule: TensorRule, config: Config) -> bool:
         return bool(config.get("use_bias"))
 
     def config(self, metadata: Mapping[str, object], tensors: Mapping[str, LazyTensor]) -> dict[str, Any]:
@@ -75,7 +75,7 @@ class Ernie45MoE(Ernie45):
     rules = (
         *EMBEDDING_RULES,
         *_ATTENTION,
-        Rule("blk.N.ffn_norm", "model.layers.N.post_attention_layernorm", f32=True),
+        TensorRule("blk.N.ffn_norm", "model.layers.N.post_attention_layernorm", f32=True),
         *experts.dense_rules(),
         experts.choice_rule("mlp.moe_statics.e_score_correction_bias", lambda hp: RowToVector(hp.n_expert)),
         *experts.routed_rules(),

@@ -18,7 +18,7 @@ from typing import Any
 from quantkit.archs.common.base import EMBEDDING_RULES, OUTPUT_RULES, Config, Keys, need, refuse
 from quantkit.archs.common.blocks import Attention, FeedForward, Head, HParams, Rope
 from quantkit.archs.common.decoder import Decoder, with_head_norms
-from quantkit.archs.common.tensors import LazyTensor, Rule
+from quantkit.archs.common.tensors import LazyTensor, TensorRule
 from quantkit.archs.common.transforms import add
 from quantkit.errors import FormatError, UnsupportedError
 from quantkit.formats.gguf.metadata import Entries, shortest
@@ -28,8 +28,8 @@ _PATTERN, _LOCAL_BASE, _GLOBAL_BASE, _HEAD_DIM = 6, 10000.0, 1000000.0, 256
 _LAYERS_27B = 62
 
 
-def _norm(ours: str, theirs: str) -> Rule:
-    return Rule(ours, theirs, lambda hp: add(1), f32=True)
+def _norm(ours: str, theirs: str) -> TensorRule:
+    return TensorRule(ours, theirs, lambda hp: add(1), f32=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,17 +64,17 @@ class Gemma3(Decoder):
     rules = (
         *EMBEDDING_RULES,
         _norm("blk.N.attn_norm", "model.layers.N.input_layernorm"),
-        Rule("blk.N.attn_q", "model.layers.N.self_attn.q_proj", bias=True),
+        TensorRule("blk.N.attn_q", "model.layers.N.self_attn.q_proj", bias=True),
         _norm("blk.N.attn_q_norm", "model.layers.N.self_attn.q_norm"),
-        Rule("blk.N.attn_k", "model.layers.N.self_attn.k_proj", bias=True),
+        TensorRule("blk.N.attn_k", "model.layers.N.self_attn.k_proj", bias=True),
         _norm("blk.N.attn_k_norm", "model.layers.N.self_attn.k_norm"),
-        Rule("blk.N.attn_v", "model.layers.N.self_attn.v_proj", bias=True),
-        Rule("blk.N.attn_output", "model.layers.N.self_attn.o_proj", bias=True),
+        TensorRule("blk.N.attn_v", "model.layers.N.self_attn.v_proj", bias=True),
+        TensorRule("blk.N.attn_output", "model.layers.N.self_attn.o_proj", bias=True),
         _norm("blk.N.post_attention_norm", "model.layers.N.post_attention_layernorm"),
         _norm("blk.N.ffn_norm", "model.layers.N.pre_feedforward_layernorm"),
-        Rule("blk.N.ffn_gate", "model.layers.N.mlp.gate_proj"),
-        Rule("blk.N.ffn_up", "model.layers.N.mlp.up_proj"),
-        Rule("blk.N.ffn_down", "model.layers.N.mlp.down_proj"),
+        TensorRule("blk.N.ffn_gate", "model.layers.N.mlp.gate_proj"),
+        TensorRule("blk.N.ffn_up", "model.layers.N.mlp.up_proj"),
+        TensorRule("blk.N.ffn_down", "model.layers.N.mlp.down_proj"),
         _norm("blk.N.post_ffw_norm", "model.layers.N.post_feedforward_layernorm"),
         _norm("output_norm", "model.norm"),
         *(rule for rule in OUTPUT_RULES if rule.gguf == "output"),

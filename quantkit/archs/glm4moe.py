@@ -17,7 +17,7 @@ from quantkit.archs.common import mtp as mtp_layers
 from quantkit.archs.common.base import EMBEDDING_RULES, OUTPUT_RULES, Config, Keys
 from quantkit.archs.common.blocks import Attention, HParams, Part
 from quantkit.archs.common.decoder import Decoder, with_head_norms
-from quantkit.archs.common.tensors import LazyTensor, Rule
+from quantkit.archs.common.tensors import LazyTensor, TensorRule
 from quantkit.formats.gguf.metadata import Entries
 
 
@@ -33,14 +33,14 @@ class Glm4Moe(Decoder):
     biased = ("attn_q", "attn_k", "attn_v")
     rules = (
         *EMBEDDING_RULES,
-        Rule("blk.N.attn_norm", "model.layers.N.input_layernorm", f32=True),
-        Rule("blk.N.attn_q", "model.layers.N.self_attn.q_proj", bias=True),
-        Rule("blk.N.attn_q_norm", "model.layers.N.self_attn.q_norm", f32=True, required=False),
-        Rule("blk.N.attn_k", "model.layers.N.self_attn.k_proj", bias=True),
-        Rule("blk.N.attn_k_norm", "model.layers.N.self_attn.k_norm", f32=True, required=False),
-        Rule("blk.N.attn_v", "model.layers.N.self_attn.v_proj", bias=True),
-        Rule("blk.N.attn_output", "model.layers.N.self_attn.o_proj"),
-        Rule("blk.N.post_attention_norm", "model.layers.N.post_attention_layernorm", f32=True),
+        TensorRule("blk.N.attn_norm", "model.layers.N.input_layernorm", f32=True),
+        TensorRule("blk.N.attn_q", "model.layers.N.self_attn.q_proj", bias=True),
+        TensorRule("blk.N.attn_q_norm", "model.layers.N.self_attn.q_norm", f32=True, required=False),
+        TensorRule("blk.N.attn_k", "model.layers.N.self_attn.k_proj", bias=True),
+        TensorRule("blk.N.attn_k_norm", "model.layers.N.self_attn.k_norm", f32=True, required=False),
+        TensorRule("blk.N.attn_v", "model.layers.N.self_attn.v_proj", bias=True),
+        TensorRule("blk.N.attn_output", "model.layers.N.self_attn.o_proj"),
+        TensorRule("blk.N.post_attention_norm", "model.layers.N.post_attention_layernorm", f32=True),
         *experts.RULES,
         *mtp_layers.RULES,
         *OUTPUT_RULES,
@@ -82,7 +82,7 @@ class Glm4Moe(Decoder):
             f"{a}.expert_gating_func": (experts.GATING_NUMBERS["sigmoid"], "u32"),
         }  # fmt: skip
 
-    def rules_of(self, config: Config) -> tuple[Rule, ...]:
+    def rules_of(self, config: Config) -> tuple[TensorRule, ...]:
         normed = bool(config.get("use_qk_norm"))
         optional = ("blk.N.attn_q_norm", "blk.N.attn_k_norm")
         return tuple(replace(rule, required=normed) if rule.gguf in optional else rule for rule in self.rules)

@@ -21,7 +21,7 @@ from quantkit.archs.common import experts
 from quantkit.archs.common.base import EMBEDDING_RULES, OUTPUT_RULES, Config, Keys, need, refuse, rope_parameters
 from quantkit.archs.common.blocks import Attention, Experts, HParams
 from quantkit.archs.common.decoder import Decoder
-from quantkit.archs.common.tensors import LazyTensor, Piece, ReadRows, Rule, Shape, Transform
+from quantkit.archs.common.tensors import LazyTensor, Piece, ReadRows, Shape, TensorRule, Transform
 from quantkit.errors import FormatError, UnsupportedError
 from quantkit.formats.gguf.metadata import Entries
 from quantkit.inputs.settings import integer
@@ -109,7 +109,7 @@ class InterleaveGateUp(Transform):
         return np.concatenate(parts)[start - first * self.row_multiple : stop - first * self.row_multiple]
 
 
-def _expert_rules(layout: str) -> tuple[Rule, ...]:
+def _expert_rules(layout: str) -> tuple[TensorRule, ...]:
     rules = []
     for first, ours in enumerate(("gate", "up")):
 
@@ -120,26 +120,28 @@ def _expert_rules(layout: str) -> tuple[Rule, ...]:
             return AlternateColumns(first)
 
         weight, bare = f"blk.N.ffn_{ours}_exps.weight", f"blk.N.ffn_{ours}_exps.bias"
-        rules.append(Rule(weight, f"{_EXPERTS}.gate_up_proj", half, full_names=True, to_gguf_only=True))
-        rules.append(Rule(bare, f"{_EXPERTS}.gate_up_proj_bias", bias, full_names=True, to_gguf_only=True, f32=True))
+        rules.append(TensorRule(weight, f"{_EXPERTS}.gate_up_proj", half, full_names=True, to_gguf_only=True))
+        rules.append(
+            TensorRule(bare, f"{_EXPERTS}.gate_up_proj_bias", bias, full_names=True, to_gguf_only=True, f32=True)
+        )
     return (
         *rules,
-        Rule("blk.N.ffn_down_exps.weight", f"{_EXPERTS}.down_proj",
+        TensorRule("blk.N.ffn_down_exps.weight", f"{_EXPERTS}.down_proj",
              lambda hp: ExpertRows(hp.n_embd, hp.n_ff_expert, layout), full_names=True),
-        Rule("blk.N.ffn_down_exps.bias", f"{_EXPERTS}.down_proj_bias", full_names=True, f32=True),
+        TensorRule("blk.N.ffn_down_exps.bias", f"{_EXPERTS}.down_proj_bias", full_names=True, f32=True),
     )  # fmt: skip
 
 
 _BEFORE = (
     *EMBEDDING_RULES,
-    Rule("blk.N.attn_norm", "model.layers.N.input_layernorm", f32=True),
-    Rule("blk.N.attn_q", "model.layers.N.self_attn.q_proj", bias=True),
-    Rule("blk.N.attn_k", "model.layers.N.self_attn.k_proj", bias=True),
-    Rule("blk.N.attn_v", "model.layers.N.self_attn.v_proj", bias=True),
-    Rule("blk.N.attn_sinks.weight", "model.layers.N.self_attn.sinks", full_names=True, f32=True),
-    Rule("blk.N.attn_output", "model.layers.N.self_attn.o_proj", bias=True),
-    Rule("blk.N.post_attention_norm", "model.layers.N.post_attention_layernorm", f32=True),
-    Rule("blk.N.ffn_gate_inp", "model.layers.N.mlp.router", bias=True, f32=True),
+    TensorRule("blk.N.attn_norm", "model.layers.N.input_layernorm", f32=True),
+    TensorRule("blk.N.attn_q", "model.layers.N.self_attn.q_proj", bias=True),
+    TensorRule("blk.N.attn_k", "model.layers.N.self_attn.k_proj", bias=True),
+    TensorRule("blk.N.attn_v", "model.layers.N.self_attn.v_proj", bias=True),
+    TensorRule("blk.N.attn_sinks.weight", "model.layers.N.self_attn.sinks", full_names=True, f32=True),
+    TensorRule("blk.N.attn_output", "model.layers.N.self_attn.o_proj", bias=True),
+    TensorRule("blk.N.post_attention_norm", "model.layers.N.post_attention_layernorm", f32=True),
+    TensorRule("blk.N.ffn_gate_inp", "model.layers.N.mlp.router", bias=True, f32=True),
 )
 
 
@@ -205,10 +207,10 @@ class GptOss(Decoder):
             entries[f"{a}.rope.scaling.yarn_truncate"] = (True, "bool")
         return entries
 
-    def has_bias(self, rule: Rule, config: Config) -> bool:
+    def has_bias(self, rule: TensorRule, config: Config) -> bool:
         return rule.gguf.endswith("ffn_gate_inp") or bool(config.get("attention_bias", True))
 
-    def rules_of(self, config: Config) -> tuple[Rule, ...]:
+    def rules_of(self, config: Config) -> tuple[TensorRule, ...]:
         return (*_BEFORE, *_expert_rules(str(config.get(_LAYOUT, "columns"))), *OUTPUT_RULES)
 
     def to_gguf(self, config: Config, shapes: Mapping[str, Shape]) -> list[Piece]:

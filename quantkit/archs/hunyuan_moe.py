@@ -16,7 +16,7 @@ from quantkit.archs.common import experts
 from quantkit.archs.common.base import EMBEDDING_RULES, OUTPUT_RULES, Config, Keys, need, rope_parameters
 from quantkit.archs.common.blocks import Attention, HParams, Part
 from quantkit.archs.common.decoder import Decoder, with_head_norms
-from quantkit.archs.common.tensors import LazyTensor, Rule
+from quantkit.archs.common.tensors import LazyTensor, TensorRule
 from quantkit.errors import UnsupportedError
 from quantkit.formats.gguf.metadata import Entries
 from quantkit.inputs.settings import integer
@@ -31,14 +31,14 @@ class HunyuanMoE(Decoder):
     rope_style = "neox"
     rules = (
         *EMBEDDING_RULES,
-        Rule("blk.N.attn_norm", "model.layers.N.input_layernorm", f32=True),
-        Rule("blk.N.attn_q", "model.layers.N.self_attn.q_proj", bias=True),
-        Rule("blk.N.attn_q_norm", "model.layers.N.self_attn.query_layernorm", f32=True),
-        Rule("blk.N.attn_k", "model.layers.N.self_attn.k_proj", bias=True),
-        Rule("blk.N.attn_k_norm", "model.layers.N.self_attn.key_layernorm", f32=True),
-        Rule("blk.N.attn_v", "model.layers.N.self_attn.v_proj", bias=True),
-        Rule("blk.N.attn_output", "model.layers.N.self_attn.o_proj", bias=True),
-        Rule("blk.N.ffn_norm", "model.layers.N.post_attention_layernorm", f32=True),
+        TensorRule("blk.N.attn_norm", "model.layers.N.input_layernorm", f32=True),
+        TensorRule("blk.N.attn_q", "model.layers.N.self_attn.q_proj", bias=True),
+        TensorRule("blk.N.attn_q_norm", "model.layers.N.self_attn.query_layernorm", f32=True),
+        TensorRule("blk.N.attn_k", "model.layers.N.self_attn.k_proj", bias=True),
+        TensorRule("blk.N.attn_k_norm", "model.layers.N.self_attn.key_layernorm", f32=True),
+        TensorRule("blk.N.attn_v", "model.layers.N.self_attn.v_proj", bias=True),
+        TensorRule("blk.N.attn_output", "model.layers.N.self_attn.o_proj", bias=True),
+        TensorRule("blk.N.ffn_norm", "model.layers.N.post_attention_layernorm", f32=True),
         *experts.routed_rules(router="gate.wg"),
         *experts.shared_rules("mlp.shared_mlp"),
         *OUTPUT_RULES,

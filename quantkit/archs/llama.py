@@ -14,7 +14,7 @@ from quantkit.archs.common import experts
 from quantkit.archs.common.base import EMBEDDING_RULES, OUTPUT_RULES, Config, Keys, need, refuse
 from quantkit.archs.common.blocks import HParams, Part
 from quantkit.archs.common.decoder import Decoder, all_or_none
-from quantkit.archs.common.tensors import LazyTensor, Rule, Transform, interleave_halves
+from quantkit.archs.common.tensors import LazyTensor, TensorRule, Transform, interleave_halves
 from quantkit.formats.gguf.metadata import Entries
 
 _CODE_VOCAB = 49152  # of SmolLM and Granite, whose tokenizers never add BOS although config.json has it
@@ -36,12 +36,12 @@ class Llama(Decoder):
     size_overrides = {"eff": lambda s: s["ff"]}  # noqa: RUF012  data
     rules = (
         *EMBEDDING_RULES,
-        Rule("blk.N.attn_norm", "model.layers.N.input_layernorm", f32=True),
-        Rule("blk.N.attn_q", "model.layers.N.self_attn.q_proj", rope_order, bias=True),
-        Rule("blk.N.attn_k", "model.layers.N.self_attn.k_proj", rope_order, bias=True),
-        Rule("blk.N.attn_v", "model.layers.N.self_attn.v_proj", bias=True),
-        Rule("blk.N.attn_output", "model.layers.N.self_attn.o_proj", bias=True),
-        Rule("blk.N.ffn_norm", "model.layers.N.post_attention_layernorm", f32=True),
+        TensorRule("blk.N.attn_norm", "model.layers.N.input_layernorm", f32=True),
+        TensorRule("blk.N.attn_q", "model.layers.N.self_attn.q_proj", rope_order, bias=True),
+        TensorRule("blk.N.attn_k", "model.layers.N.self_attn.k_proj", rope_order, bias=True),
+        TensorRule("blk.N.attn_v", "model.layers.N.self_attn.v_proj", bias=True),
+        TensorRule("blk.N.attn_output", "model.layers.N.self_attn.o_proj", bias=True),
+        TensorRule("blk.N.ffn_norm", "model.layers.N.post_attention_layernorm", f32=True),
         *experts.dense_rules(bias=True),
         *experts.routed_rules("block_sparse_moe", experts.MIXTRAL),
         *OUTPUT_RULES,

@@ -14,7 +14,7 @@ from quantkit.archs.common import experts
 from quantkit.archs.common.base import EMBEDDING_RULES, OUTPUT_RULES, Config, Keys, need
 from quantkit.archs.common.blocks import Attention, HParams, Part
 from quantkit.archs.common.decoder import Decoder, with_head_norms
-from quantkit.archs.common.tensors import LazyTensor, Rule
+from quantkit.archs.common.tensors import LazyTensor, TensorRule
 from quantkit.formats.gguf.metadata import Entries
 from quantkit.inputs.settings import integer
 
@@ -31,14 +31,14 @@ class MiniMaxM2(Decoder):
     size_overrides = {"q_norm": lambda s: s["q"], "k_norm": lambda s: s["k"]}  # noqa: RUF012  data
     rules = (
         *EMBEDDING_RULES,
-        Rule("blk.N.attn_norm", "model.layers.N.input_layernorm", f32=True),
-        Rule("blk.N.attn_q", "model.layers.N.self_attn.q_proj"),
-        Rule("blk.N.attn_q_norm", "model.layers.N.self_attn.q_norm", f32=True),
-        Rule("blk.N.attn_k", "model.layers.N.self_attn.k_proj"),
-        Rule("blk.N.attn_k_norm", "model.layers.N.self_attn.k_norm", f32=True),
-        Rule("blk.N.attn_v", "model.layers.N.self_attn.v_proj"),
-        Rule("blk.N.attn_output", "model.layers.N.self_attn.o_proj"),
-        Rule("blk.N.ffn_norm", "model.layers.N.post_attention_layernorm", f32=True),
+        TensorRule("blk.N.attn_norm", "model.layers.N.input_layernorm", f32=True),
+        TensorRule("blk.N.attn_q", "model.layers.N.self_attn.q_proj"),
+        TensorRule("blk.N.attn_q_norm", "model.layers.N.self_attn.q_norm", f32=True),
+        TensorRule("blk.N.attn_k", "model.layers.N.self_attn.k_proj"),
+        TensorRule("blk.N.attn_k_norm", "model.layers.N.self_attn.k_norm", f32=True),
+        TensorRule("blk.N.attn_v", "model.layers.N.self_attn.v_proj"),
+        TensorRule("blk.N.attn_output", "model.layers.N.self_attn.o_proj"),
+        TensorRule("blk.N.ffn_norm", "model.layers.N.post_attention_layernorm", f32=True),
         experts.choice_rule("block_sparse_moe.e_score_correction_bias"),
         *experts.routed_rules("block_sparse_moe", experts.MIXTRAL),
         *OUTPUT_RULES,

@@ -26,7 +26,7 @@ from quantkit.archs.common.base import (
 )
 from quantkit.archs.common.blocks import Attention, HParams
 from quantkit.archs.common.decoder import Decoder
-from quantkit.archs.common.tensors import LazyTensor, Rule
+from quantkit.archs.common.tensors import LazyTensor, TensorRule
 from quantkit.archs.llama import rope_order
 from quantkit.errors import UnsupportedError
 from quantkit.formats.gguf.metadata import Entries, shortest
@@ -58,11 +58,11 @@ class Mistral3(Decoder):
     }
     rules = (
         *EMBEDDING_RULES,
-        Rule("blk.N.attn_norm", "model.layers.N.input_layernorm", f32=True),
-        Rule("blk.N.attn_q", "model.layers.N.self_attn.q_proj", rope_order),
-        Rule("blk.N.attn_k", "model.layers.N.self_attn.k_proj", rope_order),
-        Rule("blk.N.attn_v", "model.layers.N.self_attn.v_proj"),
-        Rule("blk.N.attn_output", "model.layers.N.self_attn.o_proj"),
+        TensorRule("blk.N.attn_norm", "model.layers.N.input_layernorm", f32=True),
+        TensorRule("blk.N.attn_q", "model.layers.N.self_attn.q_proj", rope_order),
+        TensorRule("blk.N.attn_k", "model.layers.N.self_attn.k_proj", rope_order),
+        TensorRule("blk.N.attn_v", "model.layers.N.self_attn.v_proj"),
+        TensorRule("blk.N.attn_output", "model.layers.N.self_attn.o_proj"),
         *SWIGLU_RULES,
         *OUTPUT_RULES,
     )

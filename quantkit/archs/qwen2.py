@@ -10,7 +10,7 @@ from typing import Any
 
 from quantkit.archs.common.base import EMBEDDING_RULES, OUTPUT_RULES, SWIGLU_RULES, Config, refuse
 from quantkit.archs.common.decoder import Decoder
-from quantkit.archs.common.tensors import LazyTensor, Rule
+from quantkit.archs.common.tensors import LazyTensor, TensorRule
 from quantkit.errors import UnsupportedError
 from quantkit.formats.gguf.metadata import Entries
 
@@ -27,11 +27,11 @@ class Qwen2(Decoder):
     biased = _BIASED
     rules = (
         *EMBEDDING_RULES,
-        Rule("blk.N.attn_norm", "model.layers.N.input_layernorm", f32=True),
-        Rule("blk.N.attn_q", "model.layers.N.self_attn.q_proj", bias=True),
-        Rule("blk.N.attn_k", "model.layers.N.self_attn.k_proj", bias=True),
-        Rule("blk.N.attn_v", "model.layers.N.self_attn.v_proj", bias=True),
-        Rule("blk.N.attn_output", "model.layers.N.self_attn.o_proj"),
+        TensorRule("blk.N.attn_norm", "model.layers.N.input_layernorm", f32=True),
+        TensorRule("blk.N.attn_q", "model.layers.N.self_attn.q_proj", bias=True),
+        TensorRule("blk.N.attn_k", "model.layers.N.self_attn.k_proj", bias=True),
+        TensorRule("blk.N.attn_v", "model.layers.N.self_attn.v_proj", bias=True),
+        TensorRule("blk.N.attn_output", "model.layers.N.self_attn.o_proj"),
         *SWIGLU_RULES,
         *OUTPUT_RULES,
     )
@@ -59,7 +59,7 @@ class Qwen2(Decoder):
             entries |= self.head_lengths(config)
         return entries
 
-    def has_bias(self, rule: Rule, config: Config) -> bool:
+    def has_bias(self, rule: TensorRule, config: Config) -> bool:
         return rule.gguf.rpartition(".")[2] in _BIASED
 
     def config(self, metadata: Mapping[str, object], tensors: Mapping[str, LazyTensor]) -> dict[str, Any]:

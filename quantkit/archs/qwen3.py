@@ -11,20 +11,20 @@ from typing import Any, ClassVar
 from quantkit.archs.common.base import EMBEDDING_RULES, OUTPUT_RULES, SWIGLU_RULES, Config, refuse
 from quantkit.archs.common.blocks import Attention, HParams
 from quantkit.archs.common.decoder import Decoder, with_head_norms
-from quantkit.archs.common.tensors import LazyTensor, Rule
+from quantkit.archs.common.tensors import LazyTensor, TensorRule
 from quantkit.formats.gguf.metadata import Entries
 from quantkit.inputs.settings import integer
 
 _HEAD_DIM = 128  # transformers' default
 
 ATTENTION_RULES = (
-    Rule("blk.N.attn_norm", "model.layers.N.input_layernorm", f32=True),
-    Rule("blk.N.attn_q", "model.layers.N.self_attn.q_proj", bias=True),
-    Rule("blk.N.attn_q_norm", "model.layers.N.self_attn.q_norm", f32=True),
-    Rule("blk.N.attn_k", "model.layers.N.self_attn.k_proj", bias=True),
-    Rule("blk.N.attn_k_norm", "model.layers.N.self_attn.k_norm", f32=True),
-    Rule("blk.N.attn_v", "model.layers.N.self_attn.v_proj", bias=True),
-    Rule("blk.N.attn_output", "model.layers.N.self_attn.o_proj", bias=True),
+    TensorRule("blk.N.attn_norm", "model.layers.N.input_layernorm", f32=True),
+    TensorRule("blk.N.attn_q", "model.layers.N.self_attn.q_proj", bias=True),
+    TensorRule("blk.N.attn_q_norm", "model.layers.N.self_attn.q_norm", f32=True),
+    TensorRule("blk.N.attn_k", "model.layers.N.self_attn.k_proj", bias=True),
+    TensorRule("blk.N.attn_k_norm", "model.layers.N.self_attn.k_norm", f32=True),
+    TensorRule("blk.N.attn_v", "model.layers.N.self_attn.v_proj", bias=True),
+    TensorRule("blk.N.attn_output", "model.layers.N.self_attn.o_proj", bias=True),
 )
 
 
@@ -35,7 +35,7 @@ class Qwen3(Decoder):
     hf = ("Qwen3ForCausalLM",)
     model_type = "qwen3"
     rope_style = "neox"
-    rules: ClassVar[tuple[Rule, ...]] = (*EMBEDDING_RULES, *ATTENTION_RULES, *SWIGLU_RULES, *OUTPUT_RULES)
+    rules: ClassVar[tuple[TensorRule, ...]] = (*EMBEDDING_RULES, *ATTENTION_RULES, *SWIGLU_RULES, *OUTPUT_RULES)
     EXAMPLE = {  # noqa: RUF012  data
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",

@@ -20,7 +20,7 @@ from quantkit.archs.common import hybrid
 from quantkit.archs.common.base import EMBEDDING_RULES, SWIGLU_RULES, Config, Keys, rope_parameters
 from quantkit.archs.common.blocks import HParams
 from quantkit.archs.common.hybrid import Hybrid, conv_rows, head_runs, recurrence_of, recurrent_rule
-from quantkit.archs.common.tensors import COPY, LazyTensor, Piece, Rule, Shape, Transform
+from quantkit.archs.common.tensors import COPY, LazyTensor, Piece, Shape, TensorRule, Transform
 from quantkit.archs.common.transforms import GatherRows, ShuffleColumns
 from quantkit.formats.gguf.metadata import Entries
 from quantkit.inputs.settings import integer, sequence
@@ -66,7 +66,7 @@ _MTP_NAMES = {
     "norm": "shared_head.norm",
 }
 MTP_RULES = (
-    Rule("blk.N.nextn.eh_proj", "model.layers.N.eh_proj", layers=_is_first_mtp_layer),
+    TensorRule("blk.N.nextn.eh_proj", "model.layers.N.eh_proj", layers=_is_first_mtp_layer),
     *(
         hybrid.norm_rule(f"blk.N.nextn.{name.replace('.', '_')}", f"model.layers.N.{name}", layers=_is_first_mtp_layer)
         for name in list(_MTP_NAMES.values())[1:]
@@ -110,7 +110,7 @@ class Qwen35(Hybrid):
     model_type = "qwen3_5_text"
     mtp = "drop"
     tiled = True
-    rules: ClassVar[tuple[Rule, ...]] = (
+    rules: ClassVar[tuple[TensorRule, ...]] = (
         *EMBEDDING_RULES,
         *hybrid.ATTENTION_RULES,
         *RECURRENT_RULES,

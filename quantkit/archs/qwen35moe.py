@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from quantkit.archs.common import hybrid
 from quantkit.archs.common.base import EMBEDDING_RULES, Config
 from quantkit.archs.common.hybrid import HybridMoE
-from quantkit.archs.common.tensors import LazyTensor, Rule
+from quantkit.archs.common.tensors import LazyTensor, TensorRule
 from quantkit.archs.qwen35 import MTP_RULES, RECURRENT_RULES, Qwen35
 from quantkit.errors import UnsupportedError
 from quantkit.formats.gguf.metadata import Entries
@@ -22,7 +22,7 @@ class Qwen35MoE(HybridMoE, Qwen35):
     name = "qwen35moe"
     hf: ClassVar[tuple[str, ...]] = ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration")
     model_type = "qwen3_5_moe_text"
-    rules: ClassVar[tuple[Rule, ...]] = (
+    rules: ClassVar[tuple[TensorRule, ...]] = (
         *EMBEDDING_RULES,
         *hybrid.ATTENTION_RULES,
         *RECURRENT_RULES,

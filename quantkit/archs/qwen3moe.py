@@ -14,7 +14,7 @@ from typing import Any
 from quantkit.archs.common import experts
 from quantkit.archs.common.base import EMBEDDING_RULES, OUTPUT_RULES, Config, Keys, need, refuse
 from quantkit.archs.common.blocks import HParams, Part
-from quantkit.archs.common.tensors import LazyTensor, Rule
+from quantkit.archs.common.tensors import LazyTensor, TensorRule
 from quantkit.archs.qwen3 import ATTENTION_RULES, Qwen3
 from quantkit.formats.gguf.metadata import Entries
 
@@ -28,11 +28,11 @@ class Qwen3MoE(Qwen3):
     rules = (
         *EMBEDDING_RULES,
         *ATTENTION_RULES,
-        Rule("blk.N.ffn_norm", "model.layers.N.post_attention_layernorm", f32=True),
-        Rule("blk.N.ffn_gate_inp", "model.layers.N.mlp.gate", f32=True),
-        Rule("blk.N.ffn_gate_exps", "model.layers.N.mlp.experts.E.gate_proj"),
-        Rule("blk.N.ffn_up_exps", "model.layers.N.mlp.experts.E.up_proj"),
-        Rule("blk.N.ffn_down_exps", "model.layers.N.mlp.experts.E.down_proj"),
+        TensorRule("blk.N.ffn_norm", "model.layers.N.post_attention_layernorm", f32=True),
+        TensorRule("blk.N.ffn_gate_inp", "model.layers.N.mlp.gate", f32=True),
+        TensorRule("blk.N.ffn_gate_exps", "model.layers.N.mlp.experts.E.gate_proj"),
+        TensorRule("blk.N.ffn_up_exps", "model.layers.N.mlp.experts.E.up_proj"),
+        TensorRule("blk.N.ffn_down_exps", "model.layers.N.mlp.experts.E.down_proj"),
         *OUTPUT_RULES,
     )
     EXAMPLE = Qwen3.EXAMPLE | {

@@ -16,7 +16,7 @@ from quantkit.archs.common import hybrid
 from quantkit.archs.common.base import EMBEDDING_RULES
 from quantkit.archs.common.blocks import DeltaNet, HParams
 from quantkit.archs.common.hybrid import HybridMoE, RowRuns, recurrence_of, recurrent_rule
-from quantkit.archs.common.tensors import COPY, Piece, Rule, Shape
+from quantkit.archs.common.tensors import COPY, Piece, Shape, TensorRule
 from quantkit.archs.common.transforms import GatherRows
 
 _FUSED = "in_proj_qkvz"
@@ -49,7 +49,7 @@ class Qwen3Next(HybridMoE):
     hf = ("Qwen3NextForCausalLM",)
     model_type = "qwen3_next"
     tiled = False
-    rules: ClassVar[tuple[Rule, ...]] = (
+    rules: ClassVar[tuple[TensorRule, ...]] = (
         *EMBEDDING_RULES,
         *hybrid.ATTENTION_RULES,
         recurrent_rule("attn_qkv", _FUSED, lambda hp: GatherRows(_parts(hp)[0]), to_gguf_only=True),

@@ -3,7 +3,8 @@
 The file `sweep_bench.py` holds the function `sweep_bench`, which becomes the command `sweep-bench`. typer reads its
 signature for the usage and its docstring for the help; the docstring's first sentence is the line in the list of
 commands. A file may also name functions in `SUBCOMMANDS`: `quantkit COMMAND SUBCOMMAND`. Files that begin with `_` are
-not commands. `app` is an ordinary typer application that imports a command's file on first use.
+not commands; what commands share is in the package `common`. `app` is an ordinary typer application that imports a
+command's file on first use.
 
 The libraries raise exceptions, and the command line turns them into exit statuses:
 
@@ -25,7 +26,7 @@ import typer
 from typer.core import TyperGroup
 
 from quantkit import __version__
-from quantkit.cli._terminal import escaped_controls, message
+from quantkit.cli.common.terminal import escaped_controls, message
 from quantkit.errors import OptionError, QuantkitError, printable
 
 # The order of the help page, by when a user needs them. A command that is not listed comes last.
@@ -45,6 +46,7 @@ def commands() -> list[str]:
 
 
 def subcommands(command: str) -> list[str]:
+    """Names of the subcommands of a command, for example "show" of `imatrix`."""
     return list(getattr(_module(command), "SUBCOMMANDS", {}))
 
 
@@ -138,7 +140,7 @@ def _with_exit_status(function: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: object, **kwargs: object) -> Any:
         try:
             return function(*args, **kwargs)
         except OptionError as error:

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from quantkit import cli
-from quantkit.cli._shared import table
+from quantkit.cli.common.output import table
 
 DOCS = Path(__file__).parents[2] / "docs"
 README, FIGURES, PICTURE = DOCS.parent / "README.md", DOCS / "demo.json", DOCS / "demo.png"
@@ -108,6 +108,7 @@ def _columns(width: int) -> Iterator[None]:
 
 
 def main(results: list[str]) -> None:
+    """Write the pages; with the path of a demo's results, store their figures first."""
     DOCS.mkdir(exist_ok=True)
     for path in results:
         store_figures(Path(path))

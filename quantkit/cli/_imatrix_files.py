@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quantkit.cli._evaluation import on_message
-from quantkit.cli._shared import Json, print_json, table
+from quantkit.cli.common.evaluation import on_message
+from quantkit.cli.common.options import Json
+from quantkit.cli.common.output import print_json, table
 
 if TYPE_CHECKING:
     from quantkit.evaluate.imatrix.coverage import Coverage

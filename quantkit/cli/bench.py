@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quantkit.cli._runtime import Launch, runs_a_model
-from quantkit.cli._shared import Json, checked_threads, gib, print_json
+from quantkit.cli.common.launch import Launch, runs_a_model
+from quantkit.cli.common.options import Json, checked_threads
+from quantkit.cli.common.output import gib, print_json
 from quantkit.errors import QuantkitError, UnknownNameError
 
 if TYPE_CHECKING:
-    from quantkit.evaluate.bench import Case, Speed
+    from quantkit.evaluate.bench import Case, MeasuredSpeed
     from quantkit.runtime.model import Model
 
 FastNumerics = Annotated[
@@ -139,7 +140,7 @@ def _model_record(model: Model, path: Path) -> dict[str, Any]:
             "model_n_params": count, "backend": "CPU"}  # fmt: skip
 
 
-def record(speed: Speed, memory: float) -> dict[str, Any]:
+def record(speed: MeasuredSpeed, memory: float) -> dict[str, Any]:
     """A measured speed as a record with llama-bench's keys and our own; `memory` in bytes/s."""
     rates = [speed.tokens / seconds for seconds in speed.samples]
     gb = speed.gb_per_second

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quantkit.cli._evaluation import Batch, ChunkLimit, Context, Numerics, markdown, on_message
-from quantkit.cli._runtime import Launch, runs_a_model
-from quantkit.cli._shared import Json, Threads, json_text, print_json, table, with_schema
+from quantkit.cli.common.evaluation import Batch, ChunkLimit, Context, Numerics, markdown, on_message
+from quantkit.cli.common.launch import Launch, runs_a_model
+from quantkit.cli.common.options import Json, Threads
+from quantkit.cli.common.output import json_text, print_json, table, with_schema
 from quantkit.errors import QuantkitError
 
 if TYPE_CHECKING:

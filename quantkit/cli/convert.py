@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quantkit.cli._positional import refuse_type
-from quantkit.cli._shared import Json, Threads, gib, parse_size, print_json, print_left_out, table
+from quantkit.cli.common.options import Json, Threads, parse_size
+from quantkit.cli.common.output import gib, print_json, print_left_out, table
+from quantkit.cli.common.positional import refuse_type
 from quantkit.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from quantkit.pipelines.convert_plan import Conversion
+    from quantkit.pipelines.conversion.plan import Conversion
 
 
 def convert(

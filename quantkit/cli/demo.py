@@ -19,7 +19,8 @@ from typing import Annotated, Any
 
 import typer
 
-from quantkit.cli._shared import Json, Threads, print_json, table
+from quantkit.cli.common.options import Json, Threads
+from quantkit.cli.common.output import print_json, table
 from quantkit.errors import FormatError, QuantkitError
 from quantkit.inputs import json_input
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quantkit.cli._shared import Json, Threads, print_json, table
+from quantkit.cli.common.options import Json, Threads
+from quantkit.cli.common.output import print_json, table
 from quantkit.errors import printable
 
 if TYPE_CHECKING:
@@ -129,12 +130,12 @@ def _row(d: Difference, weighted: bool) -> tuple[str, ...]:
     return printable(d.name), d.status, *sides, *figures
 
 
-def _side(value: Any, kind: str | None) -> str:
+def _side(value: object, kind: str | None) -> str:
     text = _brief(value)
     return "-" if text is None else f"{kind}{'[]' if isinstance(value, list) else ''}: {printable(text)}"
 
 
-def _brief(value: Any) -> str | None:
+def _brief(value: object) -> str | None:
     """A value as text for a table; long ones are truncated."""
     if value is None:
         return None

@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from quantkit.cli._shared import Json, Threads, gib, parse_size, print_json, table
+from quantkit.cli.common.options import Json, Threads, parse_size
+from quantkit.cli.common.output import gib, print_json, table
 
 
 def export(

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quantkit.cli._evaluation import Batch, ChunkLimit, ChunkPrinter, Context, Numerics, on_message
 from quantkit.cli._imatrix_files import (
     FEW_TOKENS,
     Missing,
@@ -18,8 +17,10 @@ from quantkit.cli._imatrix_files import (
     numbers,
     show,
 )
-from quantkit.cli._runtime import Launch, runs_a_model
-from quantkit.cli._shared import Json, Threads, parse_size, print_json
+from quantkit.cli.common.evaluation import Batch, ChunkLimit, ChunkPrinter, Context, Numerics, on_message
+from quantkit.cli.common.launch import Launch, runs_a_model
+from quantkit.cli.common.options import Json, Threads, parse_size
+from quantkit.cli.common.output import print_json
 from quantkit.errors import QuantkitError
 
 if TYPE_CHECKING:
@@ -150,7 +151,7 @@ def imatrix(
 
 def _print_sizes(model: Path, form: str | None, limit: int | None, json: bool) -> None:
     """What --second-moments takes, in each form or in the one that is asked for."""
-    from quantkit.cli._shared import table
+    from quantkit.cli.common.output import table
     from quantkit.evaluate.imatrix.second_moments import MomentsForm, measured_shapes, plan_forms, sizes
     from quantkit.pipelines import planning
 

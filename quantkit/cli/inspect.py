@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 import typer
 
-from quantkit.cli._shared import Json, gib, print_json, table
+from quantkit.cli.common.options import Json
+from quantkit.cli.common.output import gib, print_json, table
 from quantkit.errors import printable
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def inspect(
     if as_card:
         if json:
             raise typer.BadParameter("--card is Markdown and --json is not; drop one of them")
-        from quantkit.cli._card import card
+        from quantkit.cli.common.card import card
 
         print(card(file), end="")
         return

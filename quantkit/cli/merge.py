@@ -9,7 +9,8 @@ from typing import Annotated
 
 import typer
 
-from quantkit.cli._shared import Json, Out, Threads, gib, print_json
+from quantkit.cli.common.options import Json, Out, Threads
+from quantkit.cli.common.output import gib, print_json
 from quantkit.errors import QuantkitError
 
 

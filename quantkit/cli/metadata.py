@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quantkit.cli._shared import DryRun, Json, print_json, table
+from quantkit.cli.common.options import DryRun, Json
+from quantkit.cli.common.output import print_json, table
 from quantkit.errors import DataError, QuantkitError
 
 if TYPE_CHECKING:
@@ -181,7 +182,7 @@ def _short(found: Metadata, key: str) -> Any:
     return [float(str(np.float32(v))) for v in value] if isinstance(value, list) else float(str(np.float32(value)))
 
 
-def _text(value: Any, one_line: bool = False) -> str:
+def _text(value: object, one_line: bool = False) -> str:
     """A value in the form that `set` reads; with `one_line`, control characters of strings are escaped."""
     import json
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quantkit.cli._evaluation import (
+from quantkit.cli.common.evaluation import (
     Batch,
     ChunkLimit,
     ChunkPrinter,
@@ -17,8 +17,9 @@ from quantkit.cli._evaluation import (
     on_message,
     required_text,
 )
-from quantkit.cli._runtime import Launch, runs_a_model
-from quantkit.cli._shared import Json, Threads, print_json
+from quantkit.cli.common.launch import Launch, runs_a_model
+from quantkit.cli.common.options import Json, Threads
+from quantkit.cli.common.output import print_json
 from quantkit.errors import QuantkitError
 
 if TYPE_CHECKING:

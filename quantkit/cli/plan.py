@@ -7,12 +7,13 @@ from typing import Annotated
 
 import typer
 
-from quantkit.cli._plan_tables import print_imatrix, print_plan
-from quantkit.cli._planning import (
+from quantkit.cli.common.options import Json
+from quantkit.cli.common.output import print_json
+from quantkit.cli.common.plan_options import (
     Verbose,
     takes_plan_options,
 )
-from quantkit.cli._shared import Json, print_json
+from quantkit.cli.common.plan_tables import print_imatrix, print_plan
 from quantkit.pipelines.options import PlanOptions
 
 

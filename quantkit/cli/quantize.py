@@ -8,23 +8,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quantkit.cli._plan_tables import print_imatrix, print_plan
-from quantkit.cli._planning import Verbose, takes_plan_options
-from quantkit.cli._positional import default_out
-from quantkit.cli._positional import read as read_positional
-from quantkit.cli._shared import (
+from quantkit.cli.common.options import (
     Json,
     KeepSplit,
     SplitMaxSize,
     SplitMaxTensors,
     Threads,
     checked_threads,
-    gib,
     parse_size,
-    print_json,
-    print_left_out,
     split_limit,
 )
+from quantkit.cli.common.output import gib, print_json, print_left_out
+from quantkit.cli.common.plan_options import Verbose, takes_plan_options
+from quantkit.cli.common.plan_tables import print_imatrix, print_plan
+from quantkit.cli.common.positional import default_out
+from quantkit.cli.common.positional import read as read_positional
 from quantkit.errors import OptionError
 from quantkit.pipelines.options import PlanOptions, QuantizeOptions
 

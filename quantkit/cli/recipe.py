@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quantkit.cli._plan_tables import print_imatrix
-from quantkit.cli._planning import ImatrixFile, Set, Strict, read_settings
-from quantkit.cli._shared import Json, print_json, table
-from quantkit.cli._terminal import message
+from quantkit.cli.common.options import Json
+from quantkit.cli.common.output import print_json, table
+from quantkit.cli.common.plan_options import ImatrixFile, Set, Strict, read_settings
+from quantkit.cli.common.plan_tables import print_imatrix
+from quantkit.cli.common.terminal import message
 
 if TYPE_CHECKING:
     from quantkit.formats.imatrix import Imatrix
-    from quantkit.pipelines.planning import Model
+    from quantkit.pipelines.planning import PlanInput
     from quantkit.recipe import Plan, Recipe
 
 Source = Annotated[
@@ -122,7 +123,7 @@ def lint(
         print(f"warning: {message(warning)}")
 
 
-def _plan(found: Recipe, model: Model, imatrix: Imatrix | None = None) -> Plan:
+def _plan(found: Recipe, model: PlanInput, imatrix: Imatrix | None = None) -> Plan:
     """The plan of a recipe for a model; tensors without a rule are Q8_0."""
     from quantkit.recipe import Options, plan
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quantkit.cli._shared import (
+from quantkit.cli.common.options import (
     DryRun,
     Json,
     KeepSplit,
@@ -19,12 +19,9 @@ from quantkit.cli._shared import (
     SplitMaxSize,
     SplitMaxTensors,
     Threads,
-    gib,
-    mib,
-    print_json,
     split_limit,
-    table,
 )
+from quantkit.cli.common.output import gib, mib, print_json, table
 from quantkit.errors import printable
 
 if TYPE_CHECKING:

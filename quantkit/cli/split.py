@@ -8,17 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quantkit.cli._shared import (
-    Json,
-    Source,
-    SplitMaxSize,
-    SplitMaxTensors,
-    Threads,
-    gib,
-    parse_size,
-    print_json,
-    table,
-)
+from quantkit.cli.common.options import Json, Source, SplitMaxSize, SplitMaxTensors, Threads, parse_size
+from quantkit.cli.common.output import gib, print_json, table
 
 if TYPE_CHECKING:
     from quantkit.formats.gguf import GGUF

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quantkit.cli._runtime import Launch, runs_a_model
-from quantkit.cli._shared import Json, Threads, print_json
 from quantkit.cli.bench import FastNumerics, bench_conditions_line, record, shares
+from quantkit.cli.common.launch import Launch, runs_a_model
+from quantkit.cli.common.options import Json, Threads
+from quantkit.cli.common.output import print_json
 from quantkit.errors import UnknownNameError
 
 if TYPE_CHECKING:
-    from quantkit.evaluate.bench import Speed
+    from quantkit.evaluate.bench import MeasuredSpeed
 
 _HEADER = "|    PP |     TG |   N_KV |   T_PP s | S_PP t/s |   T_TG s | S_TG t/s | TG GB/s | of mem |"
 _MEMORY = "  RSS HWM |"
@@ -99,7 +100,7 @@ def sweep_bench(
         print(f"plot: {plot}", file=sys.stderr)
 
 
-def _step(prompt: Speed, generation: Speed, memory: float) -> dict[str, Any]:
+def _step(prompt: MeasuredSpeed, generation: MeasuredSpeed, memory: float) -> dict[str, Any]:
     """A row with the keys of ik_llama.cpp's JSON lines, plus the records of prompt and generation."""
     generated = record(generation, memory)
     return {

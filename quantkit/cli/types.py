@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quantkit.cli._shared import Json, print_json, table
+from quantkit.cli.common.options import Json
+from quantkit.cli.common.output import print_json, table
 
 if TYPE_CHECKING:
     from quantkit.types import QuantType
@@ -84,7 +85,7 @@ def row(record: dict[str, Any]) -> list[str]:
     return [_cell(record[key]) for key in keys]
 
 
-def _cell(value: Any) -> str:
+def _cell(value: object) -> str:
     if value is None:
         return ""
     if isinstance(value, bool):

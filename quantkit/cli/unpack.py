@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quantkit.cli._shared import (
+from quantkit.cli.common.options import (
     DryRun,
     Json,
     KeepSplit,

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quantkit.cli._shared import Json, Threads, print_json
+from quantkit.cli.common.options import Json, Threads
+from quantkit.cli.common.output import print_json
 
 if TYPE_CHECKING:
     from quantkit.pipelines.verify import Verified

@@ -55,7 +55,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Speed:
+class MeasuredSpeed:
     """A row of a benchmark: seconds for `tokens` in each repetition (`samples`), after `n_kv` tokens in the cache."""
 
     test: str
@@ -131,7 +131,9 @@ def read_speed(model: Model, repeat: int = 3) -> float:
     return sum(piece.nbytes for piece in pieces) / min(seconds[1:])
 
 
-def bench(model: Model, cases: Sequence[Case], repeat: int, *, warmup: bool = True, seed: int = 0) -> Iterator[Speed]:
+def bench(
+    model: Model, cases: Sequence[Case], repeat: int, *, warmup: bool = True, seed: int = 0
+) -> Iterator[MeasuredSpeed]:
     """Time each case in turn: `repeat` samples, after an untimed run if `warmup` is set."""
     longest = max(case.n_ctx for case in cases)
     tokens = np.random.default_rng(seed).integers(0, model.vocab_size, longest)
@@ -142,7 +144,7 @@ def bench(model: Model, cases: Sequence[Case], repeat: int, *, warmup: bool = Tr
             cache.mark()
         samples = [_run(model, cache, case, tokens) for _ in range(repeat + warmup)][warmup:]
         read = None if case.prompt else bytes_per_token(model, case.depth + case.generate // 2)
-        yield Speed(case.name, case.depth, case.prompt + case.generate, tuple(samples), read)
+        yield MeasuredSpeed(case.name, case.depth, case.prompt + case.generate, tuple(samples), read)
 
 
 def sweep(
@@ -155,7 +157,7 @@ def sweep(
     stride: int = 1,
     warmup_batch: bool = False,
     seed: int = 0,
-) -> Iterator[tuple[Speed, Speed]]:
+) -> Iterator[tuple[MeasuredSpeed, MeasuredSpeed]]:
     """Fill a cache of `n_ctx` tokens in batches of `n_batch`; time each batch, and generation at the same depth.
 
     n_generate     tokens to generate at each depth, by default n_batch / 4; the batch then overwrites them
@@ -183,8 +185,8 @@ def sweep(
         filled = tuple(_prompt(model, cache, tokens[:n_batch], n_kv) for _ in range(repeat))
         read = bytes_per_token(model, n_kv + n_generate // 2)
         yield (
-            Speed(f"pp{n_batch}", n_kv, n_batch, filled),
-            Speed(f"tg{n_generate}", n_kv, n_generate, generated, read),
+            MeasuredSpeed(f"pp{n_batch}", n_kv, n_batch, filled),
+            MeasuredSpeed(f"tg{n_generate}", n_kv, n_generate, generated, read),
         )
 
 

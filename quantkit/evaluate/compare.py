@@ -28,7 +28,7 @@ from quantkit.evaluate.divergence import Divergence, Estimate, divergence_from_b
 from quantkit.evaluate.layers.tensor_errors import TensorError, tensor_errors
 from quantkit.evaluate.models import ChunkModel, OnMessage, OpenModel, no_message, open_model
 from quantkit.evaluate.perplexity import Perplexity, perplexity_of_chunks
-from quantkit.evaluate.statistics import Interval, Rank, Sample, rank
+from quantkit.evaluate.statistics import Interval, ModelRank, Sample, rank
 from quantkit.evaluate.text import DEFAULT_BATCH, DEFAULT_CONTEXT, Chunks, chunked, read_text
 from quantkit.formats import gguf
 from quantkit.formats.kld.base_file import BaseReader, BaseWriter
@@ -199,7 +199,7 @@ class Comparison:
         return Sample(self.chunks, self.positions // self.chunks)
 
     @cached_property
-    def ranks(self) -> list[Rank]:
+    def ranks(self) -> list[ModelRank]:
         """The ranks of the candidates after the reference, best first; `model` 0 is the first of them."""
         return rank(self.sample, [c.divergence.kld for c in self.candidates if c.divergence is not None])
 

@@ -166,7 +166,7 @@ def separate(sample: Sample, first: np.ndarray, second: np.ndarray, level: float
     return Separation(found, False, math.ceil(tokens * (factor - 1)) if factor <= 100 else None)
 
 
-class Rank(NamedTuple):
+class ModelRank(NamedTuple):
     """The rank of a model, given by its index. Models that the data do not separate share a place, counted from 1."""
 
     model: int
@@ -174,7 +174,7 @@ class Rank(NamedTuple):
     to_next: Separation | None
 
 
-def rank(sample: Sample, figures: Sequence[np.ndarray]) -> list[Rank]:
+def rank(sample: Sample, figures: Sequence[np.ndarray]) -> list[ModelRank]:
     """Order models by the mean of a figure float[tokens] of each, smallest first.
 
     Neighbours in the order are compared, each at a level that gives all comparisons together 95 % confidence
@@ -185,7 +185,7 @@ def rank(sample: Sample, figures: Sequence[np.ndarray]) -> list[Rank]:
     found, place = [], 1
     for at, i in enumerate(order):
         to_next = separate(sample, figures[i], figures[order[at + 1]], level) if at + 1 < len(order) else None
-        found.append(Rank(i, place, to_next))
+        found.append(ModelRank(i, place, to_next))
         if to_next is not None and to_next.separated:
             place = at + 2
     return found

@@ -22,19 +22,19 @@ MAX_PICKLE = 256 << 20  # a tensor takes about 200 bytes of the pickle
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 
 
-class Record(NamedTuple):
+class ZipRecord(NamedTuple):
     """A record's place in its file: first byte and size."""
 
     start: int
     nbytes: int
 
 
-def records(path: Path, data: np.ndarray) -> dict[str, Record]:
+def records(path: Path, data: np.ndarray) -> dict[str, ZipRecord]:
     """The records of the file at `path`, whose mapped bytes are `data`, by name without the archive's folder.
 
     FormatError for a directory that torch would not write, UnsupportedError for big-endian files.
     """
-    found: dict[str, Record] = {}
+    found: dict[str, ZipRecord] = {}
     ends = []
     for entry in _entries(path):
         start = _start_of_data(path, data, entry)
@@ -42,7 +42,7 @@ def records(path: Path, data: np.ndarray) -> dict[str, Record]:
         name = entry.filename.partition("/")[2]
         if name in found:
             raise FormatError(f"{path}: record {entry.filename!r} occurs twice")
-        found[name] = Record(start, entry.file_size)
+        found[name] = ZipRecord(start, entry.file_size)
     ends.sort()
     for (_, end, name), (begin, _, other) in itertools.pairwise(ends):
         if end > begin:

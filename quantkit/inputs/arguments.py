@@ -37,7 +37,7 @@ def threads(value: object) -> int | None:
     return None if value is None else integer(value, "threads", 1, _MAX_THREADS)
 
 
-def array(values: Any, what: str) -> np.ndarray:
+def array(values: object, what: str) -> np.ndarray:
     """`values` as an array of numbers; DataError for nested lists of unequal lengths and for other objects."""
     if hasattr(values, "detach"):  # a torch tensor, which numpy refuses with a gradient
         values = values.detach().cpu()
@@ -59,7 +59,7 @@ def _are_numbers(values: np.ndarray) -> bool:
     return all(isinstance(value, (int, float, np.number)) for value in values.reshape(-1))
 
 
-def integers(values: Any, what: str, below: int) -> np.ndarray:
+def integers(values: object, what: str, below: int) -> np.ndarray:
     """`values` as int64, each from 0 to `below` - 1. Floats and bools are refused, not rounded."""
     numbers = array(values, what)
     if not numbers.size:
@@ -74,7 +74,7 @@ def integers(values: Any, what: str, below: int) -> np.ndarray:
     return numbers.astype(np.int64, copy=False)
 
 
-def real_numbers(values: Any, what: str) -> np.ndarray:
+def real_numbers(values: object, what: str) -> np.ndarray:
     """`values` as contiguous float32 in native byte order. Values beyond its range become Inf."""
     if hasattr(values, "detach"):  # numpy has no bfloat16
         values = values.detach().cpu().float()
@@ -85,7 +85,7 @@ def real_numbers(values: Any, what: str) -> np.ndarray:
         return np.ascontiguousarray(numbers, np.float32)
 
 
-def encoded(values: Any, what: str) -> np.ndarray:
+def encoded(values: object, what: str) -> np.ndarray:
     """`values` as contiguous uint8. Other integer dtypes are converted if all values are from 0 to 255."""
     data = array(values, what)
     if data.dtype != np.uint8 and not (

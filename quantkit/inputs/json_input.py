@@ -51,7 +51,7 @@ def read_object(path: Path) -> dict[str, Any]:
     return found
 
 
-def _is_deep(document: Any) -> bool:
+def _is_deep(document: object) -> bool:
     """Whether lists and objects are nested deeper than MAX_DEPTH. Level by level, without recursion."""
     level = [document]
     for _ in range(MAX_DEPTH):

@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from quantkit.formats.imatrix import Imatrix
     from quantkit.formats.pipeline import Progress
     from quantkit.pipelines.calibration import Calibration
-    from quantkit.pipelines.convert_plan import Conversion
+    from quantkit.pipelines.conversion.plan import Conversion
     from quantkit.pipelines.export import Export
-    from quantkit.pipelines.planning import Model
+    from quantkit.pipelines.planning import PlanInput
     from quantkit.pipelines.repack_file import Repacking
     from quantkit.pipelines.verify import Verified
     from quantkit.placement.budget import Budget
@@ -69,7 +69,7 @@ def convert(
     `nbytes`, `n_params`, `left_out` and `warnings`. Raises FormatError or UnsupportedError with the file, tensor or
     setting that cannot be converted, and DataError for a value that the type cannot hold.
     """
-    from quantkit.pipelines.convert import convert_checkpoint
+    from quantkit.pipelines.conversion.convert import convert_checkpoint
 
     options = options or ConvertOptions()
     return convert_checkpoint(
@@ -137,7 +137,9 @@ class PlanResult:
         return self.plan.to_json() | ({"budget": self.devices.to_json()} if self.devices else {})
 
 
-def plan(source: PathLike | GGUF | Model, type: str | None = None, options: PlanOptions | None = None) -> PlanResult:
+def plan(
+    source: PathLike | GGUF | PlanInput, type: str | None = None, options: PlanOptions | None = None
+) -> PlanResult:
     """Decide the type and the device of every tensor of `source`. No weights are read.
 
     `source` is a GGUF file, a checkpoint directory or a config.json; `type` a file type such as "Q4_K_M". Without a
@@ -189,7 +191,7 @@ class Quantization:
     With a `calibration`, importance is measured while the file is written, and `imatrix` only has the names.
     """
 
-    model: Model
+    model: PlanInput
     plan: Plan
     imatrix: Imatrix | None
     options: QuantizeOptions
@@ -235,7 +237,7 @@ class Quantization:
 
 
 def prepare_quantize(
-    source: PathLike | GGUF | Conversion | Model,
+    source: PathLike | GGUF | Conversion | PlanInput,
     type: str | None,
     options: QuantizeOptions | None = None,
     *,

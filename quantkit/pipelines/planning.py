@@ -28,12 +28,12 @@ from quantkit.formats.gguf import GGUF
 from quantkit.formats.imatrix import Entry, Imatrix
 from quantkit.inputs import json_input
 from quantkit.pipelines.options import PathLike, PlanOptions, QuantizeOptions, TypeOptions, comma_separated, texts
-from quantkit.placement.budget import GIB, Budget, Cache, budget, experts_to_keep
+from quantkit.placement.budget import GIB, Budget, CacheSettings, budget, experts_to_keep
 from quantkit.placement.devices import CPU, Device
 from quantkit.placement.fit import fit
 from quantkit.placement.offload import parse_ops
 from quantkit.placement.rules import Flags, parse_flags
-from quantkit.placement.speed import Speed, parse_rates, predict
+from quantkit.placement.speed import PredictedSpeed, parse_rates, predict
 from quantkit.recipe import (
     ImportanceError,
     Options,
@@ -50,7 +50,7 @@ from quantkit.recipe import plan as decide
 from quantkit.recipe.planning.planner import Tensor, is_very_low
 
 if TYPE_CHECKING:
-    from quantkit.pipelines.convert_plan import CheckpointView, Conversion
+    from quantkit.pipelines.conversion.plan import CheckpointView, Conversion
 
 CLASSES = ("attn_q", "attn_k", "attn_v", "attn_qkv", "attn_output", "ffn_gate", "ffn_down", "ffn_up")
 # Options that choose types, in the order in which a message names them.
@@ -64,7 +64,7 @@ _FLAGS = {"settings": "set"}  # options whose flag has another name
 
 
 @dataclass(frozen=True)
-class Model:
+class PlanInput:
     """The input of a plan: a GGUF file, a checkpoint, or a config.json alone.
 
     tensors   name, shape and type of each tensor
@@ -77,32 +77,34 @@ class Model:
     file: GGUF | CheckpointView | None
 
     @classmethod
-    def of(cls, file: GGUF | CheckpointView) -> Model:
+    def of(cls, file: GGUF | CheckpointView) -> PlanInput:
         """An opened input."""
         return cls(list(file.tensors.values()), file.metadata, file)
 
 
-def open_model(source: PathLike | GGUF | Conversion | Model, weights: bool = False, pre: str | None = None) -> Model:
+def open_model(
+    source: PathLike | GGUF | Conversion | PlanInput, weights: bool = False, pre: str | None = None
+) -> PlanInput:
     """Open a GGUF file, a checkpoint directory or its config.json; of the latter two, no weight file is opened.
 
     With `weights`, the weight files of a directory are opened too, to read tensors as `convert` would write them. `pre`
     is the option of `convert`. What is open already is only wrapped.
     """
-    if isinstance(source, Model):
+    if isinstance(source, PlanInput):
         return source
     if not isinstance(source, (str, os.PathLike)):
-        return Model.of(source if isinstance(source, GGUF) else source.as_gguf)
+        return PlanInput.of(source if isinstance(source, GGUF) else source.as_gguf)
     path = Path(source)
     if weights and path.is_dir():
-        from quantkit.pipelines.convert_plan import STORED, plan_conversion
+        from quantkit.pipelines.conversion.plan import STORED, plan_conversion
 
-        return Model.of(plan_conversion(path, STORED, pre).as_gguf)
+        return PlanInput.of(plan_conversion(path, STORED, pre).as_gguf)
     if is_config(path):
         tensors, metadata = from_config(read_config(path), str(path))
-        return Model(list(tensors), metadata, None)
+        return PlanInput(list(tensors), metadata, None)
     file = gguf.require_model(gguf.open(path))
     validate.check_sizes(file.metadata, path)
-    return Model.of(file)
+    return PlanInput.of(file)
 
 
 def read_imatrix(options: TypeOptions) -> Imatrix | None:
@@ -154,7 +156,7 @@ def planner_options(options: TypeOptions) -> Options:
     return Options(options.pure, output, embedding, router, chosen, *switches, patterns)
 
 
-def plan_types(model: Model, target: str, options: TypeOptions, matrix: Imatrix | None) -> Plan:
+def plan_types(model: PlanInput, target: str, options: TypeOptions, matrix: Imatrix | None) -> Plan:
     """The type of every tensor for the file type `target`. Raises ImportanceError if a type needs a matrix."""
     return decide(
         model.tensors,
@@ -166,7 +168,7 @@ def plan_types(model: Model, target: str, options: TypeOptions, matrix: Imatrix 
     )
 
 
-def plan_types_assuming_imatrix(model: Model, target: str, options: TypeOptions, matrix: Imatrix | None) -> Plan:
+def plan_types_assuming_imatrix(model: PlanInput, target: str, options: TypeOptions, matrix: Imatrix | None) -> Plan:
     """As `plan_types`, to show. If a type needs an importance matrix, a complete one is assumed, with a warning."""
     try:
         return plan_types(model, target, options, matrix)
@@ -175,7 +177,7 @@ def plan_types_assuming_imatrix(model: Model, target: str, options: TypeOptions,
         return dataclasses.replace(type_plan, warnings=(*type_plan.warnings, missing_imatrix(type_plan)))
 
 
-def replay_plan(model: Model, options: QuantizeOptions, matrix: Imatrix | None) -> Plan:
+def replay_plan(model: PlanInput, options: QuantizeOptions, matrix: Imatrix | None) -> Plan:
     """The plan of `options.plan`, a document or its file, which decides every type."""
     assert options.plan is not None
     if chosen := first_given(options, *CHOOSING, "repack", "repack_pattern"):
@@ -186,6 +188,7 @@ def replay_plan(model: Model, options: QuantizeOptions, matrix: Imatrix | None) 
 
 
 def conflicts_with_plan(option: str) -> OptionError:
+    """The error of an option that --plan, which decides it, excludes."""
     return OptionError(f"--plan decides every type, so {option} has no effect; drop one of them")
 
 
@@ -239,7 +242,7 @@ def placement_flags(given: Flags | str | None) -> Flags:
     return parse_flags(given) if isinstance(given, str) else given or Flags()
 
 
-def plan_devices(options: PlanOptions, plan: Plan, metadata: Mapping[str, Any]) -> Budget | None:
+def plan_devices(options: PlanOptions, plan: Plan, metadata: Mapping[str, object]) -> Budget | None:
     """The devices of the plan's tensors and the size of the cache; None without an option about either."""
     offload = parse_ops(options.offload_policy or "", options.offload_threshold)
     flags = placement_flags(options.placement)
@@ -249,7 +252,9 @@ def plan_devices(options: PlanOptions, plan: Plan, metadata: Mapping[str, Any]) 
     if not any(given):
         return None
     cache = (
-        Cache(options.ctx_size, options.cache_type_k, options.cache_type_v, options.mla) if options.ctx_size else None
+        CacheSettings(options.ctx_size, options.cache_type_k, options.cache_type_v, options.mla)
+        if options.ctx_size
+        else None
     )
     vram = [int(size * GIB) for size in options.vram]
     if vram and flags.devices:
@@ -275,7 +280,7 @@ def plan_devices(options: PlanOptions, plan: Plan, metadata: Mapping[str, Any]) 
 
 def _speed(
     options: PlanOptions, found: Budget, tensors: Mapping[str, Any], metadata: Mapping[str, Any]
-) -> Speed | None:
+) -> PredictedSpeed | None:
     """The predicted speed of the placement; None without `bandwidth`, `compute` and `fit`."""
     if not (options.bandwidth or options.compute or options.fit):
         return None

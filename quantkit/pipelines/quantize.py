@@ -98,20 +98,24 @@ class SourceTensor(provenance.Rows, Protocol):
     """A tensor whose rows are bytes of the source type named in the plan."""
 
     @property
-    def path(self) -> Path: ...
+    def path(self) -> Path:
+        """The file that holds the tensor, for messages."""
 
 
 class QuantizeSource(Protocol):
     """The input of `quantize_with_plan`: an open GGUF, or a checkpoint as a `CheckpointView`."""
 
     @property
-    def metadata(self) -> Metadata: ...
+    def metadata(self) -> Metadata:
+        """Metadata of the input, from which those of the output are made."""
 
     @property
-    def paths(self) -> Sequence[Path]: ...
+    def paths(self) -> Sequence[Path]:
+        """The files of the input: no output may replace one."""
 
     @property
-    def tensors(self) -> Mapping[str, SourceTensor]: ...
+    def tensors(self) -> Mapping[str, SourceTensor]:
+        """The tensors by their names in GGUF."""
 
 
 def quantize_with_plan(
@@ -422,7 +426,7 @@ def _settings(metadata: Metadata, source: QuantizeSource) -> dict[str, str]:
 
 
 def output_metadata(
-    source: Mapping[str, Any],
+    source: Mapping[str, object],
     plan: Plan,
     imatrix: Imatrix | None = None,
     imatrix_file: str = "",

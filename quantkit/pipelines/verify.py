@@ -42,7 +42,8 @@ class OriginalModel(Protocol):
     """The input that a file was made from: an open GGUF, or a checkpoint as a `CheckpointView`."""
 
     @property
-    def tensors(self) -> Mapping[str, Rows]: ...
+    def tensors(self) -> Mapping[str, Rows]:
+        """The tensors by their names in GGUF."""
 
 
 @dataclass

@@ -1,6 +1,7 @@
 """Compute the memory of each device (weights, KV cache, buffers) and whether it fits, before the file exists.
 
-    found = budget({t.name: t for t in plan.tensors}, metadata, flags, Cache(32768), vram=[24 * GIB], ram=128 * GIB)
+    tensors = {t.name: t for t in plan.tensors}
+    found = budget(tensors, metadata, flags, CacheSettings(32768), vram=[24 * GIB], ram=128 * GIB)
     found.loads, found.warnings, found.fits
 
 If the whole model is on the CPU and the context is known, the buffers for intermediate results are those of quantkit's
@@ -25,27 +26,18 @@ from quantkit.placement.devices import CPU, Device, canonical
 from quantkit.placement.kernel_sizes import BATCH_TOKENS
 from quantkit.placement.offload import Offload
 from quantkit.placement.rules import RUNTIMES, Flags, Placement, place_by_flags, without_kernels
+from quantkit.placement.tensor_info import TensorInfo
 from quantkit.recipe.rules.layers import expand
 from quantkit.recipe.rules.patterns import Advice, advice
 from quantkit.recipe.rules.shadows import OrderedRule, shadow
-from quantkit.types import QuantType
 
 GIB = 1 << 30
 _KINDS = (("experts", "_exps."), ("attention", ".attn_"), ("recurrent", ".ssm_"), ("shared experts", "_shexp."),
           ("feed-forward", ".ffn_"), ("embedding", "token_embd"), ("output", "output"))  # fmt: skip
 
 
-class Weight(Protocol):
-    """The attributes of a tensor that `budget` uses; a file's tensor and a PlannedTensor have them."""
-
-    @property
-    def type(self) -> QuantType: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-
 @dataclass(frozen=True)
-class Cache:
+class CacheSettings:
     """The KV cache to allocate: context in tokens, types of keys and values, and the latent attention mode (-mla)."""
 
     n_ctx: int
@@ -60,7 +52,7 @@ class Cache:
             if name not in kv_size.TYPES:
                 raise UnknownNameError(f"cache type, {flag}", name, kv_size.TYPES)
 
-    def of_layers(self, metadata: Mapping[str, Any]) -> list[int]:
+    def of_layers(self, metadata: Mapping[str, object]) -> list[int]:
         """Bytes of the cache of each layer."""
         keys, values = types.layout(self.keys), types.layout(self.values)
         return kv_size.of_layers(metadata, self.n_ctx, keys, values, self.mla)
@@ -96,6 +88,7 @@ class Load:
         return None if self.limit is None else self.limit - self.margin - self.total
 
     def to_json(self) -> dict[str, Any]:
+        """The load as in the JSON of `plan`; sizes in bytes."""
         names = ("device", "tensors", "weights", "cache", "buffers", "limit", "margin", "classes")
         return {name: getattr(self, name) for name in names} | {"total": self.total, "left": self.left}
 
@@ -104,8 +97,11 @@ class Predicted(Protocol):
     """The interface of a speed prediction (`placement/speed.py`)."""
 
     @property
-    def lines(self) -> list[str]: ...
-    def to_json(self) -> dict[str, Any]: ...
+    def lines(self) -> list[str]:
+        """The prediction as lines of text."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The prediction as in the JSON of `plan`."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +111,7 @@ class Budget:
 
     loads: tuple[Load, ...]
     placement: Placement
-    cache: Cache | None
+    cache: CacheSettings | None
     warnings: tuple[str, ...]
     notes: tuple[str, ...] = ()
     speed: Predicted | None = None
@@ -128,6 +124,7 @@ class Budget:
         return all(free >= 0 for free in left) if left else None
 
     def to_json(self) -> dict[str, Any]:
+        """The field `devices` of the JSON of `plan`: loads, cache, rules, speed; sizes in bytes."""
         rules = zip(self.placement.rules, self.placement.decided)
         cache = self.cache and {name: getattr(self.cache, name) for name in ("n_ctx", "keys", "values", "mla")}
         return {
@@ -150,10 +147,10 @@ class Budget:
 
 
 def budget(
-    tensors: Mapping[str, Weight],
+    tensors: Mapping[str, TensorInfo],
     metadata: Mapping[str, Any],
     flags: Flags,
-    cache: Cache | None = None,
+    cache: CacheSettings | None = None,
     vram: Sequence[int] = (),
     ram: int | None = None,
     margin: int = GIB,
@@ -202,7 +199,7 @@ def _order(device: str) -> tuple[bool, int, str]:
 
 
 def _bytes_by_device(
-    tensors: Mapping[str, Weight], placement: Placement, metadata: Mapping[str, Any], cache: Cache | None
+    tensors: Mapping[str, TensorInfo], placement: Placement, metadata: Mapping[str, Any], cache: CacheSettings | None
 ) -> tuple[dict[tuple[str, str], int], dict[str, int]]:
     """Bytes of weights by (device, tensor), and bytes of KV cache by device."""
     graph = [device.name for device in placement.graph]
@@ -233,7 +230,7 @@ def _classes(held: Mapping[str, int]) -> dict[str, int]:
 
 
 def require_memory(
-    tensors: Mapping[str, Weight], metadata: Mapping[str, Any], flags: Flags, cache: Cache, path: object
+    tensors: Mapping[str, TensorInfo], metadata: Mapping[str, object], flags: Flags, cache: CacheSettings, path: object
 ) -> None:
     """Raise DataError if a device has too little memory for what the flags place on it: by how much, and the remedy."""
     ram = next((device.memory for device in flags.devices if device == CPU), None)
@@ -243,10 +240,10 @@ def require_memory(
 
 
 def experts_to_keep(
-    tensors: Mapping[str, Weight],
-    metadata: Mapping[str, Any],
+    tensors: Mapping[str, TensorInfo],
+    metadata: Mapping[str, object],
     flags: Flags,
-    cache: Cache | None,
+    cache: CacheSettings | None,
     vram: Sequence[int],
     ram: int | None,
     margin: int = GIB,
@@ -264,7 +261,9 @@ def experts_to_keep(
     return count if 0 < count <= layers and found(count).fits else None
 
 
-def _notes(placement: Placement, metadata: Mapping[str, Any], cache: Cache | None, offload: Offload) -> list[str]:
+def _notes(
+    placement: Placement, metadata: Mapping[str, Any], cache: CacheSettings | None, offload: Offload
+) -> list[str]:
     """Describe the KV cache, and the minimum batch size for offload of the CPU's experts."""
     found = []
     arch = metadata.get("general.architecture")
@@ -287,7 +286,9 @@ def _notes(placement: Placement, metadata: Mapping[str, Any], cache: Cache | Non
     return found
 
 
-def _warnings(placement: Placement, tensors: Mapping[str, Weight], loads: Sequence[Load], runtime: str) -> list[str]:
+def _warnings(
+    placement: Placement, tensors: Mapping[str, TensorInfo], loads: Sequence[Load], runtime: str
+) -> list[str]:
     found = []
     free, names = list(tensors), list(tensors)  # free: tensors that no earlier rule matches
     ordered = [

@@ -30,7 +30,8 @@ from typing import Any
 from quantkit.errors import DataError
 from quantkit.placement import sharding, workspace
 from quantkit.placement.devices import CPU, Device, proportions
-from quantkit.placement.rules import Flags, Info, Placement, gpu_kernels, place_model
+from quantkit.placement.rules import Flags, Placement, gpu_kernels, place_model
+from quantkit.placement.tensor_info import TensorInfo
 from quantkit.recipe.rules.layers import regex_of
 
 GIB = 1 << 30
@@ -62,7 +63,7 @@ class _Model:
 
     def __init__(
         self,
-        tensors: Mapping[str, Info],
+        tensors: Mapping[str, TensorInfo],
         metadata: Mapping[str, Any],
         caches: Sequence[int],
         on_gpus: bool,
@@ -100,8 +101,8 @@ class _Model:
 
 
 def fit(
-    tensors: Mapping[str, Info],
-    metadata: Mapping[str, Any],
+    tensors: Mapping[str, TensorInfo],
+    metadata: Mapping[str, object],
     devices: Sequence[Device],
     caches: Sequence[int] = (),
     *,

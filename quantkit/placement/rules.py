@@ -34,11 +34,12 @@ import shlex
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from quantkit.errors import DataError, UnknownNameError, UnsupportedError
 from quantkit.inputs.safe_regex import Pattern, compile
 from quantkit.placement.devices import CPU, Device, canonical, find, parse_devices, proportions
+from quantkit.placement.tensor_info import TensorInfo
 from quantkit.recipe.rules.layers import ranges, regex_of
 from quantkit.types import QuantType
 
@@ -60,7 +61,7 @@ _EXPERTS = r"\.ffn_(up|down|gate|gate_up)_exps\.(weight|scale)"
 
 
 @dataclass(frozen=True)
-class Rule:
+class PlacementRule:
     """A rule that places tensors whose name matches `pattern` on `device`."""
 
     pattern: str
@@ -87,7 +88,7 @@ class Rule:
         return self.flag or f"-ot {self}"
 
 
-def parse_rules(text: str) -> list[Rule]:
+def parse_rules(text: str) -> list[PlacementRule]:
     """Parse `RE=DEVICE,RE=DEVICE`. A comma within a regex's braces or brackets does not end a rule."""
     rules = []
     for part in re.split(r",(?![^{\[]*[}\]])", text):
@@ -96,7 +97,7 @@ def parse_rules(text: str) -> list[Rule]:
         pattern, equals, device = part.strip().rpartition("=")
         if not equals or not pattern or not device:
             raise DataError(f"-ot '{part}': a rule is REGEX=DEVICE, for example 'ffn_.*_exps=CPU'")
-        rules.append(Rule(pattern, device))
+        rules.append(PlacementRule(pattern, device))
     return rules
 
 
@@ -135,7 +136,7 @@ class Flags:
                 raise DataError(f"{flag} {number}: the number of layers must be 0 or more")
 
     @property
-    def rules(self) -> list[Rule]:
+    def rules(self) -> list[PlacementRule]:
         """The parsed -ot rules, in order."""
         return [rule for text in self.override_tensor for rule in parse_rules(text)]
 
@@ -204,7 +205,7 @@ class Placement:
     """
 
     devices: dict[str, Device]
-    rules: tuple[Rule, ...] = ()
+    rules: tuple[PlacementRule, ...] = ()
     decided: tuple[int, ...] = ()
     of_layer: Mapping[int, Device] = field(default_factory=dict)
     reasons: Mapping[str, str] = field(default_factory=dict, compare=False)
@@ -218,7 +219,7 @@ class Placement:
         return self.devices[name]
 
     @property
-    def idle(self) -> list[Rule]:
+    def idle(self) -> list[PlacementRule]:
         """Rules that decided nothing: no name matches, or earlier rules match all of the names."""
         return [rule for rule, count in zip(self.rules, self.decided) if count == 0]
 
@@ -242,7 +243,7 @@ class Placement:
 
 def place(
     tensors: Iterable[str],
-    rules: Sequence[Rule] = (),
+    rules: Sequence[PlacementRule] = (),
     available: Collection[Device] = (CPU,),
     gpu_layers: int | None = None,
     *,
@@ -377,7 +378,7 @@ def _exact(gpus: Sequence[Device], split: Sequence[float]) -> list[float]:
     return list(proportions(gpus)) if all(gpu.memory for gpu in gpus) else [1.0] * len(gpus)
 
 
-def _experts_rule(names: Iterable[str], count: int, of_layer: Mapping[int, Device], n_layers: int) -> Rule:
+def _experts_rule(names: Iterable[str], count: int, of_layer: Mapping[int, Device], n_layers: int) -> PlacementRule:
     """The rule for --n-cpu-moe, over the first `n_layers` layers."""
     with_experts = {int(match[1]) for match in (re.match(rf"blk\.(\d+){_EXPERTS}", name) for name in names) if match}
     shares: dict[Device, list[int]] = defaultdict(list)
@@ -391,23 +392,13 @@ def _experts_rule(names: Iterable[str], count: int, of_layer: Mapping[int, Devic
         chosen += [layer for layer in reversed(part) if layer in with_experts][:part_count]
         before = after
     flag = "--cpu-moe" if count == ALL_LAYERS else f"--n-cpu-moe {count}"
-    return Rule(rf"^blk\.({regex_of(chosen)}){_EXPERTS}", CPU.name, flag)
+    return PlacementRule(rf"^blk\.({regex_of(chosen)}){_EXPERTS}", CPU.name, flag)
 
 
 # ------------------------------------------------------------------------------------ plans for GPUs of other machines
 
 
-class Info(Protocol):
-    """The attributes of a tensor that placement uses; a file's tensor and a TensorSpec have them."""
-
-    @property
-    def type(self) -> QuantType: ...
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-
-def plan(tensors: Mapping[str, Info], flags: Flags, metadata: Mapping[str, Any], path: object) -> Placement:
+def plan(tensors: Mapping[str, TensorInfo], flags: Flags, metadata: Mapping[str, Any], path: object) -> Placement:
     """`place_by_flags`, and check that the GPUs have kernels for the types. Messages name the model by `path`.
 
     UnsupportedError for a tensor on a GPU whose type has no CUDA kernel in `flags.runtime`, and as from `place`.
@@ -419,7 +410,7 @@ def plan(tensors: Mapping[str, Info], flags: Flags, metadata: Mapping[str, Any],
 
 
 def place_by_flags(
-    tensors: Mapping[str, Info], flags: Flags, metadata: Mapping[str, Any], n_gpus: int = 1
+    tensors: Mapping[str, TensorInfo], flags: Flags, metadata: Mapping[str, Any], n_gpus: int = 1
 ) -> Placement:
     """Place a model's tensors by `flags`, on a machine with the devices that the flags name.
 
@@ -430,7 +421,7 @@ def place_by_flags(
 
 
 def place_model(
-    tensors: Iterable[str], flags: Flags, metadata: Mapping[str, Any], available: Collection[Device]
+    tensors: Iterable[str], flags: Flags, metadata: Mapping[str, object], available: Collection[Device]
 ) -> Placement:
     """Call `place` with the flags and the layer counts of the metadata."""
     arch = metadata.get("general.architecture")
@@ -451,7 +442,7 @@ def place_model(
     )
 
 
-def _declared(rules: Iterable[Rule], n_gpus: int) -> list[Device]:
+def _declared(rules: Iterable[PlacementRule], n_gpus: int) -> list[Device]:
     """The CPU, CUDA0 to the last GPU that a rule names (at least `n_gpus`), and the simulated devices of the rules."""
     count, simulated = n_gpus, set()
     for rule in rules:
@@ -473,7 +464,7 @@ def gpu_kernels(kind: QuantType, columns: int = 256, runtime: str = RUNTIMES[0])
     return kind.name in _IK_LLAMA_KERNELS and not (kind.name in _ROWS_OF_256 and columns % 256)
 
 
-def without_kernels(placement: Placement, tensors: Mapping[str, Info], runtime: str = RUNTIMES[0]) -> str:
+def without_kernels(placement: Placement, tensors: Mapping[str, TensorInfo], runtime: str = RUNTIMES[0]) -> str:
     """A message about interleaved tensors that a runtime cannot use on their GPUs, with the remedy; "" for none."""
     unsupported = [
         name

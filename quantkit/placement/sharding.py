@@ -19,20 +19,10 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 from quantkit.archs.common import blocks, validate
 from quantkit.errors import UnsupportedError
-from quantkit.types import QuantType
-
-
-class Info(Protocol):
-    """The attributes of a tensor that sharding uses."""
-
-    @property
-    def type(self) -> QuantType: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
+from quantkit.placement.tensor_info import TensorInfo
 
 
 @dataclass(frozen=True)
@@ -72,7 +62,7 @@ def _split_axis(name: str, axis: int, size: int) -> SplitAxis:
 def of_model(
     parts: Sequence[blocks.Block],
     head: blocks.Head,
-    tensors: Mapping[str, Info],
+    tensors: Mapping[str, TensorInfo],
     sharded: Iterable[str],
     shares: Mapping[int, Sequence[float]],
     experts_by: str = "number",
@@ -100,7 +90,7 @@ def of_model(
 
 
 def _groups(
-    part: blocks.Part, layer: int, tensors: Mapping[str, Info], experts_by: str
+    part: blocks.Part, layer: int, tensors: Mapping[str, TensorInfo], experts_by: str
 ) -> list[tuple[list[SplitAxis], int]]:
     """Groups of tensors that are split together, with their number of units (heads, columns or experts)."""
     if isinstance(part, (blocks.Attention, blocks.FeedForward)) and part.sub_norm is not None:
@@ -122,7 +112,7 @@ def _groups(
     raise UnsupportedError(f"blk.{layer}: -sm graph cannot shard {type(part).__name__} layers yet; use -sm layer")
 
 
-def _attention(part: blocks.Attention, tensors: Mapping[str, Info]) -> list[SplitAxis]:
+def _attention(part: blocks.Attention, tensors: Mapping[str, TensorInfo]) -> list[SplitAxis]:
     group = part.heads // part.kv_heads
     rows = tensors[part.q.weight].shape[0]
     if part.norms_across_heads:
@@ -146,7 +136,7 @@ def _attention(part: blocks.Attention, tensors: Mapping[str, Info]) -> list[Spli
     ]
 
 
-def _recurrent(part: blocks.DeltaNet, tensors: Mapping[str, Info]) -> list[SplitAxis]:
+def _recurrent(part: blocks.DeltaNet, tensors: Mapping[str, TensorInfo]) -> list[SplitAxis]:
     """By key head. The value heads of a key head are adjacent, or, if `tiled`, one key-head count apart."""
     sizes = part.sizes
     each = sizes.value_heads // sizes.key_heads
@@ -170,7 +160,7 @@ def _recurrent(part: blocks.DeltaNet, tensors: Mapping[str, Info]) -> list[Split
     return [*axes, (part.out.weight, 1, values(dim))]
 
 
-def _latents(part: blocks.LatentAttention, tensors: Mapping[str, Info]) -> list[SplitAxis]:
+def _latents(part: blocks.LatentAttention, tensors: Mapping[str, TensorInfo]) -> list[SplitAxis]:
     axes = [*_with_bias(part.q, 0, part.head_dim_k), _split_axis(part.out.weight, 1, part.head_dim_v)]
     for linear, rows in (
         (part.kv_b, part.nope + part.head_dim_v),
@@ -182,12 +172,12 @@ def _latents(part: blocks.LatentAttention, tensors: Mapping[str, Info]) -> list[
     return axes
 
 
-def _gated(part: blocks.FeedForward, tensors: Mapping[str, Info]) -> tuple[list[SplitAxis], int]:
+def _gated(part: blocks.FeedForward, tensors: Mapping[str, TensorInfo]) -> tuple[list[SplitAxis], int]:
     axes = [*_with_bias(part.gate, 0, 1), *_with_bias(part.up, 0, 1), _split_axis(part.down.weight, 1, 1)]
     return axes, tensors[part.gate.weight].shape[0]
 
 
-def _experts(part: blocks.Experts, tensors: Mapping[str, Info], by: str) -> tuple[list[SplitAxis], int]:
+def _experts(part: blocks.Experts, tensors: Mapping[str, TensorInfo], by: str) -> tuple[list[SplitAxis], int]:
     if by == "number":
         matrices = (part.gate, part.up, part.down)
         return [axis for linear in matrices for axis in _with_bias(linear, 0, 1)], part.count
@@ -200,7 +190,7 @@ def _with_bias(linear: blocks.Linear, axis: int, size: int) -> list[SplitAxis]:
 
 
 def _split(
-    axes: Sequence[SplitAxis], count: int, tensors: Mapping[str, Info], shares: Sequence[float]
+    axes: Sequence[SplitAxis], count: int, tensors: Mapping[str, TensorInfo], shares: Sequence[float]
 ) -> dict[str, Sharding]:
     """The shardings of tensors that are split together into `count` units."""
     unit = 1
@@ -229,11 +219,11 @@ def _times(bounds: Iterable[int], size: int) -> tuple[int, ...]:
     return tuple(bound * size for bound in bounds)
 
 
-def _is_last(name: str, axis: int, tensors: Mapping[str, Info]) -> bool:
+def _is_last(name: str, axis: int, tensors: Mapping[str, TensorInfo]) -> bool:
     return axis == len(tensors[name].shape) - 1
 
 
-def _alignment(name: str, axis: int, tensors: Mapping[str, Info]) -> int:
+def _alignment(name: str, axis: int, tensors: Mapping[str, TensorInfo]) -> int:
     """An axis of a tensor can be split at multiples of this."""
     kind, shape = tensors[name].type, tensors[name].shape
     if kind.whole_tensor:
@@ -248,8 +238,8 @@ def _alignment(name: str, axis: int, tensors: Mapping[str, Info]) -> int:
 
 
 def of_metadata(
-    tensors: Mapping[str, Info],
-    metadata: Mapping[str, Any],
+    tensors: Mapping[str, TensorInfo],
+    metadata: Mapping[str, object],
     sharded: Iterable[str],
     shares: Mapping[int, Sequence[float]],
     experts_by: str = "number",
@@ -259,7 +249,7 @@ def of_metadata(
     return of_model(found.blocks, found.head, tensors, sharded, shares, experts_by, found.hparams.n_layer)
 
 
-def bytes_of(tensor: Info, cut: Sharding | None, count: int) -> list[int]:
+def bytes_of(tensor: TensorInfo, cut: Sharding | None, count: int) -> list[int]:
     """Bytes of a tensor on each of `count` devices; without a sharding it is replicated."""
     if cut is None:
         return [tensor.type.tensor_bytes(tensor.shape)] * count

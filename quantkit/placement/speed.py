@@ -23,13 +23,14 @@ from typing import Any
 from quantkit.errors import DataError
 from quantkit.placement import sharding
 from quantkit.placement.devices import CPU, canonical
-from quantkit.placement.rules import Info, Placement
+from quantkit.placement.rules import Placement
+from quantkit.placement.tensor_info import TensorInfo
 
 ASSUMED = {"cpu": 50e9, "cuda": 800e9}  # bytes/s: two channels of DDR5; a large consumer GPU
 
 
 @dataclass(frozen=True)
-class Speed:
+class PredictedSpeed:
     """Predicted tokens/s of generation and prompt, and the assumptions."""
 
     tokens: float
@@ -48,6 +49,7 @@ class Speed:
         ]
 
     def to_json(self) -> dict[str, Any]:
+        """The prediction as in the JSON of `plan`; rates in tokens/s."""
         return {"tg": self.tokens, "pp": self.prompt, "batch": self.batch, "bound": self.bound,
                 "assumptions": list(self.assumptions)}  # fmt: skip
 
@@ -68,14 +70,14 @@ def parse_rates(text: str, flag: str, unit: float) -> dict[str, float]:
 
 
 def predict(
-    tensors: Mapping[str, Info],
+    tensors: Mapping[str, TensorInfo],
     metadata: Mapping[str, Any],
     placement: Placement,
     caches: Mapping[str, int],
     bandwidth: Mapping[str, float],
     compute: Mapping[str, float],
     batch: int = 512,
-) -> Speed:
+) -> PredictedSpeed:
     """Predict the speed of a placement.
 
     caches     bytes of each device's full KV cache
@@ -115,13 +117,13 @@ def predict(
     prompt, _ = _total(prompts)
     full = "a full cache" if any(caches.values()) else "an empty cache (-c sets its size)"
     assumptions.append(f"{full}; every token reads {sum(token_bytes.values()) / 1e9:.2f} GB")
-    return Speed(
+    return PredictedSpeed(
         1 / token if token else math.inf, batch / prompt if prompt else math.inf, batch, bottleneck, tuple(assumptions)
     )
 
 
 def _pieces(
-    tensors: Mapping[str, Info], metadata: Mapping[str, Any], placement: Placement
+    tensors: Mapping[str, TensorInfo], metadata: Mapping[str, object], placement: Placement
 ) -> Iterable[tuple[str, str, int, float]]:
     """Yield (tensor name, device, bytes on the device, share of the tensor)."""
     found = sharding.of_metadata(tensors, metadata, placement.sharded, placement.shares) if placement.graph else {}

@@ -21,24 +21,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from quantkit.placement import kernel_sizes
 from quantkit.placement.kernel_sizes import BATCH_TOKENS, activation_bytes, whole_lines
-from quantkit.types import QuantType
+from quantkit.placement.tensor_info import TensorInfo
 
 _PANEL_RECORD = 640  # bytes of 16 rows of 32 columns, unpacked: 576 to 768, by the type's scales
 _DECODED = 64 << 20
 _FLOATS = frozenset(("f32", "f16", "bf16"))
-
-
-class Weight(Protocol):
-    """The attributes of a tensor that the prediction uses."""
-
-    @property
-    def type(self) -> QuantType: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
 
 
 class _Buffers(dict[tuple[str, int], int]):
@@ -51,7 +42,7 @@ class _Buffers(dict[tuple[str, int], int]):
         self[name, nbytes] = threads * -(-nbytes // 64) * 64
 
 
-def work_bytes(tensors: Mapping[str, Weight], metadata: Mapping[str, Any], n_ctx: int, threads: int) -> int | None:
+def work_bytes(tensors: Mapping[str, TensorInfo], metadata: Mapping[str, Any], n_ctx: int, threads: int) -> int | None:
     """Bytes of working memory of a model on the CPU, for caches of `n_ctx` tokens.
 
     None if a layer is not attention with q, k, v followed by a gated feed-forward or experts: such models run layer by
@@ -108,7 +99,7 @@ def device_bytes(shapes: Mapping[str, tuple[int, ...]], used: int, tokens: int =
     return max(layers.values(), default=0) + state + largest + logits
 
 
-def _read(buffers: _Buffers, tensors: list[Weight], n: int, threads: int) -> None:
+def _read(buffers: _Buffers, tensors: list[TensorInfo], n: int, threads: int) -> None:
     """Add the buffers for products of a batch with matrices of `n` columns: tiles of the batch, panels of weights."""
     for t in tensors:
         if t.type.name in _FLOATS:
@@ -118,7 +109,7 @@ def _read(buffers: _Buffers, tensors: list[Weight], n: int, threads: int) -> Non
             buffers.private("panels", kernel_sizes.panels_bytes(n, _PANEL_RECORD), threads)
 
 
-def _attention(prompt: _Buffers, step: _Buffers, own: Mapping[str, Weight], heads: int, threads: int) -> None:
+def _attention(prompt: _Buffers, step: _Buffers, own: Mapping[str, TensorInfo], heads: int, threads: int) -> None:
     q, k, v, out = (own[f"attn_{name}.weight"] for name in ("q", "k", "v", "output"))
     embd = q.shape[1]
     dim_k = q.shape[0] // heads
@@ -142,7 +133,7 @@ def _attention(prompt: _Buffers, step: _Buffers, own: Mapping[str, Weight], head
     step.add("added", 4 * embd)
 
 
-def _feed_forward(prompt: _Buffers, step: _Buffers, own: Mapping[str, Weight], threads: int) -> None:
+def _feed_forward(prompt: _Buffers, step: _Buffers, own: Mapping[str, TensorInfo], threads: int) -> None:
     gate, up, down = (own[f"ffn_{name}.weight"] for name in ("gate", "up", "down"))
     ff, embd = gate.shape
     for name in ("gate", "up"):
@@ -153,7 +144,7 @@ def _feed_forward(prompt: _Buffers, step: _Buffers, own: Mapping[str, Weight], t
     _read(prompt, [down], ff, threads)
 
 
-def _experts(prompt: _Buffers, step: _Buffers, own: Mapping[str, Weight], used: int, threads: int) -> None:
+def _experts(prompt: _Buffers, step: _Buffers, own: Mapping[str, TensorInfo], used: int, threads: int) -> None:
     router = own["ffn_gate_inp.weight"]
     gate, up, down = (own[f"ffn_{name}_exps.weight"] for name in ("gate", "up", "down"))
     count, ff, embd = gate.shape

@@ -44,7 +44,7 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     return archs.language_model(config)
 
 
-def from_config(config: Mapping[str, Any], where: str = "config.json") -> tuple[list[TensorSpec], Metadata]:
+def from_config(config: Mapping[str, object], where: str = "config.json") -> tuple[list[TensorSpec], Metadata]:
     """The tensors of the GGUF file that a checkpoint becomes, in its order, and the keys that plans go by."""
     from quantkit import archs
 

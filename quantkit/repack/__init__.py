@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from quantkit import types
 from quantkit.errors import DataError, UnsupportedError
@@ -39,7 +39,7 @@ def interleaved_form(base: QuantType) -> Interleaved | None:
     return next((t for t in forms if isinstance(t, Interleaved) and t.base == base.name), None)
 
 
-def repack(data: Any, type_name: str, n: int, *, threads: int | None = None) -> tuple[np.ndarray, str]:
+def repack(data: ArrayLike, type_name: str, n: int, *, threads: int | None = None) -> tuple[np.ndarray, str]:
     """Interleave the rows of a matrix, or of each matrix of a stack.
 
     `data` is uint8[…, rows, row_bytes(n)] of type `type_name` with n columns; rows must be a multiple of the rows that
@@ -60,7 +60,7 @@ def row_form(t: QuantType) -> QuantType | None:
     return conversions.row_form(t) or (t.base_type if isinstance(t, Interleaved) else None)
 
 
-def unpack(data: Any, type_name: str, n: int, *, threads: int | None = None) -> tuple[np.ndarray, str]:
+def unpack(data: ArrayLike, type_name: str, n: int, *, threads: int | None = None) -> tuple[np.ndarray, str]:
     """Undo `repack`: convert the rows of an interleaved type to its base type.
 
     `data` is uint8[…, rows, row_bytes(n)] of type `type_name` with n columns; `threads` defaults to the CPUs that this
@@ -103,7 +103,7 @@ def _rows(matrices: np.ndarray) -> np.ndarray:
     return matrices.reshape(math.prod(matrices.shape[:-1]), matrices.shape[-1])
 
 
-def _matrices(data: Any, kind: QuantType, n: int, interleave: int) -> np.ndarray:
+def _matrices(data: ArrayLike, kind: QuantType, n: int, interleave: int) -> np.ndarray:
     """The stack as contiguous uint8. A group never straddles two matrices, so each needs whole groups."""
     data = arguments.encoded(data, kind.name)
     if data.ndim < 2 or data.shape[-1] != kind.row_bytes(n):

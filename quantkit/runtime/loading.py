@@ -114,7 +114,7 @@ def load(
         size = n_ctx or described.hparams.n_ctx_train
         if not (n_ctx or fit or any(device.memory for device in requested)):
             size = min(size, SEQUENCE_TOKENS)  # the user gave no sizes: require only the memory to run at all
-        cache = budget.Cache(size, kind.k, kind.v, mla)
+        cache = budget.CacheSettings(size, kind.k, kind.v, mla)
         if fit:
             about = (file.tensors, file.metadata, available, cache.of_layers(file.metadata))
             fitted = fitting.fit(*about, margin=fit_margin, flags=flags, mla=mla)

@@ -79,13 +79,20 @@ class ModelFile(Protocol):
     """What a Model needs of a file: an open GGUF file, or a checkpoint seen as one."""
 
     @property
-    def path(self) -> Path: ...
+    def path(self) -> Path:
+        """What messages call the model."""
+
     @property
-    def metadata(self) -> gguf.Metadata: ...
+    def metadata(self) -> gguf.Metadata:
+        """The metadata of the GGUF file."""
+
     @property
-    def tensors(self) -> dict[str, gguf.Tensor]: ...
+    def tensors(self) -> dict[str, gguf.Tensor]:
+        """The tensors by their names in GGUF."""
+
     @property
-    def size(self) -> int: ...
+    def size(self) -> int:
+        """Bytes of all tensors as stored."""
 
 
 class Model(BlockRunner, Locked):

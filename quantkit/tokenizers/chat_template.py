@@ -17,7 +17,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping
-from typing import Any
 
 from quantkit.errors import DataError, FormatError, QuantkitError, UnsupportedError, printable
 
@@ -103,7 +102,7 @@ _renderer = _Renderer()
 atexit.register(_renderer.close)
 
 
-def render(template: Any, values: Mapping[str, object]) -> str:
+def render(template: object, values: Mapping[str, object]) -> str:
     """Render a template. QuantkitError if it refuses its input, fails, or exceeds the limits."""
     if not isinstance(template, str):
         raise FormatError(f"the model's chat template is {type(template).__name__}, not text")

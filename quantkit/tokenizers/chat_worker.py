@@ -29,6 +29,7 @@ class Generation(Extension):
     tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
 
     def parse(self, parser: Any) -> nodes.Node:
+        """The content between the tags, as jinja2 calls this for a tag."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.Scope(body, lineno=line)

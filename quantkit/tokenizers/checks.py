@@ -14,7 +14,6 @@ known steps only, within limits far above those of published tokenizers:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import numpy as np
 
@@ -54,14 +53,14 @@ def check_tokens(metadata: Mapping[str, object]) -> None:
         )
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     return printable(repr(value)[:60])
 
 
 # ---------------------------------------------------------------------------------------------------------------- steps
 
 
-def check_normalizer(step: Any, where: str) -> None:
+def check_normalizer(step: object, where: str) -> None:
     """FormatError or UnsupportedError if the library must not get this normalizer. `where` begins the message."""
     growth = 1
     for each in _steps(step, "normalizers", where):
@@ -79,7 +78,7 @@ def check_normalizer(step: Any, where: str) -> None:
             raise FormatError(f"{where}: its steps make over {MAX_GROWTH} characters of one, up to {growth}")
 
 
-def check_pre_tokenizer(step: Any, where: str) -> None:
+def check_pre_tokenizer(step: object, where: str) -> None:
     """FormatError or UnsupportedError if the library must not get this pre-tokenizer."""
     for each in _steps(step, "pretokenizers", where):
         kind = each["type"]
@@ -90,7 +89,7 @@ def check_pre_tokenizer(step: Any, where: str) -> None:
             _min_length(each, where)
 
 
-def _steps(step: Any, name: str, where: str, depth: int = 0) -> Iterator[Json]:
+def _steps(step: object, name: str, where: str, depth: int = 0) -> Iterator[Json]:
     """The steps of a step, sequences resolved."""
     nested = _nested(step, name, where, depth)
     for count, each in enumerate(nested, 1):
@@ -99,7 +98,7 @@ def _steps(step: Any, name: str, where: str, depth: int = 0) -> Iterator[Json]:
         yield each
 
 
-def _nested(step: Any, name: str, where: str, depth: int) -> Iterator[Json]:
+def _nested(step: object, name: str, where: str, depth: int) -> Iterator[Json]:
     if step is None:
         return
     if not isinstance(step, dict) or not isinstance(step.get("type"), str) or depth > _MAX_DEPTH:

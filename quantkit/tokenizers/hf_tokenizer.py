@@ -153,7 +153,7 @@ def _vocab(metadata: Mapping[str, object]) -> dict[str, int]:
     return vocab
 
 
-def _bpe(vocab: dict[str, int], merges: list[list[str]], **settings: Any) -> dict[str, Any]:
+def _bpe(vocab: dict[str, int], merges: list[list[str]], **settings: object) -> dict[str, Any]:
     fixed = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
              "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False}  # fmt: skip
     return fixed | settings | {"vocab": vocab, "merges": merges}
@@ -264,7 +264,7 @@ def _charsmap(metadata: Mapping[str, object]) -> bytes:
     return bytes(_array(metadata, "tokenizer.ggml.precompiled_charsmap") or ())
 
 
-def _with_charsmap(normalizer: Any, metadata: Mapping[str, object]) -> Any:
+def _with_charsmap(normalizer: object, metadata: Mapping[str, object]) -> Any:
     """A normalizer with the precompiled charsmap from its key put back; the inverse of `vocab._without_charsmap`."""
     if isinstance(normalizer, dict):
         changed = {key: _with_charsmap(value, metadata) for key, value in normalizer.items()}

@@ -26,7 +26,7 @@ _KINDS = {1: "unigram", 2: "bpe"}
 
 
 @dataclass
-class Model:
+class SentencePieceModel:
     """The contents of a tokenizer.model."""
 
     kind: str = ""  # "unigram" or "bpe"
@@ -37,9 +37,9 @@ class Model:
     removes_spaces: bool = True  # spaces at the ends are removed, runs of spaces become one
 
 
-def read(path: Path) -> Model:
+def read(path: Path) -> SentencePieceModel:
     """Read a model. FormatError if the file is not one, UnsupportedError for the kinds word and char."""
-    model = Model()
+    model = SentencePieceModel()
     try:
         for number, value in _fields(read_bytes(path, _MAX_BYTES)):
             if number == _PIECE:
@@ -68,7 +68,7 @@ def _piece(data: bytes | int) -> tuple[str, float, int]:
     return text, score, kind
 
 
-def _trainer(data: bytes | int, model: Model, path: Path) -> None:
+def _trainer(data: bytes | int, model: SentencePieceModel, path: Path) -> None:
     model.kind = "unigram"  # the default of the format
     for number, value in _fields(data):
         if number == _MODEL_TYPE:
@@ -79,7 +79,7 @@ def _trainer(data: bytes | int, model: Model, path: Path) -> None:
             model.ids[_IDS[number]] = _signed(_number(value))
 
 
-def _normalizer(data: bytes | int, model: Model) -> None:
+def _normalizer(data: bytes | int, model: SentencePieceModel) -> None:
     for number, value in _fields(data):
         if number == _CHARSMAP:
             model.charsmap = _bytes(value)

@@ -148,7 +148,7 @@ class Tokenizer:
         return found
 
     def apply_chat_template(
-        self, messages: Sequence[Json], add_generation_prompt: bool = True, **variables: Any
+        self, messages: Sequence[Json], add_generation_prompt: bool = True, **variables: object
     ) -> str:
         """The prompt that the model's own template makes of messages with "role" and "content".
 

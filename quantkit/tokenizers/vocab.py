@@ -213,7 +213,7 @@ def _sentencepiece_model(path: Path, settings: Json, vocab_size: int) -> Entries
     return entries if model.kind == "unigram" else _as_bpe(entries, model)
 
 
-def _as_bpe(entries: Entries, model: sentencepiece.Model) -> Entries:
+def _as_bpe(entries: Entries, model: sentencepiece.SentencePieceModel) -> Entries:
     """The keys of a BPE model. GGUF has no keys for its normalization, which goes into OVERRIDES."""
     unigram_only = {f"tokenizer.ggml.{name}" for name in ("remove_extra_whitespaces", "precompiled_charsmap")}
     found = {key: entry for key, entry in entries.items() if key not in unigram_only}
@@ -266,7 +266,7 @@ def _unmerged(from_keys: Json, model: Json) -> list[int]:
                   - {model["vocab"][token] for token in merged})  # fmt: skip
 
 
-def _without_charsmap(normalizer: Any) -> Any:
+def _without_charsmap(normalizer: object) -> Any:
     """A normalizer without its precompiled charsmap, which has a key of its own."""
     if isinstance(normalizer, dict):
         changed = {key: _without_charsmap(value) for key, value in normalizer.items()}

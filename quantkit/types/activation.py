@@ -275,6 +275,7 @@ class Q8_K(Activation):
 
     @staticmethod
     def encode_rows(x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray) -> None:
+        """See `QuantType.encode_rows`."""
         _encode_256(x, False, out)
 
 
@@ -287,6 +288,7 @@ class Q8_K32(Q8_K):
 
     @staticmethod
     def encode_rows(x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray) -> None:
+        """See `QuantType.encode_rows`."""
         _encode_256(x, True, out)
 
 
@@ -307,9 +309,11 @@ class Blocks32(Activation):
     overflow = 65519.0 * 127  # the scale would be no half
 
     def encode_rows(self, x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray) -> None:
+        """See `QuantType.encode_rows`."""
         _encode_heads(x, self.block_size, self.head, self.side_by_side, self.by_scale, self.block_bytes, out)
 
     def decode_rows(self, data: np.ndarray, out: np.ndarray) -> None:
+        """See `QuantType.decode_rows`."""
         _decode_heads(data, self.block_size, self.head, self.side_by_side, self.block_bytes, out)
 
 
@@ -344,9 +348,11 @@ class Classes(Activation):
     run = 0
 
     def encode_rows(self, x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray) -> None:
+        """See `QuantType.encode_rows`."""
         _encode_classes(x, self.run, self.row_meta_bytes == 20, out)
 
     def decode_rows(self, data: np.ndarray, out: np.ndarray) -> None:
+        """See `QuantType.decode_rows`."""
         _decode_classes(data, self.run, out)
 
 

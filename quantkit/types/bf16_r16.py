@@ -16,6 +16,8 @@ from quantkit.types.floats import BF16
 
 
 class BF16_R16(Interleaved):
+    """BF16_R16: BF16 with sixteen rows interleaved, 64 bytes per 16 rows by 2 columns."""
+
     name, ggml_type, file_type = "bf16_r16", 230, 232
     base_class, interleave = BF16, 16
     overflow = BF16.overflow

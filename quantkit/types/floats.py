@@ -101,10 +101,12 @@ class F32(QuantType):
 
     @staticmethod
     def encode_rows(x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray) -> None:
+        """Copy; see `QuantType.encode_rows`."""
         out.view("<f4")[...] = x
 
     @staticmethod
     def decode_rows(data: np.ndarray, out: np.ndarray) -> None:
+        """Copy; see `QuantType.decode_rows`."""
         out[...] = data.view("<f4")
 
 

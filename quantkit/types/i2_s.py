@@ -36,6 +36,8 @@ def _decode(data: np.ndarray, out: np.ndarray) -> None:
 
 
 class I2_S(QuantType):
+    """I2_S: a foreign ternary format. A tensor of N elements, N a multiple of 128, is N / 4 + 32 bytes."""
+
     name, ggml_type = "i2_s", 36
     block_size, block_bytes, row_meta_bytes = 128, 32, _TAIL  # behind the codes, not before them
     whole_tensor = True

@@ -16,7 +16,7 @@ import numpy as np
 
 from quantkit.codegen.jit import kernel
 from quantkit.types.families.trellis_code import BOOK, CODES, OFFSET, code_value, put_row_scale, row_scale
-from quantkit.types.families.trellis_type import Plan, TrellisType
+from quantkit.types.families.trellis_type import TrellisSearch, TrellisType
 
 BLOCK = 56
 
@@ -56,9 +56,11 @@ def _pack(
 
 
 class IQ1_KT(TrellisType):
+    """IQ1_KT: rows of a float32 d and blocks of 256 in sub-blocks of 32 and groups of 8, 56 bytes."""
+
     name, ggml_type, file_type = "iq1_kt", 158, 156
     block_bytes = BLOCK
     index_bits, clusters = 13, 256
-    plans = (Plan(16, 0, 2, 6, 1), Plan(16, 6, 2, 11, 1), Plan(24, 12, 4, 16, 4))
+    plans = (TrellisSearch(16, 0, 2, 6, 1), TrellisSearch(16, 6, 2, 11, 1), TrellisSearch(24, 12, 4, 16, 4))
     decode_rows = staticmethod(_decode)
     _pack = staticmethod(_pack)

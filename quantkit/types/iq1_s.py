@@ -104,6 +104,8 @@ EIGHTHS = np.stack([8 * LEVELS + 1, 8 * LEVELS - 1]).astype(np.int8)  # g + delt
 
 
 class IQ1_S(QuantType):
+    """IQ1_S: blocks of 256 in sub-blocks of 32, 50 bytes."""
+
     name, ggml_type, file_type = "iq1_s", 19, 24
     block_size, block_bytes = 256, BLOCK
     requires_imatrix = uses_imatrix = True

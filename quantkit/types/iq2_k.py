@@ -23,11 +23,11 @@ from quantkit.codegen.half import half_to_float
 from quantkit.codegen.jit import kernel
 from quantkit.types.base import QuantType
 from quantkit.types.families.codebooks import K2
-from quantkit.types.families.nonlinear import Format, book_start, load_sub_blocks, new_plan, new_space, search
+from quantkit.types.families.nonlinear import NonlinearFormat, book_start, load_sub_blocks, new_plan, new_space, search
 from quantkit.types.families.superblock import put_flags, put_half, put_pairs
 
 BLOCK = 76
-FORMAT = Format(
+FORMAT = NonlinearFormat(
     book=book_start(K2), min_multiplier=1, step=1, max_multiplier=7, extreme=8,
     min_units=np.float32(18), max_units=np.float32(55), min_ratio=np.float32(0.65), max_ratio=np.float32(1.29),
     places_per_octave=32, tries=2, zero_below=np.float32(2.0**-20), variance_weight=np.float32(0.5),
@@ -81,6 +81,8 @@ def _encode(x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray)
 
 
 class IQ2_K(QuantType):
+    """IQ2_K: blocks of 256 in sub-blocks of 16, 76 bytes."""
+
     name, ggml_type, file_type = "iq2_k", 137, 138
     block_size, block_bytes = 256, BLOCK
     uses_imatrix = True

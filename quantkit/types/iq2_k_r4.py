@@ -14,6 +14,8 @@ from quantkit.types.iq2_k import IQ2_K
 
 
 class IQ2_K_R4(Interleaved):
+    """IQ2_K_R4: IQ2_K with four rows interleaved, 304 bytes per 4 rows by 256 columns."""
+
     name, ggml_type, file_type = "iq2_k_r4", 337, 338
     base_class, interleave = IQ2_K, 4
     fields = (

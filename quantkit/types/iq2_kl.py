@@ -277,6 +277,8 @@ _PAIR_BITS = np.concatenate([8 * (6 + 16 * (_S // 2) + _P) + 4 * (_S % 2) + np.a
 
 
 class IQ2_KL(QuantType):
+    """IQ2_KL: rows with one scale; blocks of 256 in sub-blocks of 32, 86 bytes; elements are coded in pairs."""
+
     name, ggml_type, file_type = "iq2_kl", 157, 155
     block_size, block_bytes, row_meta_bytes = 256, BLOCK, 2
     uses_imatrix = True

@@ -74,6 +74,8 @@ def _encode(x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray)
 
 
 class IQ2_KS(QuantType):
+    """IQ2_KS: row header of 2 bytes, blocks of 256 in groups of 32, 70 bytes."""
+
     name, ggml_type, file_type = "iq2_ks", 145, 147
     block_size, block_bytes, row_meta_bytes = 256, BLOCK, 2
     uses_imatrix = True

@@ -16,7 +16,7 @@ import numpy as np
 
 from quantkit.codegen.jit import kernel
 from quantkit.types.families.trellis_code import BOOK, CODES, OFFSET, code_value, put_row_scale, row_scale
-from quantkit.types.families.trellis_type import Plan, TrellisType
+from quantkit.types.families.trellis_type import TrellisSearch, TrellisType
 
 BLOCK = 68
 
@@ -53,9 +53,11 @@ def _pack(
 
 
 class IQ2_KT(TrellisType):
+    """IQ2_KT: rows of a float32 d and blocks of 256 in sub-blocks of 32 and groups of 8, 68 bytes."""
+
     name, ggml_type, file_type = "iq2_kt", 153, 151
     block_bytes = BLOCK
-    plans = (Plan(16, 0, 2, 5, 1), Plan(16, 5, 2, 10, 1), Plan(24, 12, 4, 16, 3))
+    plans = (TrellisSearch(16, 0, 2, 5, 1), TrellisSearch(16, 5, 2, 10, 1), TrellisSearch(24, 12, 4, 16, 3))
     decode_rows = staticmethod(_decode)
     _pack = staticmethod(_pack)
     remark = (

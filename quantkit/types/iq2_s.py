@@ -59,6 +59,8 @@ def _pack(scales: np.ndarray, multipliers: np.ndarray, points: np.ndarray, signs
 
 
 class IQ2_S(GridType):
+    """IQ2_S: blocks of 256 in sub-blocks of 16 and groups of 8, 82 bytes."""
+
     name, ggml_type, file_type = "iq2_s", 22, 29
     block_bytes = BLOCK
     grid, sub_block, divisor, even_signs = _GRID, 16, 8, False

@@ -15,6 +15,8 @@ from quantkit.types.iq2_s import IQ2_S
 
 
 class IQ2_S_R4(Interleaved):
+    """IQ2_S_R4: IQ2_S with four rows interleaved, 328 bytes per 4 rows by 256 columns."""
+
     name, ggml_type, file_type = "iq2_s_r4", 222, 229
     base_class, interleave = IQ2_S, 4
     fields = (

@@ -52,6 +52,8 @@ def _pack(scales: np.ndarray, multipliers: np.ndarray, points: np.ndarray, signs
 
 
 class IQ2_XS(GridType):
+    """IQ2_XS: blocks of 256 in sub-blocks of 16 and groups of 8, 74 bytes."""
+
     name, ggml_type, file_type = "iq2_xs", 17, 20
     block_bytes = BLOCK
     requires_imatrix = True

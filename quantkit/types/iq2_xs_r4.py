@@ -13,6 +13,8 @@ from quantkit.types.iq2_xs import IQ2_XS
 
 
 class IQ2_XS_R4(Interleaved):
+    """IQ2_XS_R4: IQ2_XS with four rows interleaved, 296 bytes per 4 rows by 256 columns."""
+
     name, ggml_type, file_type = "iq2_xs_r4", 217, 220
     base_class, interleave = IQ2_XS, 4
     signs = Signs(range(2, 66, 4), (9, 25))

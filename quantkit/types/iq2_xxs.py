@@ -61,6 +61,8 @@ def _pack(scales: np.ndarray, multipliers: np.ndarray, points: np.ndarray, signs
 
 
 class IQ2_XXS(GridType):
+    """IQ2_XXS: blocks of 256 in sub-blocks of 32 and groups of 8, 66 bytes."""
+
     name, ggml_type, file_type = "iq2_xxs", 16, 19
     block_bytes = BLOCK
     requires_imatrix = True

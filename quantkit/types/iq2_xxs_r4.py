@@ -29,6 +29,8 @@ def signs_and_scales(words: list[int]) -> tuple[Field, ...]:
 
 
 class IQ2_XXS_R4(Interleaved):
+    """IQ2_XXS_R4: IQ2_XXS with four rows interleaved, 264 bytes per 4 rows by 256 columns."""
+
     name, ggml_type, file_type = "iq2_xxs_r4", 216, 219
     base_class, interleave = IQ2_XXS, 4
     signs = Signs(_WORDS, (0, 7, 14, 21))

@@ -26,11 +26,11 @@ from quantkit.codegen.half import half_to_float
 from quantkit.codegen.jit import kernel
 from quantkit.types.base import QuantType
 from quantkit.types.families.codebooks import K3
-from quantkit.types.families.nonlinear import Format, book_start, load_sub_blocks, new_plan, new_space, search
+from quantkit.types.families.nonlinear import NonlinearFormat, book_start, load_sub_blocks, new_plan, new_space, search
 from quantkit.types.families.superblock import put_bits, put_flags, put_half, put_pairs
 
 BLOCK = 110
-FORMAT = Format(
+FORMAT = NonlinearFormat(
     book=book_start(K3), min_multiplier=1, step=2, max_multiplier=31, extreme=31,
     min_units=np.float32(42), max_units=np.float32(88), min_ratio=np.float32(0.75), max_ratio=np.float32(1.45),
     places_per_octave=32, tries=1, zero_below=np.float32(2.0**-20), variance_weight=np.float32(0.5),
@@ -90,6 +90,8 @@ def _encode(x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray)
 
 
 class IQ3_K(QuantType):
+    """IQ3_K: blocks of 256 in sub-blocks of 16, 110 bytes."""
+
     name, ggml_type, file_type = "iq3_k", 138, 139
     block_size, block_bytes = 256, BLOCK
     uses_imatrix = True

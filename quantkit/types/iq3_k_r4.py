@@ -26,6 +26,8 @@ from quantkit.types.iq3_k import IQ3_K
 
 
 class IQ3_K_R4(Interleaved):
+    """IQ3_K_R4: IQ3_K with four rows interleaved, 440 bytes per 4 rows by 256 columns."""
+
     name, ggml_type, file_type = "iq3_k_r4", 338, 339
     base_class, interleave = IQ3_K, 4
     fields = (

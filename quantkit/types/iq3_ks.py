@@ -77,6 +77,8 @@ def _encode(x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray)
 
 
 class IQ3_KS(QuantType):
+    """IQ3_KS: row header of 2 bytes, blocks of 256 in groups of 32, 102 bytes."""
+
     name, ggml_type, file_type = "iq3_ks", 156, 154
     block_size, block_bytes, row_meta_bytes = 256, BLOCK, 2
     uses_imatrix = True

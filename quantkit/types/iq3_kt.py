@@ -18,7 +18,7 @@ import numpy as np
 
 from quantkit.codegen.jit import kernel
 from quantkit.types.families.trellis_code import OFFSET, code_value, put_row_scale, row_scale
-from quantkit.types.families.trellis_type import Plan, TrellisType
+from quantkit.types.families.trellis_type import TrellisSearch, TrellisType
 
 BLOCK = 100
 
@@ -60,11 +60,13 @@ def _pack(
 
 
 class IQ3_KT(TrellisType):
+    """IQ3_KT: rows of a float32 d and blocks of 256 in sub-blocks of 32 and groups of 8, 100 bytes."""
+
     name, ggml_type, file_type = "iq3_kt", 154, 152
     block_bytes = BLOCK
     folded = has_zero = True
     steps = np.arange(1, 16, dtype=np.float32)
-    plans = (Plan(16, 4, 1, 10, 1), Plan(24, 8, 2, 13, 2), Plan(32, 14, 4, 16, 6))
+    plans = (TrellisSearch(16, 4, 1, 10, 1), TrellisSearch(24, 8, 2, 13, 2), TrellisSearch(32, 14, 4, 16, 6))
     decode_rows = staticmethod(_decode)
     _pack = staticmethod(_pack)
     remark = (

@@ -62,6 +62,8 @@ def _pack(scales: np.ndarray, multipliers: np.ndarray, points: np.ndarray, signs
 
 
 class IQ3_S(GridType):
+    """IQ3_S: blocks of 256 in sub-blocks of 32 and groups of 4, 110 bytes."""
+
     name, ggml_type, file_type = "iq3_s", 21, 26
     block_bytes = BLOCK
     grid, sub_block, divisor, even_signs = _GRID, 32, 1, False

@@ -17,6 +17,8 @@ _ENTRIES = [8 * (2 + 8 * b + entry) for b in range(8) for entry in (0, 4, 1, 5, 
 
 
 class IQ3_S_R4(Interleaved):
+    """IQ3_S_R4: IQ3_S with four rows interleaved, 440 bytes per 4 rows by 256 columns."""
+
     name, ggml_type, file_type = "iq3_s_r4", 221, 226
     base_class, interleave = IQ3_S, 4
     fields = (

@@ -60,6 +60,8 @@ def _pack(scales: np.ndarray, multipliers: np.ndarray, points: np.ndarray, signs
 
 
 class IQ3_XXS(GridType):
+    """IQ3_XXS: blocks of 256 in sub-blocks of 32 and groups of 4, 98 bytes."""
+
     name, ggml_type, file_type = "iq3_xxs", 18, 23
     block_bytes = BLOCK
     grid, sub_block, divisor, even_signs = _GRID, 32, 4, True

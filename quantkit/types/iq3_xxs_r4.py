@@ -16,6 +16,8 @@ _WORDS = [66 + 4 * b for b in range(8)]
 
 
 class IQ3_XXS_R4(Interleaved):
+    """IQ3_XXS_R4: IQ3_XXS with four rows interleaved, 392 bytes per 4 rows by 256 columns."""
+
     name, ggml_type, file_type = "iq3_xxs_r4", 218, 223
     base_class, interleave = IQ3_XXS, 4
     signs = Signs(_WORDS, (0, 7, 14, 21))

@@ -15,6 +15,8 @@ from quantkit.types.iq4_k import IQ4_K
 
 
 class IQ4_K_R4(Interleaved):
+    """IQ4_K_R4: IQ4_K with four rows interleaved, 576 bytes per 4 rows by 256 columns."""
+
     name, ggml_type, file_type = "iq4_k_r4", 339, 340
     base_class, interleave = IQ4_K, 4
     fields = (

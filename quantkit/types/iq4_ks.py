@@ -65,6 +65,8 @@ def _encode(x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray)
 
 
 class IQ4_KS(QuantType):
+    """IQ4_KS: row header of 4 bytes, blocks of 256 in groups of 32, 136 bytes."""
+
     name, ggml_type, file_type = "iq4_ks", 144, 145
     block_size, block_bytes, row_meta_bytes = 256, BLOCK, 4
     uses_imatrix = True

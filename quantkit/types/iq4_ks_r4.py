@@ -12,6 +12,8 @@ from quantkit.types.iq4_ks import IQ4_KS
 
 
 class IQ4_KS_R4(Interleaved):
+    """IQ4_KS_R4: IQ4_KS with four rows interleaved; four f32 row scales, then 544 bytes per 4 rows by 256 columns."""
+
     name, ggml_type, file_type = "iq4_ks_r4", 344, 345
     base_class, interleave = IQ4_KS, 4
     fields = (

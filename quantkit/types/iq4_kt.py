@@ -17,7 +17,7 @@ import numpy as np
 
 from quantkit.codegen.jit import kernel
 from quantkit.types.families.trellis_code import OFFSET, code_value, put_row_scale, row_scale
-from quantkit.types.families.trellis_type import Plan, TrellisType
+from quantkit.types.families.trellis_type import TrellisSearch, TrellisType
 
 BLOCK = 128
 
@@ -65,6 +65,8 @@ def _pack(
 
 
 class IQ4_KT(TrellisType):
+    """IQ4_KT: rows of a float32 d and blocks of 256 in sub-blocks of 32 and groups of 4, 128 bytes."""
+
     name, ggml_type, file_type = "iq4_kt", 155, 153
     block_bytes = BLOCK
     group, index_bits = 4, 15
@@ -72,6 +74,6 @@ class IQ4_KT(TrellisType):
     symmetric = has_zero = True
     largest = (90, 84)
     steps = np.arange(1, 64, dtype=np.float32)
-    plans = (Plan(24, 6, 1, 5, 1, 1), Plan(24, 6, 2, 7, 2), Plan(48, 10, 6, 14, 4))
+    plans = (TrellisSearch(24, 6, 1, 5, 1, 1), TrellisSearch(24, 6, 2, 7, 2), TrellisSearch(48, 10, 6, 14, 4))
     decode_rows = staticmethod(_decode)
     _pack = staticmethod(_pack)

@@ -122,6 +122,8 @@ def _encode(x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray)
 
 
 class IQ4_NL(QuantType):
+    """IQ4_NL: blocks of 32, 18 bytes."""
+
     name, ggml_type, file_type = "iq4_nl", 20, 25
     block_size, block_bytes = 32, 18
     uses_imatrix = True

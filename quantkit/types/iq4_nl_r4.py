@@ -12,6 +12,8 @@ from quantkit.types.iq4_nl import IQ4_NL
 
 
 class IQ4_NL_R4(Interleaved):
+    """IQ4_NL_R4: IQ4_NL with four rows interleaved, 72 bytes per 4 rows by 32 columns."""
+
     name, ggml_type, file_type = "iq4_nl_r4", 220, 225
     base_class, interleave = IQ4_NL, 4
     fields = (

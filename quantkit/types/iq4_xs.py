@@ -73,6 +73,8 @@ def _encode(x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray)
 
 
 class IQ4_XS(QuantType):
+    """IQ4_XS: blocks of 256 in groups of 32, 136 bytes."""
+
     name, ggml_type, file_type = "iq4_xs", 23, 30
     block_size, block_bytes = 256, BLOCK
     uses_imatrix = True

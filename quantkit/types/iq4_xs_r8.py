@@ -14,6 +14,8 @@ from quantkit.types.iq4_xs import IQ4_XS
 
 
 class IQ4_XS_R8(Interleaved):
+    """IQ4_XS_R8: IQ4_XS with eight rows interleaved, 1088 bytes per 8 rows by 256 columns."""
+
     name, ggml_type, file_type = "iq4_xs_r8", 223, 230
     base_class, interleave = IQ4_XS, 8
     fields = (

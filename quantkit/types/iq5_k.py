@@ -25,11 +25,11 @@ from quantkit.codegen.half import half_to_float
 from quantkit.codegen.jit import kernel
 from quantkit.types.base import QuantType
 from quantkit.types.families.codebooks import K5
-from quantkit.types.families.nonlinear import Format, book_start, load_sub_blocks, new_plan, new_space, search
+from quantkit.types.families.nonlinear import NonlinearFormat, book_start, load_sub_blocks, new_plan, new_space, search
 from quantkit.types.families.superblock import put_bits, put_flags, put_half, put_multipliers, put_nibbles
 
 BLOCK = 176
-FORMAT = Format(
+FORMAT = NonlinearFormat(
     book=book_start(K5), min_multiplier=1, step=1, max_multiplier=31, extreme=32,
     min_units=np.float32(100), max_units=np.float32(165), min_ratio=np.float32(0.8), max_ratio=np.float32(1.35),
     places_per_octave=64, tries=2, zero_below=np.float32(2.0**-25), variance_weight=np.float32(1),
@@ -86,6 +86,8 @@ def _encode(x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray)
 
 
 class IQ5_K(QuantType):
+    """IQ5_K: blocks of 256 in sub-blocks of 16, 176 bytes."""
+
     name, ggml_type, file_type = "iq5_k", 140, 141
     block_size, block_bytes = 256, BLOCK
     uses_imatrix = True

@@ -16,6 +16,8 @@ from quantkit.types.iq5_k import IQ5_K
 
 
 class IQ5_K_R4(Interleaved):
+    """IQ5_K_R4: IQ5_K with four rows interleaved, 704 bytes per 4 rows by 256 columns."""
+
     name, ggml_type, file_type = "iq5_k_r4", 340, 341
     base_class, interleave = IQ5_K, 4
     fields = (

@@ -68,6 +68,8 @@ def _encode(x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray)
 
 
 class IQ5_KS(QuantType):
+    """IQ5_KS: row header of 4 bytes, blocks of 256 in groups of 32, 168 bytes."""
+
     name, ggml_type, file_type = "iq5_ks", 152, 150
     block_size, block_bytes, row_meta_bytes = 256, BLOCK, 4
     uses_imatrix = True

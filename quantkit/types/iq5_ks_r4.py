@@ -13,6 +13,8 @@ from quantkit.types.iq5_ks import IQ5_KS
 
 
 class IQ5_KS_R4(Interleaved):
+    """IQ5_KS_R4: IQ5_KS with four rows interleaved; four f32 row scales, then 672 bytes per 4 rows by 256 columns."""
+
     name, ggml_type, file_type = "iq5_ks_r4", 352, 350
     base_class, interleave = IQ5_KS, 4
     fields = (

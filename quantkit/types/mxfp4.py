@@ -147,6 +147,8 @@ def _encode(x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray)
 
 
 class MXFP4(QuantType):
+    """MXFP4: blocks of 32, 17 bytes."""
+
     name, ggml_type, file_type = "mxfp4", 39, 38
     block_size, block_bytes = 32, 17
     uses_imatrix = True

@@ -14,6 +14,8 @@ from quantkit.types.mxfp4 import MXFP4
 
 
 class MXFP4_R8(Interleaved):
+    """MXFP4_R8: MXFP4 with eight rows interleaved, 136 bytes per 8 rows by 32 columns."""
+
     name, ggml_type, file_type = "mxfp4_r8", 353, 351
     base_class, interleave = MXFP4, 8
     fields = (

@@ -97,6 +97,8 @@ def _weighted_mean(x: np.ndarray, w: np.ndarray, sums: np.ndarray) -> float:
 
 
 class Q1_0_G128(QuantType):
+    """Q1_0_G128: blocks of 128, 18 bytes."""
+
     name, ggml_type, file_type = "q1_0_g128", 41, 41
     block_size, block_bytes = 128, 18
     uses_imatrix = True

@@ -91,6 +91,8 @@ def _encode(x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray)
 
 
 class Q2_K(QuantType):
+    """Q2_K: blocks of 256 in sub-blocks of 16, 84 bytes."""
+
     name, ggml_type, file_type = "q2_K", 10, 10
     block_size, block_bytes = 256, BLOCK
     uses_imatrix = True

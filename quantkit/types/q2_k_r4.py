@@ -14,6 +14,8 @@ from quantkit.types.q2_k import Q2_K
 
 
 class Q2_K_R4(Interleaved):
+    """Q2_K_R4: Q2_K with four rows interleaved, 336 bytes per 4 rows by 256 columns."""
+
     name, ggml_type, file_type = "q2_k_r4", 210, 210
     base_class, interleave = Q2_K, 4
     fields = (

@@ -103,6 +103,8 @@ def _encode(x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray)
 
 
 class Q3_K(QuantType):
+    """Q3_K: blocks of 256 in sub-blocks of 16, 110 bytes."""
+
     name, ggml_type, file_type = "q3_K", 11, 12
     block_size, block_bytes = 256, BLOCK
     uses_imatrix = True

@@ -15,6 +15,8 @@ from quantkit.types.q3_k import Q3_K
 
 
 class Q3_K_R4(Interleaved):
+    """Q3_K_R4: Q3_K with four rows interleaved, 440 bytes per 4 rows by 256 columns."""
+
     name, ggml_type, file_type = "q3_k_r4", 211, 211
     base_class, interleave = Q3_K, 4
     fields = (

@@ -76,6 +76,8 @@ def _encode(x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray)
 
 
 class Q4_0(QuantType):
+    """Q4_0: blocks of 32, 18 bytes."""
+
     name, ggml_type, file_type = "q4_0", 2, 2
     block_size, block_bytes = 32, 18
     uses_imatrix = True

@@ -48,15 +48,21 @@ class _Runs(Interleaved):
 
 
 class Q4_0_4_4(_Runs):
+    """Q4_0_4_4: Q4_0 with 4 rows interleaved in runs of 4 bytes."""
+
     name, ggml_type, file_type = "q4_0_4x4", 31, 33
     interleave, run = 4, 4
 
 
 class Q4_0_4_8(_Runs):
+    """Q4_0_4_8: Q4_0 with 4 rows interleaved in runs of 8 bytes."""
+
     name, ggml_type, file_type = "q4_0_4x8", 32, 34
     interleave, run = 4, 8
 
 
 class Q4_0_8_8(_Runs):
+    """Q4_0_8_8: Q4_0 with 8 rows interleaved in runs of 8 bytes."""
+
     name, ggml_type, file_type = "q4_0_8x8", 33, 35
     interleave, run = 8, 8

@@ -12,6 +12,8 @@ from quantkit.types.q4_0 import Q4_0
 
 
 class Q4_0_R8(Interleaved):
+    """Q4_0_R8: Q4_0 with eight rows interleaved, 144 bytes per 8 rows by 32 columns."""
+
     name, ggml_type, file_type = "q4_0_r8", 202, 202
     base_class, interleave = Q4_0, 8
     fields = (

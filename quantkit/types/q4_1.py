@@ -72,6 +72,8 @@ def _encode(x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray)
 
 
 class Q4_1(QuantType):
+    """Q4_1: blocks of 32, 20 bytes."""
+
     name, ggml_type, file_type = "q4_1", 3, 3
     block_size, block_bytes = 32, 20
     uses_imatrix = True

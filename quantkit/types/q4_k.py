@@ -110,6 +110,8 @@ def _encode(x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray)
 
 
 class Q4_K(QuantType):
+    """Q4_K: blocks of 256 in sub-blocks of 32, 144 bytes."""
+
     name, ggml_type, file_type = "q4_K", 12, 15
     block_size, block_bytes = 256, BLOCK
     uses_imatrix = True

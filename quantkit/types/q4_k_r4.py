@@ -30,6 +30,8 @@ SCALES = (
 
 
 class Q4_K_R4(Interleaved):
+    """Q4_K_R4: Q4_K with four rows interleaved, 576 bytes per 4 rows by 256 columns."""
+
     name, ggml_type, file_type = "q4_k_r4", 212, 214
     base_class, interleave = Q4_K, 4
     fields = (

@@ -82,6 +82,8 @@ def _encode(x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray)
 
 
 class Q5_0(QuantType):
+    """Q5_0: blocks of 32, 22 bytes."""
+
     name, ggml_type, file_type = "q5_0", 6, 8
     block_size, block_bytes = 32, 22
     uses_imatrix = True

@@ -13,6 +13,8 @@ from quantkit.types.q5_0 import Q5_0
 
 
 class Q5_0_R4(Interleaved):
+    """Q5_0_R4: Q5_0 with four rows interleaved, 88 bytes per 4 rows by 32 columns."""
+
     name, ggml_type, file_type = "q5_0_r4", 206, 208
     base_class, interleave = Q5_0, 4
     fields = (

@@ -87,6 +87,8 @@ def _encode(x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray)
 
 
 class Q5_1(QuantType):
+    """Q5_1: blocks of 32, 24 bytes."""
+
     name, ggml_type, file_type = "q5_1", 7, 9
     block_size, block_bytes = 32, 24
     uses_imatrix = True

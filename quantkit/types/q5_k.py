@@ -97,6 +97,8 @@ def _encode(x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray)
 
 
 class Q5_K(QuantType):
+    """Q5_K: blocks of 256 in sub-blocks of 32, 176 bytes."""
+
     name, ggml_type, file_type = "q5_K", 13, 17
     block_size, block_bytes = 256, BLOCK
     uses_imatrix = True

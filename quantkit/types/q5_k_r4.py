@@ -14,6 +14,8 @@ from quantkit.types.q5_k import Q5_K
 
 
 class Q5_K_R4(Interleaved):
+    """Q5_K_R4: Q5_K with four rows interleaved, 704 bytes per 4 rows by 256 columns."""
+
     name, ggml_type, file_type = "q5_k_r4", 213, 216
     base_class, interleave = Q5_K, 4
     fields = (

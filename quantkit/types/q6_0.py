@@ -83,6 +83,8 @@ def _encode(x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray)
 
 
 class Q6_0(QuantType):
+    """Q6_0: blocks of 32, 26 bytes."""
+
     name, ggml_type, file_type = "q6_0", 133, 135
     block_size, block_bytes = 32, 26
     uses_imatrix = True

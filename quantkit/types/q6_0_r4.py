@@ -16,6 +16,8 @@ _HIGH = [8 * (2 + j % 8) + 4 * (j % 16 // 8) + 2 * (j // 16) for j in range(32)]
 
 
 class Q6_0_R4(Interleaved):
+    """Q6_0_R4: Q6_0 with four rows interleaved, 104 bytes per 4 rows by 32 columns."""
+
     name, ggml_type, file_type = "q6_0_r4", 233, 335
     base_class, interleave = Q6_0, 4
     fields = (

@@ -97,6 +97,8 @@ def _encode(x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray)
 
 
 class Q6_K(QuantType):
+    """Q6_K: blocks of 256 in sub-blocks of 16, 210 bytes."""
+
     name, ggml_type, file_type = "q6_K", 14, 18
     block_size, block_bytes = 256, BLOCK
     uses_imatrix = True

@@ -14,6 +14,8 @@ from quantkit.types.q6_k import Q6_K
 
 
 class Q6_K_R4(Interleaved):
+    """Q6_K_R4: Q6_K with four rows interleaved, 840 bytes per 4 rows by 256 columns."""
+
     name, ggml_type, file_type = "q6_k_r4", 214, 218
     base_class, interleave = Q6_K, 4
     fields = (

@@ -12,6 +12,8 @@ from quantkit.types.q8_0 import Q8_0
 
 
 class Q8_0_R8(Interleaved):
+    """Q8_0_R8: Q8_0 with eight rows interleaved, 272 bytes per 8 rows by 32 columns."""
+
     name, ggml_type, file_type = "q8_0_r8", 208, 207
     base_class, interleave = Q8_0, 8
     fields = (

@@ -11,7 +11,7 @@ import pytest
 
 from quantkit import archs, recipe
 from quantkit.errors import FormatError
-from quantkit.pipelines.convert import convert_checkpoint
+from quantkit.pipelines.conversion.convert import convert_checkpoint
 from tests.archs.checkpoints import tiny
 
 LLAMA = archs.get("llama").EXAMPLE

@@ -13,7 +13,7 @@ from quantkit.archs.common import base
 from quantkit.archs.common.shapes import Sizes, expected_tensors
 from quantkit.archs.deepseek2 import in_layout
 from quantkit.errors import FormatError, UnsupportedError
-from quantkit.pipelines.convert_plan import plan_conversion
+from quantkit.pipelines.conversion.plan import plan_conversion
 from quantkit.recipe import from_config, read_config
 from tests.archs.checkpoints import tiny
 from tests.recipe.configs import DEEPSEEK_V3, QWEN35_27B

@@ -16,8 +16,8 @@ from quantkit.cli import main
 from quantkit.errors import FormatError, UnknownNameError, UnsupportedError
 from quantkit.formats.gguf import open as open_gguf
 from quantkit.formats.safetensors import CheckpointSpec, CheckpointWriter, open_checkpoint
-from quantkit.pipelines.convert import convert_checkpoint
-from quantkit.pipelines.convert_plan import plan_conversion
+from quantkit.pipelines.conversion.convert import convert_checkpoint
+from quantkit.pipelines.conversion.plan import plan_conversion
 from quantkit.pipelines.export import export_gguf
 from tests.archs.checkpoints import byte_level, tiny, write_tokenizer
 

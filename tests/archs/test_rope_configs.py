@@ -11,7 +11,7 @@ import pytest
 
 import quantkit
 from quantkit.errors import UnsupportedError
-from quantkit.pipelines.convert import convert_checkpoint
+from quantkit.pipelines.conversion.convert import convert_checkpoint
 from quantkit.pipelines.export import export_gguf
 from tests.archs.checkpoints import tiny
 

@@ -9,7 +9,7 @@ import pytest
 import typer
 
 from quantkit.cli import main
-from quantkit.cli._positional import default_out, read
+from quantkit.cli.common.positional import default_out, read
 from quantkit.formats import gguf
 from quantkit.formats.gguf import Metadata, TensorSpec, Writer
 from tests.cli.running import refused

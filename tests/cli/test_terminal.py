@@ -14,9 +14,9 @@ import pytest
 
 from quantkit import types
 from quantkit.cli import main
-from quantkit.cli._card import card
-from quantkit.cli._shared import print_json, table
-from quantkit.cli._terminal import escaped_controls, message, visible
+from quantkit.cli.common.card import card
+from quantkit.cli.common.output import print_json, table
+from quantkit.cli.common.terminal import escaped_controls, message, visible
 from quantkit.formats import gguf
 
 ESCAPE = "\x1b]0;title\x07\x1b[2K\x9b31m\x7f\u202egnp\u2066"

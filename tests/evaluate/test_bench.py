@@ -9,7 +9,7 @@ import pytest
 
 from quantkit.errors import DataError
 from quantkit.evaluate import bench
-from quantkit.evaluate.bench import Case, Speed
+from quantkit.evaluate.bench import Case, MeasuredSpeed
 from quantkit.evaluate.report import plots
 
 
@@ -66,8 +66,8 @@ def test_a_bench_warms_up_and_times_at_its_depth(monkeypatch):
     prompt, generation = bench.bench(model, [Case(3, 0), Case(0, 2, 4)], 2)
     once = [(4, 1), (5, 1)]
     assert model.calls == [(0, 3)] * 3 + [(0, 4)] + once * 3
-    assert prompt == Speed("pp3", 0, 3, (3.0, 3.0))
-    assert generation == Speed("tg2@pp4", 4, 2, (2.0, 2.0), 1100 + 500 + 7 * 5 + 5)
+    assert prompt == MeasuredSpeed("pp3", 0, 3, (3.0, 3.0))
+    assert generation == MeasuredSpeed("tg2@pp4", 4, 2, (2.0, 2.0), 1100 + 500 + 7 * 5 + 5)
     assert generation.tokens_per_second == 1
     assert generation.gb_per_second == pytest.approx(1640e-9)
 
@@ -96,10 +96,10 @@ def test_a_sweep_generates_as_many_as_asked(monkeypatch):
 
 
 def test_medians_and_deviation():
-    speed = Speed("tg8", 0, 8, (1.0, 4.0, 2.0))
+    speed = MeasuredSpeed("tg8", 0, 8, (1.0, 4.0, 2.0))
     assert (speed.seconds, speed.tokens_per_second) == (2, 4)
     assert speed.deviation == pytest.approx(np.std([8, 2, 4], ddof=1))
-    assert Speed("tg8", 0, 8, (1.0,)).deviation == 0
+    assert MeasuredSpeed("tg8", 0, 8, (1.0,)).deviation == 0
 
 
 def test_what_is_read_is_all_bytes_of_the_weights(monkeypatch):
@@ -116,6 +116,6 @@ def test_what_is_read_is_all_bytes_of_the_weights(monkeypatch):
 
 
 def test_a_picture_of_a_sweep(tmp_path):
-    rows = [(Speed("pp8", n, 8, (1.0, 2.0)), Speed("tg2", n, 2, (1.0, 1.5), 100)) for n in (0, 8)]
+    rows = [(MeasuredSpeed("pp8", n, 8, (1.0, 2.0)), MeasuredSpeed("tg2", n, 2, (1.0, 1.5), 100)) for n in (0, 8)]
     plots.plot_sweep(tmp_path / "sweep.svg", rows, 1e3, "tiny")
     assert (tmp_path / "sweep.svg").stat().st_size > 5000

@@ -12,7 +12,7 @@ import pytest
 
 import quantkit
 from quantkit import cli
-from quantkit.cli._shared import print_json
+from quantkit.cli.common.output import print_json
 from quantkit.formats import imatrix
 from quantkit.formats.kld.base_file import BaseReader, BaseWriter
 

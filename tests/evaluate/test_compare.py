@@ -12,7 +12,7 @@ import pytest
 from quantkit import types
 from quantkit.errors import QuantkitError
 from quantkit.evaluate import compare
-from quantkit.evaluate.bench import Case, Speed
+from quantkit.evaluate.bench import Case, MeasuredSpeed
 from quantkit.evaluate.layers.tensor_errors import TensorError
 from quantkit.evaluate.report import html_page, plots, tables
 from quantkit.formats.gguf import Metadata, TensorSpec, Writer
@@ -266,7 +266,7 @@ def test_throughput_is_the_bench_s(monkeypatch):
 
     def bench(*args):
         asked.append(args)
-        return [Speed("pp64", 0, 64, (0.5,)), Speed("tg64", 0, 64, (4.0, 3.0, 5.0))]
+        return [MeasuredSpeed("pp64", 0, 64, (0.5,)), MeasuredSpeed("tg64", 0, 64, (4.0, 3.0, 5.0))]
 
     monkeypatch.setattr(compare, "bench", bench)
     assert compare.throughput(model, repeat=2) == (128, 16)

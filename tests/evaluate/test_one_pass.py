@@ -17,7 +17,7 @@ from quantkit.evaluate.imatrix.second_moments import MomentsCollector, MomentsFo
 from quantkit.evaluate.text import chunked
 from quantkit.formats import gguf, imatrix, provenance
 from quantkit.pipelines import api
-from quantkit.pipelines.convert import convert_checkpoint
+from quantkit.pipelines.conversion.convert import convert_checkpoint
 from quantkit.pipelines.options import QuantizeOptions
 from quantkit.pipelines.resume import unfinished
 from quantkit.runtime.loading import load

@@ -17,7 +17,7 @@ import torch
 
 from quantkit.errors import FormatError, QuantkitError, UnsupportedError
 from quantkit.formats.torch_bin import is_bin, open_bin
-from quantkit.pipelines.convert import convert_checkpoint
+from quantkit.pipelines.conversion.convert import convert_checkpoint
 from tests.archs.checkpoints import tiny
 
 

@@ -20,7 +20,7 @@ from quantkit import archs, recipe, types
 from quantkit.archs import language_model
 from quantkit.archs.deepseek2 import in_layout
 from quantkit.cli import main
-from quantkit.placement.budget import Cache, budget
+from quantkit.placement.budget import CacheSettings, budget
 from quantkit.placement.rules import parse_flags
 from quantkit.recipe import Options, Plan, find, shipped
 from quantkit.recipe.models import from_config
@@ -51,7 +51,7 @@ def loads(name: str, rules: str, flags: str, target: str = "Q8_0") -> dict[str, 
 
 def cached(name: str, n_ctx: int, kind: str, values: str = "f16", mla: int = 3) -> str:
     """MiB of a cache, as it is printed."""
-    sizes = Cache(n_ctx, kind, values, mla).of_layers(described(name)[1])
+    sizes = CacheSettings(n_ctx, kind, values, mla).of_layers(described(name)[1])
     return f"{sum(sizes) / MIB:.2f}"
 
 
@@ -185,14 +185,14 @@ def test_qwen35_27b() -> None:
     assert shapes["blk.0.ssm_out.weight"] == (5120, 6144)
     assert metadata["qwen35.rope.dimension_sections"] == [11, 11, 10, 0]
     assert metadata["qwen35.rope.dimension_count"] == 64
-    sizes = Cache(4096).of_layers(metadata)
+    sizes = CacheSettings(4096).of_layers(metadata)
     assert sizes[0] == 4 * 817152
     assert sizes[3] == 4096 * 2 * 4 * 256 * 2
 
 
 def test_recurrent_state_of_qwen35_122b() -> None:
     larger = language_model(QWEN35_27B) | {"linear_num_value_heads": 64}
-    assert Cache(1).of_layers(from_config(larger)[1])[0] == 4 * 1085440
+    assert CacheSettings(1).of_layers(from_config(larger)[1])[0] == 4 * 1085440
 
 
 @pytest.mark.parametrize(

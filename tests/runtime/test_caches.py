@@ -150,7 +150,9 @@ class Compiled:
     def __init__(self, part: Attention, kind: CacheType, threads: int, span: int, tokens: int):
         k, v = (types.get(name).ggml_type for name in (kind.k, kind.v))
         rotations = kind.rotations(part.head_dim_k, part.head_dim_v)
-        self.heads = kv_rows.Heads(part.heads // part.kv_heads, part.head_dim_k, part.head_dim_v, k, v, *rotations)
+        self.heads = kv_rows.KernelHeads(
+            part.heads // part.kv_heads, part.head_dim_k, part.head_dim_v, k, v, *rotations
+        )
         self.part, self.threads, self.span, self.tokens = part, threads, span, tokens
 
     def _view(self, ops: OpList, caches: list[Cache]) -> int:

@@ -14,7 +14,7 @@ from quantkit import archs, recipe
 from quantkit.errors import DataError
 from quantkit.formats.gguf import TensorSpec
 from quantkit.placement import fit as fitting
-from quantkit.placement.budget import GIB, Budget, Cache, budget
+from quantkit.placement.budget import GIB, Budget, CacheSettings, budget
 from quantkit.placement.devices import CPU, Device
 from quantkit.placement.fit import Fitted, fit
 from quantkit.placement.rules import Flags, parse_flags, parse_rules, place_model
@@ -38,7 +38,7 @@ def devices(vram: list[float], ram: float | None = None) -> tuple[Device, ...]:
     return Device(CPU.name, int(ram * GIB) if ram else None), *gpus
 
 
-def fitted(which: str, machine: tuple[Device, ...], cache: Cache | None, **more: Any) -> tuple[Fitted, Budget]:
+def fitted(which: str, machine: tuple[Device, ...], cache: CacheSettings | None, **more: Any) -> tuple[Fitted, Budget]:
     """The fit; its flags, printed and read again, give its placement, and the budget says that all fits."""
     experts = more.pop("experts", "")
     tensors, metadata = planned(which, experts)
@@ -80,7 +80,7 @@ VRAM = [[24], [24, 24], [96], [24] * 8]
 def test_machines_that_people_have(which: str, vram: list[float], ram: float) -> None:
     kinds = {"deepseek": "iq2_k" if ram == 256 else "iq4_k", "qwen3": "iq4_k" if ram == 256 else "q8_0"}
     begin = time.perf_counter()
-    result, report = fitted(which, devices(vram, ram), Cache(32768, "q8_0", "q8_0"), experts=kinds[which])
+    result, report = fitted(which, devices(vram, ram), CacheSettings(32768, "q8_0", "q8_0"), experts=kinds[which])
     assert time.perf_counter() - begin < 20
     gpus = [load for load in report.loads if load.device != "CPU"]
     assert len(gpus) == len(vram)
@@ -101,7 +101,9 @@ def test_machines_that_people_have(which: str, vram: list[float], ram: float) ->
 def test_layers_that_are_shared(which: str, vram: list[float]) -> None:
     if which == "qwen3" and len(vram) == 8:
         vram = vram[:4]  # as many as there are groups of heads
-    result, report = fitted(which, devices(vram, 512), Cache(8192, "q8_0", "q8_0"), flags=Flags(split_mode="graph"))
+    result, report = fitted(
+        which, devices(vram, 512), CacheSettings(8192, "q8_0", "q8_0"), flags=Flags(split_mode="graph")
+    )
     assert result.flags.split_mode == "graph"
     assert "-sm graph" in result.text
     gpus = [load for load in report.loads if load.device != "CPU"]
@@ -110,7 +112,7 @@ def test_layers_that_are_shared(which: str, vram: list[float]) -> None:
 
 
 def test_recurrent_layers_that_are_shared() -> None:
-    result, report = fitted("qwen35", devices([24, 24]), Cache(8192), flags=Flags(split_mode="graph"))
+    result, report = fitted("qwen35", devices([24, 24]), CacheSettings(8192), flags=Flags(split_mode="graph"))
     assert result.text == "-ngl 65 -sm graph -ts 1,1"
     states, rows = 48 * 817152 * 4, 16 * 8192 * 4 * 2 * 256 * 2  # of field-notes.md 4; keys and values of 16 layers
     assert [load.cache for load in report.loads if load.device != "CPU"] == [(states + rows) // 2] * 2
@@ -119,27 +121,27 @@ def test_recurrent_layers_that_are_shared() -> None:
 
 
 def test_what_fits_whole_is_shared_evenly() -> None:
-    result, report = fitted("llama", devices([24, 24]), Cache(8192))
+    result, report = fitted("llama", devices([24, 24]), CacheSettings(8192))
     on_cpu = {name for name in result.placement.devices if result.placement.on_cpu(name)}
     assert on_cpu == {"token_embd.weight", "rope_freqs.weight"}
     sizes = [load.total for load in report.loads if load.device != "CPU"]
     assert max(sizes) < 1.25 * min(sizes)
-    result, _ = fitted("llama", devices([10]), Cache(2048))
+    result, _ = fitted("llama", devices([10]), CacheSettings(2048))
     assert result.text == "-ngl 33"
 
 
 def test_dense_models_leave_feed_forwards_then_layers() -> None:
-    result, _ = fitted("llama", devices([6]), Cache(8192))
+    result, _ = fitted("llama", devices([6]), CacheSettings(8192))
     on_cpu = [name for name in result.placement.devices if result.placement.on_cpu(name) and name.startswith("blk.")]
     assert on_cpu
     assert all("ffn_" in name for name in on_cpu)
-    result, _ = fitted("llama", devices([2.2]), Cache(8192), margin=1 << 28)
+    result, _ = fitted("llama", devices([2.2]), CacheSettings(8192), margin=1 << 28)
     assert 0 < (result.flags.gpu_layers or 0) < 33
     assert result.placement.on_cpu("output.weight")
 
 
 def test_uneven_gpus_take_what_they_can() -> None:
-    result, report = fitted("qwen3-30b", devices([6, 24], 64), Cache(4096))
+    result, report = fitted("qwen3-30b", devices([6, 24], 64), CacheSettings(4096))
     loads = {load.device: load for load in report.loads}
     assert loads["CUDA0"].total < 5.1 * GIB
     assert loads["CUDA1"].total > 20 * GIB
@@ -147,19 +149,19 @@ def test_uneven_gpus_take_what_they_can() -> None:
 
 
 def test_types_without_a_kernel_on_gpus_stay() -> None:
-    result, _ = fitted("qwen3-30b", devices([24]), Cache(4096), experts="q8_0_r8")
+    result, _ = fitted("qwen3-30b", devices([24]), CacheSettings(4096), experts="q8_0_r8")
     assert {
         name for name in result.placement.devices if "_exps." in name and not result.placement.on_cpu(name)
     } == set()
     assert len(result.flags.override_tensor) == 1
     virtual = (CPU, Device("cpu:0", 24 * GIB))  # which computes with any type
-    result, _ = fitted("qwen3-30b", virtual, Cache(4096), experts="q8_0_r8")
+    result, _ = fitted("qwen3-30b", virtual, CacheSettings(4096), experts="q8_0_r8")
     assert any("_exps." in name and not result.placement.on_cpu(name) for name in result.placement.devices)
 
 
 def test_what_cannot_fit_is_said_with_numbers() -> None:
     tensors, metadata = planned("deepseek")
-    cache = Cache(32768).of_layers(metadata)
+    cache = CacheSettings(32768).of_layers(metadata)
     with pytest.raises(
         DataError, match=r"the CPU would hold [\d.]+ GiB of weights.*and has 128.000: [\d.]+ GiB too much"
     ):

@@ -203,16 +203,16 @@ def test_another_cache_and_longer_tables_halfway(tiny: Path, monkeypatch: pytest
     short = model.new_cache(24)
     expected = [model.forward([token], short) for token in TOKENS[:20]]
     short.clear()
-    tables = plan_base.Plan._tables
+    tables = plan_base.CompiledPlan._tables
 
     def cut_off(*args: Any) -> None:
         tables(*args)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(plan_base.Plan, "_tables", cut_off)
+    monkeypatch.setattr(plan_base.CompiledPlan, "_tables", cut_off)
     with pytest.raises(KeyboardInterrupt):
         model.forward(TOKENS[:1], model.new_cache(4000))
-    monkeypatch.setattr(plan_base.Plan, "_tables", tables)
+    monkeypatch.setattr(plan_base.CompiledPlan, "_tables", tables)
     junk = [np.full((24, 64), np.nan, np.float32) for _ in range(50)]  # where the tables were
     for token, logits in zip(TOKENS[:20], expected):
         np.testing.assert_array_equal(model.forward([token], short), logits)

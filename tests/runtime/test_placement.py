@@ -14,7 +14,7 @@ from quantkit.placement.rules import (
     ALL_LAYERS,
     Flags,
     Placement,
-    Rule,
+    PlacementRule,
     gpu_kernels,
     parse_flags,
     parse_rules,
@@ -52,11 +52,14 @@ def test_rules_that_decide_nothing_are_reported() -> None:
 
 
 def test_a_comma_inside_a_regex_does_not_end_a_rule() -> None:
-    assert parse_rules(r"blk\.\d{1,2}\.ffn=CPU,[a,b]=CPU") == [Rule(r"blk\.\d{1,2}\.ffn", "CPU"), Rule("[a,b]", "CPU")]
+    assert parse_rules(r"blk\.\d{1,2}\.ffn=CPU,[a,b]=CPU") == [
+        PlacementRule(r"blk\.\d{1,2}\.ffn", "CPU"),
+        PlacementRule("[a,b]", "CPU"),
+    ]
 
 
 def test_the_last_equals_sign_separates() -> None:
-    assert parse_rules("a=b=CPU") == [Rule("a=b", "CPU")]
+    assert parse_rules("a=b=CPU") == [PlacementRule("a=b", "CPU")]
 
 
 @pytest.mark.parametrize("text", ["ffn", "=CPU", "ffn=", "a=CPU,b"])
@@ -142,7 +145,7 @@ def test_experts_stay_in_proportion_where_gpus_share_the_layers() -> None:
 def test_flags_as_they_are_typed() -> None:
     result = parse_flags("-ngl 99 -ot 'blk\\.(3|4)\\.ffn_.*=CUDA0' --override-tensor exps=CPU --n-cpu-moe 7")
     assert result == Flags(99, (r"blk\.(3|4)\.ffn_.*=CUDA0", "exps=CPU"), 7)
-    assert result.rules == [Rule(r"blk\.(3|4)\.ffn_.*", "CUDA0"), Rule("exps", "CPU")]
+    assert result.rules == [PlacementRule(r"blk\.(3|4)\.ffn_.*", "CUDA0"), PlacementRule("exps", "CPU")]
     assert parse_flags("--cpu-moe") == Flags(None, (), ALL_LAYERS)
     assert parse_flags("") == Flags()
 

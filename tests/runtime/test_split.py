@@ -26,7 +26,7 @@ FOUR = "cpu:0,cpu:1,cpu:2,cpu:3"
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A random model of each architecture, with four layers, converted to GGUF in float32."""
-    from quantkit.pipelines.convert import convert_checkpoint
+    from quantkit.pipelines.conversion.convert import convert_checkpoint
 
     result = {}
     for arch, changes in {
@@ -324,7 +324,7 @@ def test_a_profile_says_where_time_goes(models: dict[str, Path]) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("arch", [arch.name for arch in archs.all()])
 def test_every_architecture_on_devices(arch: str, tmp_path: Path) -> None:
-    from quantkit.pipelines.convert import convert_checkpoint
+    from quantkit.pipelines.conversion.convert import convert_checkpoint
 
     checkpoints.tiny(tmp_path / "hf", "float32", arch)
     path = tmp_path / "model.gguf"

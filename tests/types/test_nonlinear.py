@@ -16,7 +16,7 @@ NAMES = ("iq2_k", "iq3_k", "iq4_k", "iq5_k", "iq6_k")
 KNOWN = {"iq2_k": "b2bfcd93", "iq3_k": "e33bbeba", "iq4_k": "fceb0d35", "iq5_k": "a1b241f9", "iq6_k": "0bf14dee"}
 
 
-def format_of(name: str) -> nonlinear.Format:
+def format_of(name: str) -> nonlinear.NonlinearFormat:
     return importlib.import_module(f"quantkit.types.{name}").FORMAT
 
 

@@ -22,8 +22,8 @@ from quantkit.archs.common.shapes import ExpectedTensor, Sizes, expected_tensors
 from quantkit.archs.common.tensors import (
     LazyTensor,
     Piece,
-    Rule,
     Shape,
+    TensorRule,
     fill_name,
     missing,
     numbered_experts,
@@ -58,7 +58,7 @@ class Keys:
         self.metadata = metadata
         checked.check_keys(arch, metadata)
 
-    def get(self, key: str, default: Any = None) -> Any:
+    def get(self, key: str, default: object = None) -> Any:
         """The value of a key, or the default."""
         checked.bound_of(key)  # raises for a key without bounds: such a key was not checked
         return self.metadata.get(f"{self.arch}.{key}", default)
@@ -162,7 +162,7 @@ class Arch(ABC):
     name: ClassVar[str]  # general.architecture
     hf: ClassVar[tuple[str, ...]]  # class names in config.json "architectures"; export writes the first
     model_type: ClassVar[str]  # config.json "model_type" of the first class
-    rules: ClassVar[tuple[Rule, ...]]
+    rules: ClassVar[tuple[TensorRule, ...]]
     ties_by_default: ClassVar[bool] = False  # what transformers assumes if config.json has no tie_word_embeddings
     defaults: ClassVar[Mapping[str, object]] = {}  # other settings that config.json may omit
     defaults_of: ClassVar[Mapping[str, Mapping[str, object]]] = {}  # the same for single classes in `hf`
@@ -171,7 +171,7 @@ class Arch(ABC):
     size_overrides: ClassVar[Mapping[str, Callable[[Sizes], int]]] = {}  # sizes of `shapes.Sizes` that differ here
     EXAMPLE: ClassVar[dict[str, Any]]  # a tiny config.json
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         if "name" in cls.__dict__:
             _by_name[cls.name] = cls()
@@ -228,11 +228,11 @@ class Arch(ABC):
         sizes = Sizes(self.name, {f"{self.name}.vocab_size": vocab_size(config)} | keys, self.size_overrides)
         return {t.name: t.shape for t in expected_tensors((name for name in names if has_shape(name)), sizes)}
 
-    def rules_of(self, config: Config) -> tuple[Rule, ...]:
+    def rules_of(self, config: Config) -> tuple[TensorRule, ...]:
         """The rules for a config.json, which may say that a model has further tensors."""
         return self.rules
 
-    def has_bias(self, rule: Rule, config: Config) -> bool:
+    def has_bias(self, rule: TensorRule, config: Config) -> bool:
         """Whether the tensor of a rule with `bias=True` has one: attention_bias or mlp_bias in config.json."""
         return bool(config.get("mlp_bias" if ".ffn_" in rule.gguf else "attention_bias"))
 
@@ -305,7 +305,7 @@ class Arch(ABC):
         return found
 
     def _check(
-        self, rules: tuple[Rule, ...], names: Collection[str], found: list[Piece], hp: HParams, kind: str
+        self, rules: tuple[TensorRule, ...], names: Collection[str], found: list[Piece], hp: HParams, kind: str
     ) -> None:
         n_layer = hp.n_layer
         known = {source for piece in found for source in piece.sources if (split_name(source)[1] or 0) < n_layer}
@@ -338,7 +338,7 @@ class Arch(ABC):
         return Head("token_embd.weight", Norm("output_norm.weight", hparams.norm_eps), hparams.linear(output))
 
 
-def _check_experts(rules: Sequence[Rule], names: Collection[str], hp: HParams) -> None:
+def _check_experts(rules: Sequence[TensorRule], names: Collection[str], hp: HParams) -> None:
     """FormatError if config.json says another number of experts than the checkpoint has."""
     found = numbered_experts(rules, names)
     needed = any(rule.is_needed(hp, i) for rule in rules if ".E." in rule.hf for i in range(hp.n_layer))
@@ -352,16 +352,16 @@ def _check_experts(rules: Sequence[Rule], names: Collection[str], hp: HParams) -
 
 # ------------------------------------------------------------------------------------------------ shared by many archs
 
-EMBEDDING_RULES = (Rule("token_embd", "model.embed_tokens"),)
+EMBEDDING_RULES = (TensorRule("token_embd", "model.embed_tokens"),)
 OUTPUT_RULES = (
-    Rule("output_norm", "model.norm", f32=True),
-    Rule("output", "lm_head", required=False),
+    TensorRule("output_norm", "model.norm", f32=True),
+    TensorRule("output", "lm_head", required=False),
 )
 SWIGLU_RULES = (
-    Rule("blk.N.ffn_norm", "model.layers.N.post_attention_layernorm", f32=True),
-    Rule("blk.N.ffn_gate", "model.layers.N.mlp.gate_proj", bias=True),
-    Rule("blk.N.ffn_up", "model.layers.N.mlp.up_proj", bias=True),
-    Rule("blk.N.ffn_down", "model.layers.N.mlp.down_proj", bias=True),
+    TensorRule("blk.N.ffn_norm", "model.layers.N.post_attention_layernorm", f32=True),
+    TensorRule("blk.N.ffn_gate", "model.layers.N.mlp.gate_proj", bias=True),
+    TensorRule("blk.N.ffn_up", "model.layers.N.mlp.up_proj", bias=True),
+    TensorRule("blk.N.ffn_down", "model.layers.N.mlp.down_proj", bias=True),
 )
 
 

@@ -20,7 +20,7 @@ from quantkit.inputs.settings import mapping
 class Bound(Protocol):
     """A condition on a value. Its text completes "it has to be …"."""
 
-    def holds(self, value: Any) -> bool:
+    def holds(self, value: object) -> bool:
         """Whether the value meets the condition."""
         ...
 
@@ -33,7 +33,8 @@ class Count:
     maximum: int
     per_layer: bool = False
 
-    def holds(self, value: Any) -> bool:
+    def holds(self, value: object) -> bool:
+        """Whether a value is within the bounds."""
         if self.per_layer and isinstance(value, (list, tuple)) and value:
             return all(type(v) is int and 0 <= v <= self.maximum for v in value)
         return type(value) is int and self.minimum <= value <= self.maximum
@@ -51,6 +52,7 @@ class Real:
     open_below: bool = False
 
     def holds(self, value: Any) -> bool:
+        """Whether a value is within the bounds."""
         if type(value) not in (int, float) or not math.isfinite(value):
             return False
         return self.minimum <= value <= self.maximum and not (self.open_below and value == self.minimum)
@@ -65,7 +67,8 @@ class Real:
 class Flag:
     """True or false; some writers store 1 and 0."""
 
-    def holds(self, value: Any) -> bool:
+    def holds(self, value: object) -> bool:
+        """Whether a value is true, false, 1 or 0."""
         return type(value) in (bool, int) and value in (0, 1)
 
     def __str__(self) -> str:
@@ -76,7 +79,8 @@ class Flag:
 class Text:
     """A string."""
 
-    def holds(self, value: Any) -> bool:
+    def holds(self, value: object) -> bool:
+        """Whether a value is a string."""
         return isinstance(value, str)
 
     def __str__(self) -> str:

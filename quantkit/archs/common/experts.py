@@ -22,7 +22,7 @@ from typing import Any
 
 from quantkit.archs.common.base import Config, Keys, need
 from quantkit.archs.common.blocks import Experts, FeedForward, HParams
-from quantkit.archs.common.tensors import Rule, Transform
+from quantkit.archs.common.tensors import TensorRule, Transform
 from quantkit.archs.common.transforms import GatherRows
 from quantkit.errors import FormatError, UnsupportedError
 from quantkit.formats.gguf.metadata import Entries, shortest
@@ -55,25 +55,25 @@ GATED = ("gate_proj", "up_proj", "down_proj")  # checkpoint names of the three m
 MIXTRAL = ("w1", "w3", "w2")  # the same in Mixtral's
 
 
-def dense_rules(*, bias: bool = False) -> tuple[Rule, ...]:
+def dense_rules(*, bias: bool = False) -> tuple[TensorRule, ...]:
     """The rules of dense layers, which come before the first layer with experts."""
     return tuple(
-        Rule(f"blk.N.ffn_{ours}", f"model.layers.N.mlp.{theirs}", bias=bias, layers=_is_dense)
+        TensorRule(f"blk.N.ffn_{ours}", f"model.layers.N.mlp.{theirs}", bias=bias, layers=_is_dense)
         for ours, theirs in zip(_OURS, GATED)
     )
 
 
-def routed_rules(block: str = "mlp", names: tuple[str, ...] = GATED, router: str = "gate") -> tuple[Rule, ...]:
+def routed_rules(block: str = "mlp", names: tuple[str, ...] = GATED, router: str = "gate") -> tuple[TensorRule, ...]:
     """The rules of the router and of routed experts with a matrix each. `block` stands for `mlp` in the checkpoint."""
     prefix = f"model.layers.N.{block}"
     matrices = (
-        Rule(f"blk.N.ffn_{ours}_exps", f"{prefix}.experts.E.{theirs}", layers=_has_experts)
+        TensorRule(f"blk.N.ffn_{ours}_exps", f"{prefix}.experts.E.{theirs}", layers=_has_experts)
         for ours, theirs in zip(_OURS, names)
     )
-    return (Rule("blk.N.ffn_gate_inp", f"{prefix}.{router}", f32=True, layers=_has_experts), *matrices)
+    return (TensorRule("blk.N.ffn_gate_inp", f"{prefix}.{router}", f32=True, layers=_has_experts), *matrices)
 
 
-def stacked_rules(block: str = "mlp") -> tuple[Rule, ...]:
+def stacked_rules(block: str = "mlp") -> tuple[TensorRule, ...]:
     """The rules of routed experts whose matrices the checkpoint stacks.
 
     gate_up_proj is [experts, 2 * ff, n_embd], of each expert the rows of gate, then of up; down_proj is
@@ -90,23 +90,28 @@ def stacked_rules(block: str = "mlp") -> tuple[Rule, ...]:
         return transform
 
     pairs = (
-        Rule(f"blk.N.ffn_{ours}_exps.weight", f"{prefix}.gate_up_proj", part(first), layers=_has_experts,
+        TensorRule(f"blk.N.ffn_{ours}_exps.weight", f"{prefix}.gate_up_proj", part(first), layers=_has_experts,
              full_names=True, to_gguf_only=True)
         for first, ours in enumerate(_OURS[:2])
     )  # fmt: skip
-    return (*pairs, Rule("blk.N.ffn_down_exps.weight", f"{prefix}.down_proj", layers=_has_experts, full_names=True))
+    return (
+        *pairs,
+        TensorRule("blk.N.ffn_down_exps.weight", f"{prefix}.down_proj", layers=_has_experts, full_names=True),
+    )
 
 
-def choice_rule(name: str = "mlp.gate.e_score_correction_bias", transform: Any = None) -> Rule:
+def choice_rule(
+    name: str = "mlp.gate.e_score_correction_bias", transform: Callable[[HParams], Transform] | None = None
+) -> TensorRule:
     """The rule of the choice bias: it is added to the scores to select experts, not to their weights."""
     hf_name = f"model.layers.N.{name}"
-    return Rule("blk.N.exp_probs_b.bias", hf_name, transform, layers=_has_choice_bias, full_names=True, f32=True)
+    return TensorRule("blk.N.exp_probs_b.bias", hf_name, transform, layers=_has_choice_bias, full_names=True, f32=True)
 
 
-def shared_rules(block: str = "mlp.shared_experts") -> tuple[Rule, ...]:
+def shared_rules(block: str = "mlp.shared_experts") -> tuple[TensorRule, ...]:
     """The rules of the shared experts."""
     return tuple(
-        Rule(f"blk.N.ffn_{ours}_shexp", f"model.layers.N.{block}.{theirs}", layers=_has_shared)
+        TensorRule(f"blk.N.ffn_{ours}_shexp", f"model.layers.N.{block}.{theirs}", layers=_has_shared)
         for ours, theirs in zip(_OURS, GATED)
     )
 

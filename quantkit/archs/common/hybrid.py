@@ -27,7 +27,7 @@ from quantkit.archs.common import experts
 from quantkit.archs.common.base import Config, Keys, need, refuse
 from quantkit.archs.common.blocks import Attention, Block, DeltaNet, HParams, Part, Recurrence
 from quantkit.archs.common.decoder import Decoder, with_head_norms
-from quantkit.archs.common.tensors import LazyTensor, Piece, Rule, Shape, Transform
+from quantkit.archs.common.tensors import LazyTensor, Piece, Shape, TensorRule, Transform
 from quantkit.archs.common.transforms import Chain, Elementwise, GatherRows, RowToVector, SqueezeMiddle, add
 from quantkit.errors import FormatError, UnsupportedError
 from quantkit.formats.gguf.metadata import Entries
@@ -39,9 +39,9 @@ _INTERVAL, _KERNEL = 4, 4
 _STACKED = "experts stacked"  # entry that `to_gguf` adds to a config: the checkpoint stacks the experts' matrices
 
 
-def norm_rule(ours: str, theirs: str, **given: Any) -> Rule:
+def norm_rule(ours: str, theirs: str, **given: Any) -> TensorRule:
     """The rule of a norm whose checkpoint weight is stored minus 1."""
-    return Rule(ours, theirs, lambda hp: add(1), f32=True, **given)
+    return TensorRule(ours, theirs, lambda hp: add(1), f32=True, **given)
 
 
 def is_recurrent(hp: HParams, layer: int) -> bool:
@@ -56,13 +56,13 @@ def is_attention(hp: HParams, layer: int) -> bool:
 
 def recurrent_rule(
     ours: str, theirs: str, transform: Callable[[HParams], Transform] | None = None, **given: Any
-) -> Rule:
+) -> TensorRule:
     """The rule of a tensor of recurrent layers; `theirs` is its checkpoint name under `linear_attn`."""
-    return Rule(f"blk.N.{ours}", f"model.layers.N.linear_attn.{theirs}", transform, layers=is_recurrent, **given)
+    return TensorRule(f"blk.N.{ours}", f"model.layers.N.linear_attn.{theirs}", transform, layers=is_recurrent, **given)
 
 
-def _attention_rule(ours: str, theirs: str) -> Rule:
-    return Rule(f"blk.N.{ours}", f"model.layers.N.self_attn.{theirs}", bias=True, layers=is_attention)
+def _attention_rule(ours: str, theirs: str) -> TensorRule:
+    return TensorRule(f"blk.N.{ours}", f"model.layers.N.self_attn.{theirs}", bias=True, layers=is_attention)
 
 
 ATTENTION_RULES = (
@@ -76,13 +76,13 @@ ATTENTION_RULES = (
 )
 FFN_NORM_RULES = (norm_rule("blk.N.post_attention_norm", "model.layers.N.post_attention_layernorm"),)
 SHARED_RULES = (
-    Rule(
+    TensorRule(
         "blk.N.ffn_gate_inp_shexp", "model.layers.N.mlp.shared_expert_gate", lambda hp: RowToVector(hp.n_embd), f32=True
     ),
     *experts.shared_rules("mlp.shared_expert"),
 )
 MOE_RULES = (*experts.routed_rules(), *SHARED_RULES)
-OUTPUT_RULES = (norm_rule("output_norm", "model.norm"), Rule("output", "lm_head", required=False))
+OUTPUT_RULES = (norm_rule("output_norm", "model.norm"), TensorRule("output", "lm_head", required=False))
 
 
 # -------------------------------------------------------------------------------------------------------- order of rows
@@ -109,7 +109,7 @@ def log_negative(x: np.ndarray) -> np.ndarray:
     return np.asarray(np.log(-x))
 
 
-def recurrent_rules(order: Callable[[HParams], list[int]] | None = None) -> tuple[Rule, ...]:
+def recurrent_rules(order: Callable[[HParams], list[int]] | None = None) -> tuple[TensorRule, ...]:
     """The rules of the small tensors of recurrent layers.
 
     `order(hparams)` lists a checkpoint's value heads in the order of the GGUF; None: the order is the same.
@@ -258,7 +258,7 @@ class HybridMoE(Hybrid):
             del found[f"{self.name}.feed_forward_length"]
         return found
 
-    def rules_of(self, config: Config) -> tuple[Rule, ...]:
+    def rules_of(self, config: Config) -> tuple[TensorRule, ...]:
         if not config.get(_STACKED):
             return self.rules
         singly = [i for i, rule in enumerate(self.rules) if ".experts.E." in rule.hf]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from quantkit.archs.common.blocks import HParams
-from quantkit.archs.common.tensors import Rule, split_name
+from quantkit.archs.common.tensors import TensorRule, split_name
 from quantkit.inputs.settings import integer
 
 MTP = "mtp"
@@ -25,9 +25,9 @@ def _is_mtp_layer(hp: HParams, layer: int) -> bool:
     return layer >= hp.n_main
 
 
-def _rule(name: str) -> Rule:
+def _rule(name: str) -> TensorRule:
     ours = name.replace(".", "_")
-    return Rule(f"blk.N.nextn.{ours}", f"model.layers.N.{name}", layers=_is_mtp_layer, f32=ours.endswith("norm"))
+    return TensorRule(f"blk.N.nextn.{ours}", f"model.layers.N.{name}", layers=_is_mtp_layer, f32=ours.endswith("norm"))
 
 
 RULES = tuple(_rule(name) for name in _PARTS)

@@ -14,7 +14,8 @@ class Shaped(Protocol):
     """What is asked of a tensor."""
 
     @property
-    def shape(self) -> tuple[int, ...]: ...
+    def shape(self) -> tuple[int, ...]:
+        """The shape in numpy's order."""
 
 
 def required(

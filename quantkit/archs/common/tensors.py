@@ -1,8 +1,8 @@
 """Map checkpoint tensors to GGUF tensors and back: names and the order of rows.
 
-A `Rule` pairs a GGUF name with a checkpoint name. `pieces` turns the rules into one `Piece` for each tensor to write:
-the tensors that it reads, and the `Transform` that computes any range of its rows from their rows. So tensors stream
-in ranges of rows, and no whole tensor has to be in memory.
+A `TensorRule` pairs a GGUF name with a checkpoint name. `pieces` turns the rules into one `Piece` for each tensor to
+write: the tensors that it reads, and the `Transform` that computes any range of its rows from their rows. So tensors
+stream in ranges of rows, and no whole tensor has to be in memory.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from quantkit.archs.common.blocks import HParams
 from quantkit.errors import FormatError
 
 _DIGITS = 10  # a part of a name with this many digits or more is not the number of a layer or an expert
@@ -125,7 +126,7 @@ def interleave_halves(head_dim: int) -> ShuffleRows:
 
 
 @dataclass(frozen=True)
-class Rule:
+class TensorRule:
     """GGUF tensor `gguf` is checkpoint tensor `hf`. `N` stands for the layer, `E` for the expert.
 
     Names leave out `.weight` and `.bias` unless `full_names` is set. `transform(hparams)` makes the transform from
@@ -148,7 +149,7 @@ class Rule:
         stem = getattr(self, side)
         return (stem,) if self.full_names else (f"{stem}.weight", f"{stem}.bias")[: 2 if self.bias else 1]
 
-    def is_needed(self, hparams: Any, layer: int) -> bool:
+    def is_needed(self, hparams: HParams, layer: int) -> bool:
         """Whether a model with these hyperparameters must have the tensor in this layer."""
         return self.required and (self.layers is None or self.layers(hparams, layer))
 
@@ -191,7 +192,7 @@ def fill_name(name: str, layer: int | None, expert: int | None = None) -> str:
     return ".".join(str(numbers[part]) if numbers.get(part) is not None else part for part in name.split("."))
 
 
-def pieces(rules: Sequence[Rule], shapes: Mapping[str, Shape], hparams: Any, *, to_gguf: bool) -> list[Piece]:
+def pieces(rules: Sequence[TensorRule], shapes: Mapping[str, Shape], hparams: HParams, *, to_gguf: bool) -> list[Piece]:
     """The tensors to write, given the names and shapes of those to read.
 
     They come in the order of use: input, layers by number, output. Names that no rule knows are left out, and the
@@ -199,14 +200,14 @@ def pieces(rules: Sequence[Rule], shapes: Mapping[str, Shape], hparams: Any, *, 
     checkpoint.
     """
     source_side, target_side = ("hf", "gguf") if to_gguf else ("gguf", "hf")
-    by_name: dict[str, list[tuple[int, Rule, str]]] = {}
+    by_name: dict[str, list[tuple[int, TensorRule, str]]] = {}
     for place, rule in enumerate(rules):
         if to_gguf or not rule.to_gguf_only:
             for known, target in zip(rule.names(source_side), rule.names(target_side)):
                 by_name.setdefault(known, []).append((place, rule, target))
     first_layer = next((i for i, rule in enumerate(rules) if ".N." in rule.gguf), len(rules))
     found: list[tuple[tuple[int, ...], Piece]] = []
-    stacks: dict[str, tuple[tuple[int, ...], Rule, dict[int, str]]] = {}
+    stacks: dict[str, tuple[tuple[int, ...], TensorRule, dict[int, str]]] = {}
     for name, shape in shapes.items():
         known, layer = _numbered(name, "N")
         known, expert = _numbered(known, "E") if to_gguf else (known, None)
@@ -225,7 +226,7 @@ def pieces(rules: Sequence[Rule], shapes: Mapping[str, Shape], hparams: Any, *, 
     return [piece for _, piece in sorted(found, key=lambda pair: pair[0])]
 
 
-def numbered_experts(rules: Sequence[Rule], names: Iterable[str]) -> set[int]:
+def numbered_experts(rules: Sequence[TensorRule], names: Iterable[str]) -> set[int]:
     """The expert numbers that occur in checkpoint names, in any layer."""
     stems = {name for rule in rules if ".E." in rule.hf for name in rule.names("hf")}
     found = set()
@@ -236,7 +237,7 @@ def numbered_experts(rules: Sequence[Rule], names: Iterable[str]) -> set[int]:
     return found
 
 
-def _renamed(rule: Rule, name: str, target: str, shape: Shape, hparams: Any, to_gguf: bool) -> Piece:
+def _renamed(rule: TensorRule, name: str, target: str, shape: Shape, hparams: HParams, to_gguf: bool) -> Piece:
     transform = rule.transform(hparams) if rule.transform else COPY
     if not to_gguf:
         transform = transform.inverse()
@@ -249,7 +250,7 @@ def _renamed(rule: Rule, name: str, target: str, shape: Shape, hparams: Any, to_
     return Piece(target, new_shape, (name,), transform, rule.f32 or len(shape) <= 1)
 
 
-def _stacked(rule: Rule, target: str, experts: Mapping[int, str], shapes: Mapping[str, Shape]) -> Piece:
+def _stacked(rule: TensorRule, target: str, experts: Mapping[int, str], shapes: Mapping[str, Shape]) -> Piece:
     """Stack the experts present, by number. The caller checks that none is missing."""
     names = tuple(name for _, name in sorted(experts.items()))
     first = shapes[names[0]]
@@ -262,7 +263,7 @@ def _stacked(rule: Rule, target: str, experts: Mapping[int, str], shapes: Mappin
     return Piece(target, transform.shape(*(shapes[name] for name in names)), names, transform, rule.f32)
 
 
-def _unstacked(rule: Rule, name: str, shape: Shape, hparams: Any) -> list[Piece]:
+def _unstacked(rule: TensorRule, name: str, shape: Shape, hparams: HParams) -> list[Piece]:
     if len(shape) != 3 or shape[0] != hparams.n_expert:
         raise FormatError(f"tensor {name} has shape {shape}; the metadata say {hparams.n_expert} experts")
     _, layer, suffix = split_name(name)
@@ -270,7 +271,7 @@ def _unstacked(rule: Rule, name: str, shape: Shape, hparams: Any) -> list[Piece]
     return [Piece(target, transform.shape(shape), (name,), transform, rule.f32) for target, transform in matrices]
 
 
-def missing(rules: Sequence[Rule], names: Iterable[str], hparams: Any, *, to_gguf: bool) -> list[str]:
+def missing(rules: Sequence[TensorRule], names: Iterable[str], hparams: HParams, *, to_gguf: bool) -> list[str]:
     """Weights that the rules require and `names` lacks, as the side that is read names them."""
     have = set(names)
     wanted = []

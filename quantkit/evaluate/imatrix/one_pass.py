@@ -47,7 +47,7 @@ from quantkit.runtime.scale_check import layer_of
 if TYPE_CHECKING:
     from quantkit.archs.common.blocks import Block
     from quantkit.formats.pipeline import Progress
-    from quantkit.pipelines.convert_plan import CheckpointView, Conversion
+    from quantkit.pipelines.conversion.plan import CheckpointView, Conversion
     from quantkit.runtime.model import Model
 
 PROPAGATED = ("original", "quantized")

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from quantkit.formats.gguf import Metadata, Tensor
-from quantkit.pipelines.convert_plan import CheckpointView
-from quantkit.pipelines.convert_tensor import OutputTensor
+from quantkit.pipelines.conversion.plan import CheckpointView
+from quantkit.pipelines.conversion.tensor import OutputTensor
 
 
 class ComputedTensor(Tensor):

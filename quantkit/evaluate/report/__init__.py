@@ -1,5 +1,5 @@
 """Reports of results: text tables, the report of llama-perplexity, plots with matplotlib, an HTML page with SVG plots.
 
-These modules take results (`Divergence`, `Comparison`, `Coverage`, `Speed`) and measure nothing. matplotlib is imported
-inside functions.
+These modules take results (`Divergence`, `Comparison`, `Coverage`, `MeasuredSpeed`) and measure nothing. matplotlib is
+imported inside functions.
 """

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from quantkit.errors import QuantkitError, printable
-from quantkit.evaluate.bench import Speed
+from quantkit.evaluate.bench import MeasuredSpeed
 from quantkit.evaluate.compare import Candidate, Comparison
 from quantkit.evaluate.divergence import Divergence
 from quantkit.evaluate.imatrix.coverage import Coverage
@@ -68,7 +68,9 @@ def plot_comparison(path: str | os.PathLike[str], comparison: Comparison) -> Non
     _save(figure, path)
 
 
-def plot_sweep(path: str | os.PathLike[str], rows: Sequence[tuple[Speed, Speed]], memory: float, title: str) -> None:
+def plot_sweep(
+    path: str | os.PathLike[str], rows: Sequence[tuple[MeasuredSpeed, MeasuredSpeed]], memory: float, title: str
+) -> None:
     """Plot a sweep: tokens/s of prompts and of generation over the number of tokens in the cache.
 
     `memory` is the memory bandwidth in bytes/s, which bounds generation.

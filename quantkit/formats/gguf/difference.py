@@ -17,7 +17,6 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -87,7 +86,7 @@ def of_metadata(a: Metadata, b: Metadata) -> list[KeyDifference]:
     return differences
 
 
-def _equal(x: Any, y: Any) -> bool:
+def _equal(x: object, y: object) -> bool:
     """Whether values are equal; NaN equals NaN."""
     return x == y or repr(x) == repr(y)
 

@@ -55,7 +55,7 @@ class Metadata(dict[str, Any]):
     otherwise: u32 (i32 if negative) or the 64-bit kind for an int, f32 for a float, i32 for the ints of a list.
     """
 
-    def __init__(self, values: Mapping[str, object] | Iterable[tuple[str, Any]] = (), **more: Any):
+    def __init__(self, values: Mapping[str, object] | Iterable[tuple[str, Any]] = (), **more: object):
         super().__init__()
         self._kinds: dict[str, str] = {}
         self.update(values, **more)
@@ -64,7 +64,7 @@ class Metadata(dict[str, Any]):
         """The kind of a key's value; for a list the kind of its elements. KeyError if the key is missing."""
         return self._kinds[key]
 
-    def set(self, key: str, value: Any, kind: str | None = None) -> None:
+    def set(self, key: str, value: object, kind: str | None = None) -> None:
         """Store a value. DataError if it does not fit `kind`, or if GGUF cannot hold it."""
         if not isinstance(key, str):
             raise DataError(f"metadata keys are strings, got {key!r}")
@@ -83,7 +83,7 @@ class Metadata(dict[str, Any]):
             raise DataError(f"metadata key {key}: {_brief(value)} is not a value of kind {kind}")
         self._put(key, value, kind)
 
-    def _put(self, key: str, value: Any, kind: str) -> None:
+    def _put(self, key: str, value: object, kind: str) -> None:
         """Store a value that is known to fit."""
         super().__setitem__(key, value)
         self._kinds[key] = kind
@@ -101,16 +101,16 @@ class Metadata(dict[str, Any]):
         for key, value in dict(values, **more).items():
             self.set(key, value, kinds.get(key))
 
-    def __setitem__(self, key: str, value: Any) -> None:
+    def __setitem__(self, key: str, value: object) -> None:
         self.set(key, value)
 
-    def setdefault(self, key: str, default: Any = None) -> Any:
+    def setdefault(self, key: str, default: object = None) -> Any:
         """As dict.setdefault."""
         if key not in self:
             self.set(key, default)
         return self[key]
 
-    def __ior__(self, other: Any) -> Metadata:  # type: ignore[override,misc]
+    def __ior__(self, other: object) -> Metadata:  # type: ignore[override,misc]
         self.update(other)
         return self
 
@@ -118,7 +118,7 @@ class Metadata(dict[str, Any]):
         super().__delitem__(key)
         del self._kinds[key]
 
-    def pop(self, key: str, default: Any = _MISSING) -> Any:
+    def pop(self, key: str, default: object = _MISSING) -> Any:
         """As dict.pop."""
         if key not in self and default is not _MISSING:
             return default

@@ -20,6 +20,7 @@ FormatError that names file, byte and both numbers, in time and memory bounded b
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import struct
@@ -78,10 +79,7 @@ class Tensor:
     @property
     def n_rows(self) -> int:
         """Product of all but the last axis; 1 for a vector."""
-        rows = 1
-        for n in self.shape[:-1]:
-            rows *= n
-        return rows
+        return math.prod(self.shape[:-1])
 
     @property
     def row_bytes(self) -> int:

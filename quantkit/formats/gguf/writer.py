@@ -5,6 +5,7 @@ Files, and sets of shards, appear under their final names only when they are com
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import struct
@@ -68,10 +69,7 @@ class TensorSpec:
     @property
     def n_rows(self) -> int:
         """Product of all but the last axis."""
-        rows = 1
-        for n in self.shape[:-1]:
-            rows *= n
-        return rows
+        return math.prod(self.shape[:-1])
 
     @property
     def row_bytes(self) -> int:

@@ -27,7 +27,7 @@ import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import TracebackType
 
 import numpy as np
 
@@ -235,7 +235,9 @@ class BaseWriter:
         words = encode_rows(logits).words.astype("<u2", copy=False)
         self._file.append(words.reshape(-1).view(np.uint8).data)
 
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         try:
             if kind is None:
                 if (written := len(self._file.places)) != len(self.tokens):

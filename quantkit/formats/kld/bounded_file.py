@@ -48,6 +48,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -384,7 +385,9 @@ class BoundedWriter:
             # Halving the stored tokens takes about one octave; the square root aims just below the limit.
             step = min(0.5, step * max(2**0.125, (len(data) / most) ** 0.5))
 
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         try:
             if kind is None:
                 if (written := len(self._file.places)) != len(self.tokens):

@@ -14,6 +14,7 @@ numbers.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -115,10 +116,7 @@ class CheckpointTensor:
     @property
     def n_rows(self) -> int:
         """Product of all but the last axis; 1 for a vector and a scalar."""
-        rows = 1
-        for n in self.shape[:-1]:
-            rows *= n
-        return rows
+        return math.prod(self.shape[:-1])
 
     def raw(self) -> np.ndarray:
         """uint8[nbytes]: a read-only view of the mapping. It may be unaligned for the dtype."""

@@ -122,7 +122,7 @@ def tensor_class(name: str) -> str | None:
 
 
 @dataclass(frozen=True)
-class Model:
+class ModelTraits:
     """The properties of a model that mixes depend on."""
 
     architecture: str = ""
@@ -135,7 +135,7 @@ class Model:
     large_vocabulary: bool = False
 
     @classmethod
-    def of(cls, metadata: Mapping[str, Any], names: Iterable[str]) -> Model:
+    def of(cls, metadata: Mapping[str, Any], names: Iterable[str]) -> ModelTraits:
         """The properties of a model with this metadata and these tensor names."""
         from quantkit.archs.common import validate
 
@@ -180,7 +180,7 @@ def more_bits(i: int, n: int) -> bool:
 class Mix:
     """The mix of one file type over one model. `choose` is called once for each candidate, in file order."""
 
-    def __init__(self, file_type: FileType, default: QuantType, model: Model, has_imatrix: bool):
+    def __init__(self, file_type: FileType, default: QuantType, model: ModelTraits, has_imatrix: bool):
         self.name = file_type.name
         self.default = default.name
         self.model = model

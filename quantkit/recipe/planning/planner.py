@@ -40,7 +40,7 @@ from quantkit.recipe.errors import ImportanceError, RecipeError
 from quantkit.recipe.planning import lint
 from quantkit.recipe.planning.fallback import fit_columns, interleaved_rows, row_by_row
 from quantkit.recipe.planning.interleaving import Selection
-from quantkit.recipe.planning.mixes import CLASSES, Mix, Model, tensor_class
+from quantkit.recipe.planning.mixes import CLASSES, Mix, ModelTraits, tensor_class
 from quantkit.recipe.planning.planned import Plan, PlannedTensor, RuleUse
 from quantkit.recipe.planning.presets import FileType, file_type
 from quantkit.recipe.rules.grammar import Recipe, Rule
@@ -77,11 +77,16 @@ class Tensor(Protocol):
     """The attributes of a tensor that planning needs; shapes are numpy's."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The name in GGUF."""
+
     @property
-    def shape(self) -> tuple[int, ...]: ...
+    def shape(self) -> tuple[int, ...]:
+        """The shape in numpy's order."""
+
     @property
-    def type(self) -> QuantType: ...
+    def type(self) -> QuantType:
+        """The type that the tensor is stored in now."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +167,7 @@ def plan(
     target: str | FileType,
     recipe: Recipe | None = None,
     *,
-    metadata: Mapping[str, Any] | None = None,
+    metadata: Mapping[str, object] | None = None,
     imatrix: Imatrix | None = None,
     options: Options | None = None,
 ) -> Plan:
@@ -180,7 +185,7 @@ def plan(
     if imatrix is not None and imatrix.entries and target.default is not None:  # filters may have left none
         _require_of_model(imatrix, listed)
     selection = Selection(options.repack_patterns, names) if options.repack or options.repack_patterns else None
-    planner = _Planner(target, recipe, options, Model.of(metadata or {}, names), imatrix, selection)
+    planner = _Planner(target, recipe, options, ModelTraits.of(metadata or {}, names), imatrix, selection)
     planned = tuple(planner.tensor(t) for t in listed)
     if not options.allow_requantize:
         refuse_requantizing(planned, selection is not None)
@@ -203,7 +208,7 @@ class _Planner:
         target: FileType,
         recipe: Recipe,
         options: Options,
-        model: Model,
+        model: ModelTraits,
         imatrix: Imatrix | None,
         selection: Selection | None,
     ):

@@ -76,7 +76,7 @@ def _tensor(t: Tensor, entry: Mapping[str, Any]) -> PlannedTensor:
     )
 
 
-def _refuse_other_tensors(planned: Mapping[str, Any], names: list[str], where: str) -> None:
+def _refuse_other_tensors(planned: Mapping[str, object], names: list[str], where: str) -> None:
     unplanned = [name for name in names if name not in planned]
     absent = sorted(set(planned).difference(names))
     if unplanned or absent:

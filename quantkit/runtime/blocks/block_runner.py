@@ -48,7 +48,7 @@ class BlockRunner:
         self.expert_reduction, self.tripwire = expert_reduction, tripwire
         self.observer: Observer | None = None
         self._vectors: dict[str, np.ndarray] = {}
-        self._linears: dict[str, float_linear.Linear] = {}
+        self._linears: dict[str, float_linear.FloatLinear] = {}
         self._tables: dict[blocks.Rope, tuple[np.ndarray, np.ndarray]] = {}
         self._checking = False
 
@@ -230,12 +230,12 @@ class BlockRunner:
             self._vectors.pop(name, None)
             self._linears.pop(name, None)
 
-    def _weight(self, linear: blocks.Linear) -> float_linear.Linear:
+    def _weight(self, linear: blocks.Linear) -> float_linear.FloatLinear:
         result = self._linears.get(linear.weight)
         if result is None:
             bias = self.vector(linear.bias) if linear.bias else None
             scale = float(self.vector(linear.scale)[0]) if linear.scale else 1.0
-            result = float_linear.Linear(self.weights[linear.weight], self.numerics, self.threads, bias, scale)
+            result = float_linear.FloatLinear(self.weights[linear.weight], self.numerics, self.threads, bias, scale)
             self._linears[linear.weight] = result
         return result
 

@@ -96,10 +96,12 @@ def run(
     return out
 
 
-def linear_of(tensors: Mapping[str, Tensor], threads: int, linear: blocks.Linear, number: int) -> float_linear.Linear:
+def linear_of(
+    tensors: Mapping[str, Tensor], threads: int, linear: blocks.Linear, number: int
+) -> float_linear.FloatLinear:
     """One expert's matrix, with its bias."""
     bias = tensors[linear.bias].decode_rows(number, number + 1)[0] if linear.bias else None
-    return float_linear.Linear(_Matrix(tensors[linear.weight], number), "exact", threads, bias)
+    return float_linear.FloatLinear(_Matrix(tensors[linear.weight], number), "exact", threads, bias)
 
 
 class _Matrix(Tensor):

@@ -28,7 +28,7 @@ def vector(tensor: Tensor) -> np.ndarray:
     return result
 
 
-class Linear:
+class FloatLinear:
     """y = scale x W^T + bias of activations, W decoded exactly; `fast` numerics: as kernels/dispatch.py says."""
 
     def __init__(self, tensor: Tensor, numerics: str, threads: int, bias: np.ndarray | None = None, scale: float = 1.0):

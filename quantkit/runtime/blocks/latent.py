@@ -51,7 +51,7 @@ class Observed(Protocol):
         """Call the observer, if there is one."""
 
 
-class Run(Observed, Protocol):
+class LatentRun(Observed, Protocol):
     """What this module needs of a BlockRunner."""
 
     threads: int
@@ -193,7 +193,7 @@ class _Expanded(Cache):
 
 
 def attend_expanded(
-    run: Run, part: blocks.LatentAttention, projections: HeadProjections, layer: int, q: np.ndarray, span: Span
+    run: LatentRun, part: blocks.LatentAttention, projections: HeadProjections, layer: int, q: np.ndarray, span: Span
 ) -> np.ndarray:
     """float32[tokens, heads * head_dim_v] of q float32[tokens, heads, head_dim_k] of one span; its latents are cached.
 
@@ -232,7 +232,7 @@ def full(part: blocks.LatentAttention) -> Heads:
 # ------------------------------------------------------------------------------------------------------------ the part
 
 
-def attention(run: Run, part: blocks.LatentAttention, layer: int, x: np.ndarray, spans: list[Span]) -> np.ndarray:
+def attention(run: LatentRun, part: blocks.LatentAttention, layer: int, x: np.ndarray, spans: list[Span]) -> np.ndarray:
     """What a latent attention block adds to x float32[tokens, n_embd]."""
     y = run.norm(part.norm, x)
     q = y
@@ -252,7 +252,7 @@ def attention(run: Run, part: blocks.LatentAttention, layer: int, x: np.ndarray,
 
 
 def attend(
-    run: Run, part: blocks.LatentAttention, layer: int, q: np.ndarray, latents: np.ndarray, spans: list[Span]
+    run: LatentRun, part: blocks.LatentAttention, layer: int, q: np.ndarray, latents: np.ndarray, spans: list[Span]
 ) -> np.ndarray:
     """float32[tokens, heads * head_dim_v] of queries and latents after rope, as `mla` says."""
     projections = run.head_projections(part)

@@ -34,7 +34,7 @@ SERIAL_ELEMENTS = 1024  # outputs of up to this size are not worth waking thread
 FEW_TOKENS = 2  # up to this many tokens are computed one by one
 
 
-class Run(Protocol):
+class RecurrentRun(Protocol):
     """What this module needs of a BlockRunner."""
 
     threads: int
@@ -52,7 +52,7 @@ class Run(Protocol):
         """Non-finite check of `what`."""
 
 
-def delta_net(run: Run, part: blocks.DeltaNet, layer: int, x: np.ndarray, spans: list[Span]) -> np.ndarray:
+def delta_net(run: RecurrentRun, part: blocks.DeltaNet, layer: int, x: np.ndarray, spans: list[Span]) -> np.ndarray:
     """What a recurrent block adds to x float32[tokens, n_embd]; advances the states of the spans' caches."""
     sizes = part.sizes
     y = run.norm(part.norm, x)
@@ -70,7 +70,7 @@ def delta_net(run: Run, part: blocks.DeltaNet, layer: int, x: np.ndarray, spans:
     return run.linear(part.out, float_ops.activate("swiglu", gates, normed, run.threads))
 
 
-def _projected(run: Run, part: blocks.DeltaNet, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _projected(run: RecurrentRun, part: blocks.DeltaNet, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The input of the convolution, float32[tokens, channels], and the gates float32[tokens, inner]."""
     sizes, projected = part.sizes, run.linear(part.qkv, y)
     if part.gate is not None:
@@ -82,7 +82,7 @@ def _projected(run: Run, part: blocks.DeltaNet, y: np.ndarray) -> tuple[np.ndarr
     return np.concatenate(mixed, axis=1), gates
 
 
-def _rates(run: Run, part: blocks.DeltaNet, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _rates(run: RecurrentRun, part: blocks.DeltaNet, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """g and beta, float32[tokens, value_heads]."""
     if part.ba is not None:
         rates = run.linear(part.ba, y).reshape(len(y), part.sizes.key_heads, 2, -1)

@@ -20,7 +20,15 @@ import numpy as np
 from quantkit.archs.common import blocks
 from quantkit.placement import kernel_sizes
 from quantkit.placement.kernel_sizes import activation_bytes, whole_lines
-from quantkit.runtime.compiled.plan_base import SPLIT_ROWS, Array, CacheShape, ModelParts, Plan, PlanOps, rope_fields
+from quantkit.runtime.compiled.plan_base import (
+    SPLIT_ROWS,
+    Array,
+    CompiledPlan,
+    ModelParts,
+    PlannedCaches,
+    PlanOps,
+    rope_fields,
+)
 from quantkit.runtime.kernels.cpu import decode_attention, decode_experts, decode_ops
 from quantkit.runtime.kv.cache import Cache
 
@@ -32,7 +40,7 @@ class Activations(NamedTuple):
     stride: int
 
 
-class DecodePlan(Plan):
+class DecodePlan(CompiledPlan):
     """`plan(token, cache)` is float32[vocab], the logits after the token; the cache then holds the token."""
 
     def __init__(self, model: ModelParts):
@@ -55,7 +63,7 @@ class DecodePlan(Plan):
         self._head_ops.run()
         return self._logits.copy()
 
-    def _build(self, shape: CacheShape) -> PlanOps:
+    def _build(self, shape: PlannedCaches) -> PlanOps:
         ops = DecodeOps(self.model, self._x, self._position)
         for block in self.model.block_list:
             for part in block.parts:
@@ -124,7 +132,7 @@ class DecodeOps(PlanOps):
 # --------------------------------------------------------------------------------------------------------------- blocks
 
 
-def add_part(ops: DecodeOps, layer: int, part: blocks.Part, shape: CacheShape) -> None:
+def add_part(ops: DecodeOps, layer: int, part: blocks.Part, shape: PlannedCaches) -> None:
     """Append the operations of a part of a block."""
     if isinstance(part, blocks.Attention):
         add_attention(ops, layer, part, shape)
@@ -142,7 +150,8 @@ def add_head(ops: DecodeOps, logits: Array) -> None:
     ops.matvec(head.output, ops.norm(head.norm), ops.keep(logits).ctypes.data, barrier=True)
 
 
-def add_attention(ops: DecodeOps, layer: int, part: blocks.Attention, shape: CacheShape) -> None:
+def add_attention(ops: DecodeOps, layer: int, part: blocks.Attention, shape: PlannedCaches) -> None:
+    """Append attention with its norm: projections, RoPE, cache, softmax, output; the result is added to x."""
     normed = ops.norm(part.norm)
     q, k, v = (ops.buffer(name, 4 * ops.rows(getattr(part, name))) for name in "qkv")
     _add_heads(ops, part, part.q, part.q_norm, normed, q)
@@ -212,6 +221,7 @@ def add_gated(ops: DecodeOps, part: blocks.FeedForward, normed: Activations) -> 
 
 
 def add_experts(ops: DecodeOps, part: blocks.Experts) -> None:
+    """Append a mixture of experts with its norm, the shared expert first; the result is added to x."""
     normed = ops.norm(part.norm)
     if part.shared is not None:
         add_gated(ops, part.shared, normed)

@@ -24,7 +24,7 @@ from quantkit.runtime.blocks.experts import Reduction
 from quantkit.runtime.blocks.float_attention import AttentionOptions
 from quantkit.runtime.kernels import dispatch
 from quantkit.runtime.kernels.cpu.decode_experts import Routing
-from quantkit.runtime.kernels.cpu.kv_rows import Heads, LayerCache, LayerView
+from quantkit.runtime.kernels.cpu.kv_rows import KernelHeads, LayerCache, LayerView
 from quantkit.runtime.kernels.cpu.op_list import OpList
 from quantkit.runtime.kernels.cpu.operation import StoredRecord
 from quantkit.runtime.kv.cache import Cache
@@ -55,10 +55,12 @@ class ModelParts:
 
     @property
     def vocab(self) -> int:
+        """Number of tokens in the vocabulary."""
         return self.weights[self.head.embedding].shape[0]
 
     @property
     def n_embd(self) -> int:
+        """Length of a hidden state."""
         return self.weights[self.head.embedding].shape[1]
 
     def embed(self, tokens: Array) -> Array:
@@ -66,17 +68,17 @@ class ModelParts:
         return float_linear.embed(self.weights[self.head.embedding], tokens)
 
 
-class CacheShape(NamedTuple):
+class PlannedCaches(NamedTuple):
     """What the caches that a list is built for have in common."""
 
     type: CacheType
     n_ctx: int  # of the largest cache; only plain attention depends on it
 
-    def heads(self, part: blocks.Attention) -> Heads:
+    def heads(self, part: blocks.Attention) -> KernelHeads:
         """The shape that attention kernels are compiled for."""
         k, v = (types.get(name).ggml_type for name in (self.type.k, self.type.v))
         rotations = self.type.rotations(part.head_dim_k, part.head_dim_v)
-        return Heads(part.heads // part.kv_heads, part.head_dim_k, part.head_dim_v, k, v, *rotations)
+        return KernelHeads(part.heads // part.kv_heads, part.head_dim_k, part.head_dim_v, k, v, *rotations)
 
     def span(self, attending: AttentionOptions, flash: int) -> int:
         """Positions per softmax step: `flash` for flash attention, all positions for plain attention."""
@@ -104,6 +106,7 @@ class PlanOps(OpList):
         self.views: list[tuple[int, blocks.Attention, StoredRecord]] = []  # a LayerView per attention layer
 
     def tensor(self, linear: blocks.Linear) -> Tensor:
+        """The tensor that holds a matrix."""
         return self.model.weights[linear.weight]
 
     def rows(self, linear: blocks.Linear) -> int:
@@ -164,19 +167,19 @@ def rope_fields(part: blocks.Attention) -> dict[str, int]:
     }
 
 
-class Plan(ABC):
+class CompiledPlan(ABC):
     """An operation list that is built on first use and pointed to the caches of each run."""
 
     def __init__(self, model: ModelParts):
         self.model = model
         self._ops: PlanOps | None = None  # the whole list, for caches of `_shape`
-        self._shape: CacheShape | None = None
+        self._shape: PlannedCaches | None = None
         self._caches: list[Cache] = []  # that the list points to; none while it is being pointed elsewhere
         self._cache_records: list[Array] = []  # per layer, a LayerCache per cache
         self._rope_tables: dict[blocks.Rope, tuple[Array, Array]] = {}
 
     @abstractmethod
-    def _build(self, shape: CacheShape) -> PlanOps:
+    def _build(self, shape: PlannedCaches) -> PlanOps:
         """The whole list."""
 
     def _point_to(self, caches: list[Cache]) -> PlanOps:
@@ -192,7 +195,7 @@ class Plan(ABC):
         ops = self._ops
         if ops is None or not self._fits(caches[0].type, n_ctx):
             self._ops = None
-            self._shape = CacheShape(caches[0].type, n_ctx)
+            self._shape = PlannedCaches(caches[0].type, n_ctx)
             ops = self._ops = self._build(self._shape)
         self._cache_records = [
             np.array([LayerCache(c.k[layer].ctypes.data, c.v[layer].ctypes.data, c.n_ctx) for c in caches], np.int64)

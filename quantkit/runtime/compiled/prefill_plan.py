@@ -22,7 +22,7 @@ from quantkit.archs.common import blocks
 from quantkit.placement import kernel_sizes
 from quantkit.placement.kernel_sizes import BATCH_TOKENS, activation_bytes, whole_lines
 from quantkit.runtime.blocks.spans import Span
-from quantkit.runtime.compiled.plan_base import Array, CacheShape, ModelParts, Plan, PlanOps, rope_fields
+from quantkit.runtime.compiled.plan_base import Array, CompiledPlan, ModelParts, PlannedCaches, PlanOps, rope_fields
 from quantkit.runtime.kernels import dispatch
 from quantkit.runtime.kernels.cpu import gemm, prefill_attention, prefill_experts, prefill_ops
 from quantkit.runtime.kernels.cpu.expert_panels import ExpertKernels, expert_kernels
@@ -31,14 +31,14 @@ from quantkit.runtime.kernels.cpu.operation import StoredRecord
 from quantkit.runtime.kv.cache import Cache
 
 
-class Rows(NamedTuple):
+class ProductRows(NamedTuple):
     """Input of products: addresses of float32 rows, and of their tiles (0 if no product reads tiles)."""
 
     floats: int
     tiles: int
 
 
-class PrefillPlan(Plan):
+class PrefillPlan(CompiledPlan):
     """`plan(tokens, spans)` is float32[tokens, n_embd] before the output norm; the caches then hold the tokens."""
 
     def __init__(self, model: ModelParts):
@@ -67,7 +67,7 @@ class PrefillPlan(Plan):
             part = ids[start : start + BATCH_TOKENS]
             yield self(part, [Span(0, len(part), cache)])
 
-    def _build(self, shape: CacheShape) -> PlanOps:
+    def _build(self, shape: PlannedCaches) -> PlanOps:
         ops = PrefillOps(self.model, self._x, self._state)
         for block in self.model.block_list:
             for part in block.parts:
@@ -96,7 +96,7 @@ class PrefillOps(PlanOps):
         """Whether products with a matrix read tiles."""
         return dispatch.batch(self.tensor(linear).type).quantized
 
-    def norm(self, norm: blocks.Norm, readers: Sequence[blocks.Linear]) -> Rows:
+    def norm(self, norm: blocks.Norm, readers: Sequence[blocks.Linear]) -> ProductRows:
         """Append the norm of x, as the matrices `readers` multiply it."""
         out = self.floats("normed", self.n_embd)
         parameters = prefill_ops.NormParameters(
@@ -110,17 +110,19 @@ class PrefillOps(PlanOps):
         self.add(prefill_ops.norm, parameters)
         return self.quantize(out, self.n_embd, readers)
 
-    def quantize(self, x: int, n: int, readers: Sequence[blocks.Linear]) -> Rows:
+    def quantize(self, x: int, n: int, readers: Sequence[blocks.Linear]) -> ProductRows:
         """Append a barrier, and before it the quantization of x float32[tokens, n] if a reader multiplies tiles."""
         if not any(map(self.is_quantized, readers)):
             self.add_barrier()
-            return Rows(x, 0)
+            return ProductRows(x, 0)
         tiles = self.buffer("tiles", kernel_sizes.tiles_bytes(n, BATCH_TOKENS))
         parameters = gemm.QuantizeParameters(x=x, n=n, tokens=self.token_count, tiles=tiles)
         self.add(gemm.quantize_tiles, parameters, barrier=True)
-        return Rows(x, tiles)
+        return ProductRows(x, tiles)
 
-    def multiply(self, linear: blocks.Linear, x: Rows, out: int, *, add: bool = False, barrier: bool = False) -> None:
+    def multiply(
+        self, linear: blocks.Linear, x: ProductRows, out: int, *, add: bool = False, barrier: bool = False
+    ) -> None:
         """Append out (+)= W x (+ bias)."""
         rows, n = self.tensor(linear).shape
         batch = dispatch.batch(self.tensor(linear).type)
@@ -138,7 +140,7 @@ class PrefillOps(PlanOps):
         )
         self.add(batch.kernel(int(add)), parameters, barrier)
 
-    def add_to_residual(self, linear: blocks.Linear, x: Rows) -> None:
+    def add_to_residual(self, linear: blocks.Linear, x: ProductRows) -> None:
         """Append x += W x', the end of a block."""
         self.multiply(linear, x, self.x, add=True, barrier=True)
 
@@ -146,7 +148,7 @@ class PrefillOps(PlanOps):
 # --------------------------------------------------------------------------------------------------------------- blocks
 
 
-def add_part(ops: PrefillOps, layer: int, part: blocks.Part, shape: CacheShape) -> None:
+def add_part(ops: PrefillOps, layer: int, part: blocks.Part, shape: PlannedCaches) -> None:
     """Append the operations of a part of a block."""
     if isinstance(part, blocks.Attention):
         add_attention(ops, layer, part, shape)
@@ -158,7 +160,8 @@ def add_part(ops: PrefillOps, layer: int, part: blocks.Part, shape: CacheShape) 
         raise AssertionError(f"layer {layer}: the prefill plan has no operations for {type(part).__name__}")
 
 
-def add_attention(ops: PrefillOps, layer: int, part: blocks.Attention, shape: CacheShape) -> None:
+def add_attention(ops: PrefillOps, layer: int, part: blocks.Attention, shape: PlannedCaches) -> None:
+    """Append attention with its norm: projections, RoPE, caches, softmax, output; the result is added to x."""
     normed = ops.norm(part.norm, (part.q, part.k, part.v))
     q, k, v = (ops.floats(name, ops.rows(getattr(part, name))) for name in "qkv")
     ops.multiply(part.q, normed, q)
@@ -208,7 +211,7 @@ def add_attention(ops: PrefillOps, layer: int, part: blocks.Attention, shape: Ca
     ops.add_to_residual(part.out, ops.quantize(out, width, (part.out,)))
 
 
-def add_gated(ops: PrefillOps, part: blocks.FeedForward, normed: Rows) -> None:
+def add_gated(ops: PrefillOps, part: blocks.FeedForward, normed: ProductRows) -> None:
     """Append a gated feed-forward, or a shared expert, whose norm is computed."""
     n_ff = ops.rows(part.gate)
     gate, up = ops.floats("gate", n_ff), ops.floats("up", n_ff)
@@ -231,6 +234,7 @@ class Entries(NamedTuple):
 
 
 def add_experts(ops: PrefillOps, part: blocks.Experts) -> None:
+    """Append a mixture of experts with its norm, the shared expert last; the result is added to x."""
     normed = ops.norm(part.norm, (part.router,))
     logits = ops.floats("router", part.count)
     ops.multiply(part.router, normed, logits, barrier=True)

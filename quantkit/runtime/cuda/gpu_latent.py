@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class HeadProjections(latent.HeadProjections):
+class GpuHeadProjections(latent.HeadProjections):
     """The matrices between latents and heads on a GPU. Heads are multiplied as experts are: `Matrices.of_experts`."""
 
     def __init__(self, part: blocks.LatentAttention, worker: GpuContext):

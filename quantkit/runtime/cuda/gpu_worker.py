@@ -389,7 +389,7 @@ class CudaWorker(Worker):
 
         from quantkit.runtime.cuda import gpu_latent
 
-        return gpu_latent.HeadProjections(part, self)
+        return gpu_latent.GpuHeadProjections(part, self)
 
     # -------------------------------------------------------------------------------------------------------- experts
 

@@ -72,6 +72,7 @@ class GridType(QuantType):
 
     @classmethod
     def encode_rows(cls, x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray) -> None:
+        """Encode rows with the search of `types/native/grid_search.py`; see `QuantType.encode_rows`."""
         from quantkit.types.native import grid_search as search
 
         blocks = x.size // 256

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from quantkit.codegen import jit, thread_pool
 from quantkit.errors import DataError
@@ -30,8 +31,8 @@ from quantkit.types.families.interleave_fields import (
     QUAD,
     EvenOdd,
     Field,
+    FieldPlacement,
     Lines,
-    Placement,
     Signs,
     Slots,
     packed,
@@ -43,16 +44,34 @@ if TYPE_CHECKING:
     from quantkit.types.refine import Moments
 
 __all__ = [
-    "CRUMB", "NIB", "PLANE_A", "PLANE_B", "PLANE_C", "PLANE_D", "QUAD", "EvenOdd", "Field", "Interleaved", "Lines",
-    "Permutation", "Placement", "Signs", "Slots", "packed", "planes",
+    "CRUMB",
+    "NIB",
+    "PLANE_A",
+    "PLANE_B",
+    "PLANE_C",
+    "PLANE_D",
+    "QUAD",
+    "EvenOdd",
+    "Field",
+    "FieldPlacement",
+    "Interleaved",
+    "Lines",
+    "Permutation",
+    "Signs",
+    "Slots",
+    "packed",
+    "planes",
 ]  # fmt: skip
 
 
 class Interleaving(Protocol):
     """Two functions of contiguous uint8[rows, row bytes], whole groups: into the group's order, and back."""
 
-    def forward(self, data: np.ndarray, out: np.ndarray) -> None: ...
-    def backward(self, data: np.ndarray, out: np.ndarray) -> None: ...
+    def forward(self, data: np.ndarray, out: np.ndarray) -> None:
+        """Write whole groups of the base type's rows to `out` in the group's order."""
+
+    def backward(self, data: np.ndarray, out: np.ndarray) -> None:
+        """Write groups to `out` as the base type's rows."""
 
 
 class Interleaved(QuantType):
@@ -84,11 +103,15 @@ class Interleaved(QuantType):
         """The interleaving and its inverse; `Permutation` unless a type changes more than the order of bits."""
         return Permutation(self.fields, self.interleave, self.block_bytes, self.row_meta_bytes, self.signs)
 
-    def interleave_rows(self, data: Any, *, threads: int | None = None, out: np.ndarray | None = None) -> np.ndarray:
+    def interleave_rows(
+        self, data: ArrayLike, *, threads: int | None = None, out: np.ndarray | None = None
+    ) -> np.ndarray:
         """Rows of the base type, uint8[rows, row bytes], as groups of this one; in `out` if that is given."""
         return self._moved(data, self.base_type, self, self.permutation.forward, threads, out)
 
-    def deinterleave_rows(self, data: Any, *, threads: int | None = None, out: np.ndarray | None = None) -> np.ndarray:
+    def deinterleave_rows(
+        self, data: ArrayLike, *, threads: int | None = None, out: np.ndarray | None = None
+    ) -> np.ndarray:
         """Groups of this type, uint8[rows, row bytes], as rows of the base type; undoes `interleave_rows`."""
         return self._moved(data, self, self.base_type, self.permutation.backward, threads, out)
 
@@ -102,7 +125,7 @@ class Interleaved(QuantType):
 
     def _moved(
         self,
-        data: Any,
+        data: ArrayLike,
         source: QuantType,
         target: QuantType,
         move: Callable[[np.ndarray, np.ndarray], None],

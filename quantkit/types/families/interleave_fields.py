@@ -37,7 +37,7 @@ def planes(width: int, run: int, count: int, at: int = 0) -> np.ndarray:
     return result
 
 
-class Placement(Protocol):
+class FieldPlacement(Protocol):
     """Where an interleaved block keeps the elements of a field."""
 
     def addresses(self, rows: int, width: int, count: int) -> np.ndarray:
@@ -56,7 +56,7 @@ class Slots(NamedTuple):
     bit: int = 0
 
     def addresses(self, rows: int, width: int, count: int) -> np.ndarray:
-        """As `Placement.addresses`."""
+        """As `FieldPlacement.addresses`."""
         pitch = self.pitch or width
         s = rows * np.arange(count) + np.arange(rows)[:, None]
         if not self.size:
@@ -98,7 +98,7 @@ class EvenOdd(NamedTuple):
     at: int
 
     def addresses(self, rows: int, width: int, count: int) -> np.ndarray:
-        """As `Placement.addresses`."""
+        """As `FieldPlacement.addresses`."""
         j = np.arange(count)
         return 8 * (self.at + rows * (j % 2) + np.arange(rows)[:, None]) + j // 2
 
@@ -108,7 +108,7 @@ class Field(NamedTuple):
 
     width: int
     base: Sequence[int] | np.ndarray
-    group: Placement
+    group: FieldPlacement
 
 
 class Signs(NamedTuple):

@@ -46,7 +46,7 @@ RAISED = 768  # what `_raised` adds to 2 c
 FINE_MULTIPLIERS = 64  # where the largest multiplier is at least this, one step of it is less than a place
 
 
-class Format(NamedTuple):
+class NonlinearFormat(NamedTuple):
     """The numbers in which the types differ."""
 
     book: int  # where its codebook begins in the tables
@@ -64,7 +64,7 @@ class Format(NamedTuple):
     variance_weight: np.float32  # w = variance_weight * v + x^2 without importance, v the mean of x^2 in the block
 
 
-class Plan(NamedTuple):
+class NonlinearSearch(NamedTuple):
     """The numbers of a search for one effort."""
 
     q: int  # places to the octave
@@ -80,7 +80,7 @@ class Plan(NamedTuple):
     extreme: int  # the place of the extreme multiplier
 
 
-class Space(NamedTuple):
+class NonlinearSpace(NamedTuple):
     """Work space of an encoder."""
 
     flat: np.ndarray  # float32[2, 256] elements, weights
@@ -118,6 +118,7 @@ _CODES = np.concatenate([_four(book.nearest, 1) for book in BOOKS]).astype(np.ui
 
 
 def book_start(book: Book) -> int:
+    """Where the table of a codebook begins among those of all codebooks."""
     return next(BINS * i for i, b in enumerate(BOOKS) if b is book)
 
 
@@ -163,7 +164,8 @@ def scale_at(place: int, q: int) -> np.float32:
 
 
 @subkernel
-def new_plan(f: Format, effort: int) -> Plan:
+def new_plan(f: NonlinearFormat, effort: int) -> NonlinearSearch:
+    """The numbers of the search for an effort."""
     q = (
         f.places_per_octave // 2
         if effort == FAST
@@ -193,12 +195,13 @@ def new_plan(f: Format, effort: int) -> Plan:
     elif effort != FAST:
         width += 2
     extreme = place_of(np.float32(f.extreme), q)
-    return Plan(q, places, below, min(count, COUNT), tries, width, rounds, fits, steps, reach, extreme)
+    return NonlinearSearch(q, places, below, min(count, COUNT), tries, width, rounds, fits, steps, reach, extreme)
 
 
 @subkernel
-def new_space() -> Space:
-    return Space(
+def new_space() -> NonlinearSpace:
+    """Work space for a block, not initialized."""
+    return NonlinearSpace(
         np.empty((2, 256), np.float32),
         np.empty((3, LANES, LANES), np.float32),
         np.empty((5, LANES), np.float32),
@@ -228,14 +231,16 @@ def _raised(shifted: np.uint32) -> np.float32:
 
 
 @kernel(inline="always")
-def _value(t: np.float32, book: int, f: Format) -> np.float32:
+def _value(t: np.float32, book: int, f: NonlinearFormat) -> np.float32:
     """The value nearest to t, given in half units, in one of the four books."""
     word = _VALUES[_bin(t) + np.uint32(f.book)] >> (np.uint32(8) * np.uint32(book))
     return np.float32(0.5) * (_raised(np.uint32(word << np.uint32(15))) - np.float32(RAISED))
 
 
 @shared_subkernel
-def load_sub_blocks(x: np.ndarray, importance: np.ndarray, first: int, f: Format, space: Space) -> np.float32:
+def load_sub_blocks(
+    x: np.ndarray, importance: np.ndarray, first: int, f: NonlinearFormat, space: NonlinearSpace
+) -> np.float32:
     """Load a block, divided by a power of two, and its weights. Returns the power; 0 for a block of zeros."""
     xs, w, lanes = space.flat[0], space.flat[1], space.x
     unit, mean = load_block(x, xs, f.zero_below)
@@ -282,7 +287,7 @@ def _error_of_zeros(x: np.ndarray, errors: np.ndarray) -> None:
 
 
 @subkernel
-def _start_profile(f: Format, plan: Plan, space: Space) -> None:
+def _start_profile(f: NonlinearFormat, plan: NonlinearSearch, space: NonlinearSpace) -> None:
     """The first place of each lane's profile, and the scale there."""
     maxima, first = space.lanes[0], space.lanes[4]
     maxima[:] = np.float32(2.0**-40)
@@ -296,7 +301,7 @@ def _start_profile(f: Format, plan: Plan, space: Space) -> None:
 
 
 @subkernel
-def _profile(f: Format, plan: Plan, space: Space) -> int:
+def _profile(f: NonlinearFormat, plan: NonlinearSearch, space: NonlinearSpace) -> int:
     """Fill the profile of every lane; returns the place of the largest of the lanes' best scales."""
     sums, profile = space.sums, space.profile
     scales, twice, energy, first = space.lanes[1], space.lanes[2], space.lanes[3], space.lanes[4]
@@ -337,7 +342,7 @@ def _max_of_four(
 
 
 @subkernel
-def _estimate_gains(f: Format, plan: Plan, d0: int, space: Space) -> None:
+def _estimate_gains(f: NonlinearFormat, plan: NonlinearSearch, d0: int, space: NonlinearSpace) -> None:
     """Estimate the gain of each super-scale from place d0 on by the profile: totals[0] where the extreme multiplier
     makes negative scales, as under positive super-scales, totals[1] where it makes positive ones."""
     profile, totals, count, at = space.profile, space.totals, plan.scales, space.at
@@ -376,7 +381,9 @@ def _estimate_gains(f: Format, plan: Plan, d0: int, space: Space) -> None:
 
 
 @subkernel
-def _likely_multipliers(f: Format, plan: Plan, place: int, side: int, space: Space) -> None:
+def _likely_multipliers(
+    f: NonlinearFormat, plan: NonlinearSearch, place: int, side: int, space: NonlinearSpace
+) -> None:
     """chosen[0, 0]: the magnitudes of the best multipliers, by the profile, under the super-scale at `place`."""
     profile, likely = space.profile, space.chosen[0, 0]
     for s in range(LANES):
@@ -394,7 +401,9 @@ def _likely_multipliers(f: Format, plan: Plan, place: int, side: int, space: Spa
 
 
 @subkernel
-def _choose_multipliers(f: Format, plan: Plan, d: np.float32, side: int, space: Space) -> np.float32:
+def _choose_multipliers(
+    f: NonlinearFormat, plan: NonlinearSearch, d: np.float32, side: int, space: NonlinearSpace
+) -> np.float32:
     """Fill chosen[1] with the multipliers (magnitudes) next to chosen[0, 0], and books, of least error; return it."""
     scales, twice, best, sums = space.lanes[1], space.lanes[2], space.lanes[3], space.sums
     likely, tried, magnitudes, books = space.chosen[0, 0], space.chosen[0, 1], space.chosen[1, 0], space.chosen[1, 1]
@@ -424,7 +433,7 @@ def _choose_multipliers(f: Format, plan: Plan, d: np.float32, side: int, space: 
 
 
 @subkernel
-def _sums(f: Format, d: np.float32, row: int, space: Space) -> None:
+def _sums(f: NonlinearFormat, d: np.float32, row: int, space: NonlinearSpace) -> None:
     """Fill sums[0] with sum w x c and sums[1] with sum w c^2 of each lane, for codes under d and chosen[which]."""
     x, twice, sums = space.x, space.lanes[2], space.sums
     magnitudes, books = space.chosen[row, 0], space.chosen[row, 1]
@@ -439,7 +448,7 @@ def _sums(f: Format, d: np.float32, row: int, space: Space) -> None:
 
 
 @subkernel
-def _refit(f: Format, d: np.float32, space: Space) -> np.float32:
+def _refit(f: NonlinearFormat, d: np.float32, space: NonlinearSpace) -> np.float32:
     """The super-scale of least error for the codes that d, multipliers and books of chosen[1] give."""
     _sums(f, d, 1, space)
     p = q = np.float32(0)
@@ -452,7 +461,13 @@ def _refit(f: Format, d: np.float32, space: Space) -> np.float32:
 
 @subkernel
 def _refine(
-    f: Format, plan: Plan, d: np.float32, unit: np.float32, side: int, least_error: np.float32, space: Space
+    f: NonlinearFormat,
+    plan: NonlinearSearch,
+    d: np.float32,
+    unit: np.float32,
+    side: int,
+    least_error: np.float32,
+    space: NonlinearSpace,
 ) -> tuple[np.float32, np.float32]:
     """Choose multipliers and refit d while the error falls; store in chosen[2] what has less error than `least_error`.
 
@@ -480,7 +495,9 @@ def _refine(
 
 
 @subkernel
-def _align_scale(f: Format, plan: Plan, d: np.float32, unit: np.float32, space: Space) -> np.float32:
+def _align_scale(
+    f: NonlinearFormat, plan: NonlinearSearch, d: np.float32, unit: np.float32, space: NonlinearSpace
+) -> np.float32:
     """The super-scale near d of which the least-squares scales of the sub-blocks are nearest to being multiples.
 
     Their multipliers go to chosen[0, 0]. For fine multipliers, where the profile's places are too wide.
@@ -514,7 +531,7 @@ def _align_scale(f: Format, plan: Plan, d: np.float32, unit: np.float32, space: 
 
 
 @subkernel
-def _exclude_unstorable(plan: Plan, d0: int, unit: np.float32, totals: np.ndarray) -> None:
+def _exclude_unstorable(plan: NonlinearSearch, d0: int, unit: np.float32, totals: np.ndarray) -> None:
     """Where halves are further apart than places, exclude the places that are not halves."""
     ulp = np.float32(MIN_HALF) / unit
     if scale_at(d0, plan.q) < np.float32(2 * plan.q) * ulp:
@@ -538,7 +555,13 @@ def _pop_best(count: int, totals: np.ndarray) -> tuple[int, int]:
 
 @shared_subkernel
 def search(
-    f: Format, plan: Plan, unit: np.float32, space: Space, multipliers: np.ndarray, flags: np.ndarray, codes: np.ndarray
+    f: NonlinearFormat,
+    plan: NonlinearSearch,
+    unit: np.float32,
+    space: NonlinearSpace,
+    multipliers: np.ndarray,
+    flags: np.ndarray,
+    codes: np.ndarray,
 ) -> np.float32:
     """Search the block that `load_sub_blocks` loaded; returns its super-scale.
 
@@ -573,7 +596,7 @@ def search(
 
 
 @subkernel
-def _norm_correction(error: np.float32, space: Space) -> np.float32:
+def _norm_correction(error: np.float32, space: NonlinearSpace) -> np.float32:
     """The factor 1 + e^2 / 2 that gives a block its norm back, e^2 being the relative error."""
     norm = np.float32(0)
     for j in range(LANES):
@@ -584,7 +607,13 @@ def _norm_correction(error: np.float32, space: Space) -> np.float32:
 
 @subkernel
 def _final_codes(
-    f: Format, d: np.float32, sign: int, space: Space, multipliers: np.ndarray, flags: np.ndarray, codes: np.ndarray
+    f: NonlinearFormat,
+    d: np.float32,
+    sign: int,
+    space: NonlinearSpace,
+    multipliers: np.ndarray,
+    flags: np.ndarray,
+    codes: np.ndarray,
 ) -> None:
     """Signed multipliers, flags and codes of the best choice."""
     x = space.flat[0]

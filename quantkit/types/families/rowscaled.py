@@ -94,7 +94,7 @@ class Rules(NamedTuple):
     robust_variance: bool
 
 
-class Space(NamedTuple):
+class RowscaledSpace(NamedTuple):
     """Work space of a search, allocated once a call of the encoder."""
 
     data: np.ndarray  # [tiles, 64 * LANES]
@@ -125,7 +125,7 @@ def _entries(rules: Rules, effort: int) -> int:
 
 
 @kernel
-def new_space(n: int, rules: Rules, effort: int) -> Space:
+def new_space(n: int, rules: Rules, effort: int) -> RowscaledSpace:
     """The arrays for searching rows of n elements."""
     entries = _entries(rules, effort)
     tiles = (n // 32 + LANES - 1) // LANES
@@ -134,7 +134,7 @@ def new_space(n: int, rules: Rules, effort: int) -> Space:
     span_of = np.empty(lanes, np.int64)
     for lane in range(lanes):
         span_of[lane] = min(lane // rules.span if rules.span else 0, spans - 1)
-    return Space(
+    return RowscaledSpace(
         np.zeros((tiles, 64 * LANES), np.float32),
         np.zeros(lanes, np.float32),
         np.zeros((tiles, entries * WIDTH), np.float32),
@@ -161,7 +161,7 @@ def new_space(n: int, rules: Rules, effort: int) -> Space:
 
 
 @subkernel
-def _load(x: np.ndarray, first_group: int, space: Space) -> np.float32:
+def _load(x: np.ndarray, first_group: int, space: RowscaledSpace) -> np.float32:
     """Load a span, float32[n], into `data` and `maxima` from group `first_group` on. Returns its `unit`."""
     largest = _ZERO
     for i in range(len(x)):
@@ -181,7 +181,7 @@ def _load(x: np.ndarray, first_group: int, space: Space) -> np.float32:
 
 
 @subkernel
-def _set_weights(importance: np.ndarray, first_group: int, groups: int, rules: Rules, space: Space) -> None:
+def _set_weights(importance: np.ndarray, first_group: int, groups: int, rules: Rules, space: RowscaledSpace) -> None:
     """Fill in the weights of a span from importance float32[row] or float32[0].
 
     w = q where there is an importance q, relative to the span's largest, with a least weight per block and per span.
@@ -310,7 +310,7 @@ def _measure(data: np.ndarray, rules: Rules, state: np.ndarray) -> None:
 
 
 @subkernel
-def _profile(space: Space, rules: Rules, entries: int) -> None:
+def _profile(space: RowscaledSpace, rules: Rules, entries: int) -> None:
     """Fill the profile: scales that put a group's largest element at `min_units` to `max_units` code units.
 
     Each entry keeps, of _SCALES_PER_ENTRY scales, the one of largest gain R q^2 at its own optimum.
@@ -343,7 +343,7 @@ def _profile(space: Space, rules: Rules, entries: int) -> None:
 
 
 @subkernel
-def _set_scales(tile: int, space: Space) -> None:
+def _set_scales(tile: int, space: RowscaledSpace) -> None:
     """D and INVERSE_D of a tile's lanes from TRIED of their spans."""
     state = space.state
     for lane in range(LANES):
@@ -362,7 +362,7 @@ def _nearest_multiplier(q: np.float32, inverse_d: np.float32, rules: Rules) -> n
 
 
 @subkernel
-def _estimate_gains(groups: int, rules: Rules, entries: int, space: Space) -> None:
+def _estimate_gains(groups: int, rules: Rules, entries: int, space: RowscaledSpace) -> None:
     """Fill `estimate` of every span under `tried`: the summed gain of its lanes' best profile entries."""
     state = space.state
     for span in range(len(space.estimate)):
@@ -413,7 +413,7 @@ def _measure_candidates(rules: Rules, data: np.ndarray, state: np.ndarray) -> No
 
 
 @subkernel
-def _keep_best(tile: int, space: Space) -> None:
+def _keep_best(tile: int, space: RowscaledSpace) -> None:
     """Keep the measured candidates of a tile that are better than the best so far."""
     state = space.state
     for c in range(4):
@@ -427,7 +427,7 @@ def _keep_best(tile: int, space: Space) -> None:
 
 
 @subkernel
-def _choose_multipliers(rules: Rules, entries: int, space: Space) -> None:
+def _choose_multipliers(rules: Rules, entries: int, space: RowscaledSpace) -> None:
     """Choose multiplier and book of every lane under `tried`, by exact gains."""
     state = space.state
     for lane in range(len(space.gain)):
@@ -452,7 +452,7 @@ def _choose_multipliers(rules: Rules, entries: int, space: Space) -> None:
 
 
 @subkernel
-def _typical_scales(groups: int, rules: Rules, entries: int, space: Space) -> None:
+def _typical_scales(groups: int, rules: Rules, entries: int, space: RowscaledSpace) -> None:
     """Fill `typical`: the d of each span whose largest multiplier gives the largest scale that a group of it fits."""
     for span in range(len(space.typical)):
         space.typical[span] = _MIN_WEIGHT
@@ -470,7 +470,7 @@ def _typical_scales(groups: int, rules: Rules, entries: int, space: Space) -> No
 
 @subkernel
 def _initial_scales(
-    low: np.float32, high: np.float32, tries: int, groups: int, rules: Rules, entries: int, space: Space
+    low: np.float32, high: np.float32, tries: int, groups: int, rules: Rules, entries: int, space: RowscaledSpace
 ) -> None:
     """Set `tried` of every span to the d of largest estimate among `low` to `high` times the typical one.
 
@@ -494,7 +494,7 @@ def _initial_scales(
 
 
 @subkernel
-def _record_and_refit(groups: int, rules: Rules, space: Space) -> bool:
+def _record_and_refit(groups: int, rules: Rules, space: RowscaledSpace) -> bool:
     """Record the result of `_choose_multipliers` where it is a span's best; set `tried` to the least-squares d.
 
     Returns whether any d changed.
@@ -521,7 +521,7 @@ def _record_and_refit(groups: int, rules: Rules, space: Space) -> bool:
 
 
 @kernel
-def search(x: np.ndarray, importance: np.ndarray, rules: Rules, effort: int, space: Space) -> None:
+def search(x: np.ndarray, importance: np.ndarray, rules: Rules, effort: int, space: RowscaledSpace) -> None:
     """Find d of every span of a row (divided by `unit`; 0 where zeros are best), multipliers and books of its groups.
 
     Results are `space.d`, `space.unit` and row 1 of `space.multiplier` and `space.book`.
@@ -549,7 +549,7 @@ def search(x: np.ndarray, importance: np.ndarray, rules: Rules, effort: int, spa
 
 
 @kernel
-def group_codes(group: int, space: Space, codes: np.ndarray) -> None:
+def group_codes(group: int, space: RowscaledSpace, codes: np.ndarray) -> None:
     """Fill codes uint8[32] of a group under the scales that `search` chose."""
     scale = space.d[space.span_of[group]] * space.multiplier[1, group]
     book = np.int32(space.book[1, group])
@@ -561,7 +561,7 @@ def group_codes(group: int, space: Space, codes: np.ndarray) -> None:
 
 
 @kernel
-def even_group_codes(group: int, space: Space, codes: np.ndarray) -> None:
+def even_group_codes(group: int, space: RowscaledSpace, codes: np.ndarray) -> None:
     """`group_codes` where each word of four codes, 2k, 2k + 16, 2k + 1, 2k + 17, has an even number of ones (K4)."""
     scale = space.d[space.span_of[group]] * space.multiplier[1, group]
     book = np.int32(space.book[1, group]) - np.int32(K4_START)
@@ -585,7 +585,7 @@ def even_group_codes(group: int, space: Space, codes: np.ndarray) -> None:
 
 
 @kernel
-def scale_byte(group: int, space: Space) -> np.uint8:
+def scale_byte(group: int, space: RowscaledSpace) -> np.uint8:
     """The byte that holds an odd multiplier of -127 to 127 and, in bit 0, the book."""
     shifted = np.int32(space.book[1, group]) // np.int32(BINS) % np.int32(2)
     return np.uint8(np.int32(space.multiplier[1, group]) + np.int32(127) + shifted)

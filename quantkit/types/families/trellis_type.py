@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from quantkit.types.refine.vector_codes import VectorCodes
 
 
-class Plan(NamedTuple):
+class TrellisSearch(NamedTuple):
     """The search of one effort; `types/native/trellis_search.py` explains the steps."""
 
     scales: int  # of each sub-block's profile, a multiple of 8
@@ -48,7 +48,7 @@ class TrellisType(QuantType):
     steps: ClassVar[np.ndarray] = BOOK[np.argsort(np.abs(BOOK))]  # multipliers by magnitude
     clusters: ClassVar[int] = 1024  # parts of the index where groups have 8 elements
     largest: ClassVar[tuple[float, float]] = (90, 90)  # a sub-block's, in units of its own scale, without and with
-    plans: ClassVar[tuple[Plan, Plan, Plan]]  # importance; plans of fast, normal, best
+    plans: ClassVar[tuple[TrellisSearch, TrellisSearch, TrellisSearch]]  # importance; plans of fast, normal, best
     _pack: ClassVar[Any] = None
 
     def refine_rows(self, x: np.ndarray, data: np.ndarray, moments: Moments, effort: int) -> None:
@@ -88,6 +88,7 @@ class TrellisType(QuantType):
 
     @classmethod
     def encode_rows(cls, x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray) -> None:
+        """Encode rows with the search of `types/native/trellis_search.py`; see `QuantType.encode_rows`."""
         from quantkit.types.native import trellis_search as search
 
         fields, largest = cls._fields_of(*x.shape), np.array(cls.largest, np.float32)

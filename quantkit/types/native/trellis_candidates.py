@@ -44,7 +44,7 @@ _LEAST = np.float32(1e-30)  # weights below are rounded to nothing: their quotie
 _NODE_RANK = 6
 
 
-class Space(NamedTuple):
+class TrellisSpace(NamedTuple):
     """Addresses of the work space and of the index."""
 
     scores: int
@@ -68,7 +68,7 @@ class Row(NamedTuple):
 
 
 def scratch_for(kind: SearchParameters, index: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
-    """The arrays that a `Space` points into: scores and sums, those of centroids, runs, nodes."""
+    """The arrays that a `TrellisSpace` points into: scores and sums, those of centroids, runs, nodes."""
     count = index[2].shape[1]
     return (np.empty((3, count + 64), np.float32), np.empty((4, 2, kind.clusters), np.float32),
             np.empty((count // 16 + 1, 2), np.int64), np.empty(NODES, np.int64))  # fmt: skip
@@ -76,9 +76,10 @@ def scratch_for(kind: SearchParameters, index: tuple[np.ndarray, ...]) -> tuple[
 
 @subkernel
 def space_of(scratch, index):
+    """The addresses of a work space and of an index. The caller holds their arrays."""
     coarse, points, _, firsts, _ = index
     scores, centroids, runs, nodes = scratch
-    return Space(
+    return TrellisSpace(
         address(scores[0]), address(scores[1]), address(scores[2]), address(runs), address(nodes),
         address(centroids), address(coarse), address(points), address(firsts),
     )  # fmt: skip
@@ -86,6 +87,7 @@ def space_of(scratch, index):
 
 @subkernel
 def row_of(n, group):
+    """Arrays for a row of n elements in groups of `group`."""
     return Row(
         np.empty(n, np.float32), np.empty(n, np.float32),
         np.zeros((n // group, 4, 8), np.int16), np.empty((n // group, 2), np.float32),

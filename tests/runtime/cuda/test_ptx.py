@@ -11,7 +11,7 @@ import pytest
 from quantkit import types
 from quantkit.runtime.kernels.cuda import kernels
 from quantkit.runtime.kernels.cuda.dispatch import product
-from quantkit.runtime.kernels.cuda.kernel import Kernel, entry_of, link
+from quantkit.runtime.kernels.cuda.kernel import CudaKernel, entry_of, link
 from tests.runtime.cuda.conftest import SIMULATED
 
 TARGETS = ((8, 0), (9, 0), (12, 0))
@@ -22,7 +22,7 @@ OF_TYPES = list(kernels.of_types().items())
 NOT_OF_A_TYPE = list(kernels.not_of_a_type())
 
 
-def check(kernel: Kernel, target: tuple[int, int]) -> None:
+def check(kernel: CudaKernel, target: tuple[int, int]) -> None:
     ptx = kernel.ptx(target)
     assert f".target sm_{target[0]}{target[1]}" in ptx
     assert entry_of(ptx) in ptx
@@ -59,7 +59,7 @@ def test_all_kernels_of_a_type_compile(name: str, target: tuple[int, int]) -> No
 @pytest.mark.full
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("kernel", NOT_OF_A_TYPE, ids=lambda kernel: kernel.name)
-def test_all_other_kernels_compile(kernel: Kernel, target: tuple[int, int]) -> None:
+def test_all_other_kernels_compile(kernel: CudaKernel, target: tuple[int, int]) -> None:
     check(kernel, target)
 
 
@@ -84,7 +84,7 @@ def test_machine_code_is_kept(tmp_path, monkeypatch) -> None:
     code, entry = kernel.cubin((9, 0))
     assert code.startswith(b"\x7fELF")
     assert entry.encode() in code
-    monkeypatch.setattr(Kernel, "ptx", lambda *_: pytest.fail("made again"))
+    monkeypatch.setattr(CudaKernel, "ptx", lambda *_: pytest.fail("made again"))
     assert kernel.cubin((9, 0)) == (code, entry)
 
 

@@ -29,7 +29,7 @@ SMALL = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A random model of each architecture, in float32, with something of each layer for two devices."""
-    from quantkit.pipelines.convert import convert_checkpoint
+    from quantkit.pipelines.conversion.convert import convert_checkpoint
 
     result = {}
     for arch in ("llama", "qwen3moe", "deepseek2", "qwen35moe"):
@@ -165,7 +165,7 @@ def test_bytes_of_each_gpu_are_those_of_a_plan(arch: str, two: dict[str, Any], m
     model.forward(TOKENS[:1], cache)
     flags = Flags(devices=parse_devices(two["devices"]), split_mode="graph", **how)
     file = gguf.open(models[arch])
-    planned = budget.budget(file.tensors, file.metadata, flags, budget.Cache(16, "f32", "f32"))
+    planned = budget.budget(file.tensors, file.metadata, flags, budget.CacheSettings(16, "f32", "f32"))
     loads = {load.device: load for load in planned.loads}
     assert model.split is not None
     for rank in model.split.ranks:

@@ -32,7 +32,7 @@ Make = Callable[..., Path]
 @pytest.fixture(scope="session")
 def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
     """A random model of an architecture, in float32 or with matrices of a type."""
-    from quantkit.pipelines.convert import convert_checkpoint
+    from quantkit.pipelines.conversion.convert import convert_checkpoint
 
     made: dict[str, Path] = {}
 

@@ -32,7 +32,7 @@ from quantkit.codegen.callbacks import Callback, callback
 from quantkit.codegen.jit import kernel
 from quantkit.codegen.simd import F32, IrBuilder, Value, floats, load_float, load_int, simd_intrinsic, vector
 from quantkit.runtime.kernels.cpu.activations import quantize
-from quantkit.runtime.kernels.cpu.kv_rows import Heads, LayerCache, LayerView, rotate, row_floats, store_row
+from quantkit.runtime.kernels.cpu.kv_rows import KernelHeads, LayerCache, LayerView, rotate, row_floats, store_row
 from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record
 from quantkit.runtime.kernels.reference import exp
 
@@ -147,6 +147,8 @@ def span_values(
 
 
 class AttentionParameters(NamedTuple):
+    """Parameters of `attention`."""
+
     position: int  # address of an int64: the token's position
     q: int  # float32[heads, dim_k]
     k: int  # float32[kv_heads, dim_k], overwritten
@@ -164,7 +166,7 @@ class AttentionParameters(NamedTuple):
 
 
 @functools.cache
-def attention(shape: Heads) -> Callback:
+def attention(shape: KernelHeads) -> Callback:
     """The operation that appends k and v to the cache and writes the thread's share of attention to `partial`."""
     group, dim_k, dim_v, k_type, v_type, rotate_k, rotate_v = shape
     k_bytes, v_bytes = shape.k_bytes, shape.v_bytes
@@ -217,6 +219,8 @@ def attention(shape: Heads) -> Callback:
 
 
 class MergeParameters(NamedTuple):
+    """Parameters of `merge`."""
+
     partial: int  # float32[threads, heads, dim + 2], from `attention`
     heads: int
     dim: int

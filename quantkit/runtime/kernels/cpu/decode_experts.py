@@ -54,6 +54,8 @@ def route_token(routing, logits, selected, weights):
 
 
 class SelectParameters(NamedTuple):
+    """Parameters of `select_experts`."""
+
     logits: int  # float32[experts], of the router
     routing: int  # address of a Routing
     selected: int
@@ -77,6 +79,8 @@ GATE, UP, ACTIVATE = 1, 2, 4  # the steps of `gate_up`
 
 
 class GateUpParameters(NamedTuple):
+    """Parameters of `gate_up`."""
+
     steps: int  # sum of GATE, UP and ACTIVATE
     gate_product: int  # function of matvec.py for the type of gate
     gate: int
@@ -123,6 +127,8 @@ def gate_up(parameters, thread, threads):
 
 
 class DownParameters(NamedTuple):
+    """Parameters of `down`."""
+
     product: int  # function of matvec.py for the type of down
     weights: int
     expert_bytes: int  # of one expert's matrix

@@ -48,6 +48,8 @@ def rms_norm_into(x, weight, n, eps, out):
 
 
 class NormParameters(NamedTuple):
+    """Parameters of `norm`."""
+
     x: int  # float32[n]
     weight: int  # float32[n]
     n: int
@@ -66,6 +68,8 @@ def norm(parameters, thread, threads):
 
 
 class HeadNormParameters(NamedTuple):
+    """Parameters of `head_norm`."""
+
     x: int  # float32[rows / dim, dim]
     weight: int  # float32[dim]
     rows: int
@@ -87,6 +91,8 @@ def head_norm(parameters, thread, threads):
 
 
 class MatvecParameters(NamedTuple):
+    """Parameters of `matvec`."""
+
     product: int  # function of matvec.py for the type of the weights
     weights: int
     n: int  # columns
@@ -120,6 +126,8 @@ def matvec(parameters, thread, threads):
 
 
 class SwigluParameters(NamedTuple):
+    """Parameters of `swiglu`."""
+
     gate: int  # float32[n]
     up: int  # float32[n]
     n: int

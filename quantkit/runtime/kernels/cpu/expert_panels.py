@@ -44,6 +44,7 @@ class ExpertKernels(NamedTuple):
     panel_bytes: int
 
     def scratch_bytes(self, n: int) -> int:
+        """Bytes of panels and results that a thread needs for matrices of n columns."""
         return expert_panels_bytes(n, self.tokens, self.panel_bytes)
 
 

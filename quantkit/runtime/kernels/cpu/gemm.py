@@ -103,6 +103,8 @@ def _clear(ir, address, nbytes):
 
 
 class QuantizeParameters(NamedTuple):
+    """Parameters of `quantize_tiles`."""
+
     x: int  # float32[tokens, n]
     n: int  # a multiple of 32
     tokens: int  # address of an int64

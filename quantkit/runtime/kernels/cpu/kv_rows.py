@@ -40,7 +40,7 @@ class LayerView(NamedTuple):
     window: int  # positions that a token sees, its own included
 
 
-class Heads(NamedTuple):
+class KernelHeads(NamedTuple):
     """The shape that attention kernels are compiled for: `group` query heads share a key/value head.
 
     Dimensions are multiples of 16; of 32 for quantized cache types.

@@ -52,9 +52,11 @@ class StoredRecord:
 
     @property
     def address(self) -> int:
+        """Address of the record; the caller holds the StoredRecord while a kernel may read it."""
         return self._values.ctypes.data
 
     def set(self, **fields: int) -> None:
+        """Overwrite fields, given by name."""
         for name, value in fields.items():
             self._values[self._names.index(name)] = value
 

@@ -17,7 +17,7 @@ from quantkit.codegen.jit import kernel
 from quantkit.codegen.simd import F32, IrBuilder, Value, atomic_add, floats, load_float, simd_intrinsic, vector
 from quantkit.placement.kernel_sizes import FLOAT_TILE_TOKENS, KEY_BLOCK, piece_rows
 from quantkit.runtime.kernels.cpu.float_gemm import float_tile, panel_rows, transpose_block
-from quantkit.runtime.kernels.cpu.kv_rows import CACHE_BYTES, Heads, LayerCache, LayerView, rotate, row_floats
+from quantkit.runtime.kernels.cpu.kv_rows import CACHE_BYTES, KernelHeads, LayerCache, LayerView, rotate, row_floats
 from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record
 from quantkit.runtime.kernels.cpu.prefill_ops import NEXT_PIECE, SPAN_BYTES, STATE_BYTES, BatchState, SpanState
 
@@ -120,6 +120,8 @@ def _divide(result, dim, denominator, out):
 
 
 class AttentionParameters(NamedTuple):
+    """Parameters of `attention`."""
+
     state: int
     q: int  # float32[tokens, heads, dim_k], scaled, with RoPE applied
     kv_heads: int
@@ -131,7 +133,7 @@ class AttentionParameters(NamedTuple):
 
 
 @functools.cache
-def attention(shape: Heads, tokens: int) -> Callback:
+def attention(shape: KernelHeads, tokens: int) -> Callback:
     """The operation out = softmax(q k^T) v for all tokens and heads, in pieces of `tokens` tokens.
 
     A step of KEY_BLOCK positions is an online softmax; a step of all positions is plain attention. Threads take the

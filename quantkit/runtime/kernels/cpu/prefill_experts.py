@@ -5,7 +5,7 @@ one expert, padded to whole tiles:
 
     field            type                  content
     header           AssignmentHeader      counts, and counters of the work that threads take
-    runs             Run[experts]          one for each expert that has tokens
+    runs             ExpertRun[experts]          one for each expert that has tokens
     tokens           int64[entries]        the entry's token, -1 for padding
     row addresses    int64[entries]        address of the token's float32 row
     weights          float32[entries]      of the expert for this token
@@ -50,6 +50,8 @@ _FLOATS16 = vector(16, F32)
 
 
 class AssignmentHeader(NamedTuple):
+    """The counters at the start of an assignment. Threads take the next unit of work by an atomic addition."""
+
     entries: int
     runs: int
     next_gate: int  # next unit of work of `gate_up`, or of `multiply` with gate
@@ -57,7 +59,7 @@ class AssignmentHeader(NamedTuple):
     next_down: int  # of `add_down`
 
 
-class Run(NamedTuple):
+class ExpertRun(NamedTuple):
     """The entries of one expert."""
 
     expert: int
@@ -66,7 +68,7 @@ class Run(NamedTuple):
 
 
 assert record_bytes(AssignmentHeader) == ASSIGNMENT_HEADER
-assert record_bytes(Run) == RUN_BYTES
+assert record_bytes(ExpertRun) == RUN_BYTES
 ENTRIES, RUNS, NEXT_GATE, NEXT_UP, NEXT_DOWN = (offset_of(AssignmentHeader, f) for f in AssignmentHeader._fields)
 
 
@@ -77,7 +79,7 @@ def _run_count(assignment):
 
 @kernel(inline="always")
 def _run(assignment, i):
-    return load_record(Run, assignment + ASSIGNMENT_HEADER + i * RUN_BYTES)
+    return load_record(ExpertRun, assignment + ASSIGNMENT_HEADER + i * RUN_BYTES)
 
 
 @kernel(inline="always")
@@ -99,6 +101,8 @@ def _weights_of(assignment, experts, entries):
 
 
 class RouteParameters(NamedTuple):
+    """Parameters of `route_batch`."""
+
     tokens: int  # address of an int64
     logits: int  # float32[tokens, experts] of the router, overwritten
     routing: int  # address of a Routing
@@ -121,6 +125,8 @@ def route_batch(parameters, thread, threads):
 
 
 class GroupParameters(NamedTuple):
+    """Parameters of `group_tokens`."""
+
     tokens: int  # address of an int64
     x: int  # float32[tokens, n]
     n: int
@@ -175,6 +181,8 @@ def group_tokens(parameters, thread, threads):
 
 
 class GatherParameters(NamedTuple):
+    """Parameters of `gather`."""
+
     assignment: int
     experts: int
     max_entries: int
@@ -270,6 +278,8 @@ def _multiply_few(matvec, matrix, n, row, count, vectors, vector_bytes, out, str
 
 
 class GateUpParameters(NamedTuple):
+    """Parameters of `gate_up`."""
+
     matrix: int  # address of an ExpertMatrix that describes gate and up alike
     gate: int
     up: int
@@ -321,6 +331,8 @@ def gate_up(parameters, thread, threads):
 
 
 class MultiplyParameters(NamedTuple):
+    """Parameters of `multiply`."""
+
     matrix: int  # address of an ExpertMatrix
     weights: int
     out: int  # float32[entries, rows]
@@ -354,6 +366,8 @@ def multiply(parameters, thread, threads):
 
 
 class ActivateParameters(NamedTuple):
+    """Parameters of `activate`."""
+
     assignment: int
     gate: int  # float32[entries, ff], overwritten
     up: int  # float32[entries, ff]
@@ -381,6 +395,8 @@ def activate(parameters, thread, threads):
 
 
 class AddDownParameters(NamedTuple):
+    """Parameters of `add_down`."""
+
     matrix: int  # address of an ExpertMatrix
     weights: int
     out: int  # float32[tokens, rows]

@@ -22,17 +22,21 @@ from quantkit.codegen.simd import floats, load_float, store_int
 from quantkit.runtime.kernels.cpu.decode_attention import apply_rope
 from quantkit.runtime.kernels.cpu.decode_ops import rms_norm_into, swiglu_range
 from quantkit.runtime.kernels.cpu.gemm import token_share
-from quantkit.runtime.kernels.cpu.kv_rows import CACHE_BYTES, Heads, LayerCache, LayerView, rotate, store_row
+from quantkit.runtime.kernels.cpu.kv_rows import CACHE_BYTES, KernelHeads, LayerCache, LayerView, rotate, store_row
 from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record, offset_of, record_bytes
 
 
 class BatchState(NamedTuple):
+    """What changes from batch to batch: its tokens, the next piece of attention to take, its spans."""
+
     tokens: int
     next_piece: int
     spans: int
 
 
 class SpanState(NamedTuple):
+    """The tokens of one sequence in a batch; a record for each follows the BatchState."""
+
     start: int  # first token of the span, in the batch
     tokens: int
     position: int  # of the first token, in its sequence
@@ -43,6 +47,8 @@ TOKENS, NEXT_PIECE = offset_of(BatchState, "tokens"), offset_of(BatchState, "nex
 
 
 class NormParameters(NamedTuple):
+    """Parameters of `norm`."""
+
     state: int
     x: int  # float32[tokens, n]
     weight: int  # float32[n]
@@ -62,6 +68,8 @@ def norm(parameters, thread, threads):
 
 
 class HeadNormParameters(NamedTuple):
+    """Parameters of `head_norm`."""
+
     state: int
     x: int  # float32[tokens, heads, dim]
     weight: int  # float32[dim]
@@ -81,6 +89,8 @@ def head_norm(parameters, thread, threads):
 
 
 class SwigluParameters(NamedTuple):
+    """Parameters of `swiglu`."""
+
     state: int
     gate: int  # float32[tokens, n]
     up: int  # float32[tokens, n]
@@ -97,6 +107,8 @@ def swiglu(parameters, thread, threads):
 
 
 class RopeParameters(NamedTuple):
+    """Parameters of `rope`."""
+
     state: int
     q: int  # float32[tokens, heads, dim_k], overwritten
     k: int  # float32[tokens, kv_heads, dim_k], overwritten
@@ -110,7 +122,7 @@ class RopeParameters(NamedTuple):
 
 
 @functools.cache
-def rope(shape: Heads) -> Callback:
+def rope(shape: KernelHeads) -> Callback:
     """The operation that applies RoPE, scale and rotation to q in place and appends k and v to the caches."""
     group, dim_k, dim_v, k_type, v_type, rotate_k, rotate_v = shape
     k_bytes, v_bytes = shape.k_bytes, shape.v_bytes

@@ -40,6 +40,8 @@ IDLE_SPINS = 4000  # polls before a thread without work goes to sleep
 
 
 class ListedOperation(NamedTuple):
+    """An entry of an operation list."""
+
     function: int  # C function `void(parameters, thread, threads)`, see operation.py
     parameters: int
     barrier: int  # 1 if all threads wait for each other afterwards

@@ -11,13 +11,13 @@ import functools
 import numpy as np
 
 from quantkit.runtime.kernels.cuda.hardware import cuda, warp_max, warp_sum
-from quantkit.runtime.kernels.cuda.kernel import Kernel
+from quantkit.runtime.kernels.cuda.kernel import CudaKernel
 
 THREADS = 256
 
 
 @functools.cache
-def quantize() -> Kernel:
+def quantize() -> CudaKernel:
     """(x, count, codes, scales, sums): float32[count] to int8[count], float32[count / 32], [count / 16]."""
 
     def kernel(x, count, codes, scales, sums):
@@ -37,4 +37,4 @@ def quantize() -> Kernel:
                 sums[i // 16] = scale * low
                 sums[i // 16 + 1] = scale * high
 
-    return Kernel("quantize_q8", kernel, "f32[] i64 i8[] f32[] f32[]")
+    return CudaKernel("quantize_q8", kernel, "f32[] i64 i8[] f32[] f32[]")

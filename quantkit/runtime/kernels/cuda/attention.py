@@ -38,7 +38,7 @@ from quantkit.runtime.kernels.cuda.hardware import (
     warp_max,
     warp_sum,
 )
-from quantkit.runtime.kernels.cuda.kernel import Kernel
+from quantkit.runtime.kernels.cuda.kernel import CudaKernel
 
 THREADS = 128  # of `merge` and `append`, and the fewest of `attend`
 ROWS = 8
@@ -103,7 +103,7 @@ def check(kinds: tuple[str, str], dims: tuple[int, int]) -> None:
 
 
 @functools.cache
-def attend(k_kind: str, v_kind: str, dim_k: int, dim_v: int, values_in_keys: bool = False) -> Kernel:
+def attend(k_kind: str, v_kind: str, dim_k: int, dim_v: int, values_in_keys: bool = False) -> CudaKernel:
     """(q, k, v, k_bytes, v_bytes, n_ctx, heads, group, tokens, positions, window, scale, splits, maximum, denominator,
     acc)
 
@@ -221,11 +221,11 @@ def attend(k_kind: str, v_kind: str, dim_k: int, dim_v: int, values_in_keys: boo
 
     name = f"attend_{k_kind}_{dim_k}_{v_kind}_{dim_v}{'_latent' if values_in_keys else ''}"
     arrays = "f32[] u8[] u8[] i64 i64 i32 i32 i32 i32 i32[] i32 f32 i32 f32[] f32[] f32[]"
-    return Kernel(name, kernel, arrays)
+    return CudaKernel(name, kernel, arrays)
 
 
 @functools.cache
-def merge(sinks: bool) -> Kernel:
+def merge(sinks: bool) -> CudaKernel:
     """(maximum, denominator, acc, splits, heads, group, tokens, dim_v, sink, out): merge the splits of the keys.
 
     out float32[tokens, heads, dim_v]; sink float32[heads] counts as a key without a value. Grid: (rows, kv heads).
@@ -254,11 +254,11 @@ def merge(sinks: bool) -> Kernel:
             out[(np.int64(row // group) * heads + query_head) * dim_v + d] = value / total
 
     name = "merge_sinks" if sinks else "merge"
-    return Kernel(name, kernel, "f32[] f32[] f32[] i32 i32 i32 i32 i32 f32[] f32[]")
+    return CudaKernel(name, kernel, "f32[] f32[] f32[] i32 i32 i32 i32 i32 f32[] f32[]")
 
 
 @functools.cache
-def append(kind: str) -> Kernel:
+def append(kind: str) -> CudaKernel:
     """(x, heads, dim, row_bytes, n_ctx, positions, tokens, cache): float32[tokens, heads, dim] to rows of a cache.
 
     A warp takes 32 columns. q8_0 as `runtime/kernels/kv_rounding.py` has it, but for scales next to the end of a
@@ -296,4 +296,4 @@ def append(kind: str) -> Kernel:
             for i in range(size):
                 cache[start + size * column + i] = np.uint8(word >> np.uint32(8 * i) & np.uint32(255))
 
-    return Kernel(f"append_{kind}", kernel, "f32[] i32 i32 i64 i32 i32[] i32 u8[]")
+    return CudaKernel(f"append_{kind}", kernel, "f32[] i32 i32 i64 i32 i32[] i32 u8[]")

@@ -14,14 +14,14 @@ import math
 import numpy as np
 
 from quantkit.runtime.kernels.cuda.hardware import cuda
-from quantkit.runtime.kernels.cuda.kernel import Kernel
+from quantkit.runtime.kernels.cuda.kernel import CudaKernel
 
 MAX_KEYS = 512
 THREADS = 128
 
 
 @functools.cache
-def step() -> Kernel:
+def step() -> CudaKernel:
     """(q, k, v, g, beta, heads, dk, dv, tokens, state, out): q, k float32[tokens, heads, dk], v and out [.., dv], g and
     beta [tokens, heads], state float32[heads, dk, dv], updated. Grid: (dv / THREADS, heads)."""
 
@@ -51,4 +51,4 @@ def step() -> Kernel:
                     total += value * queries[i]
                 out[row * dv + column] = total
 
-    return Kernel("delta", kernel, "f32[] f32[] f32[] f32[] f32[] i32 i32 i32 i32 f32[] f32[]")
+    return CudaKernel("delta", kernel, "f32[] f32[] f32[] f32[] f32[] i32 i32 i32 i32 f32[] f32[]")

@@ -29,7 +29,7 @@ from quantkit.runtime.kernels.cuda.dispatch import FLOAT_IDS, product
 if TYPE_CHECKING:
     import torch
 
-    from quantkit.runtime.kernels.cuda.kernel import Kernel
+    from quantkit.runtime.kernels.cuda.kernel import CudaKernel
     from quantkit.types import QuantType
 
 MIN_CAPABILITY = (8, 0)  # compute capability with bfloat16; the tests compile for it
@@ -130,7 +130,7 @@ class Gpu:
         """Wait for all that was launched."""
         self.torch.cuda.synchronize(self.torch_device)
 
-    def _function(self, kernel: Kernel) -> Any:
+    def _function(self, kernel: CudaKernel) -> Any:
         function = self._functions.get(kernel.name)
         if function is None:
             code, entry = kernel.cubin(self.capability)
@@ -139,7 +139,7 @@ class Gpu:
             self._functions[kernel.name] = function
         return function
 
-    def launch(self, kernel: Kernel, blocks: int | Sequence[int], threads: int, *arguments: Any) -> None:
+    def launch(self, kernel: CudaKernel, blocks: int | Sequence[int], threads: int, *arguments: Any) -> None:
         """Run a kernel on torch's current stream. Arrays are contiguous tensors of this GPU, of any shape.
 
         TypeError for one that is not: the kernel would read other elements, or none of its memory.
@@ -153,7 +153,7 @@ class Gpu:
         with self.torch.cuda.device(self.torch_device):
             driver.launch(self._function(kernel), grid, threads, stream, driver.slots(kernel.parameters, values))
 
-    def launch_each(self, kernel: Kernel, count: int, threads: int, *arguments: Any) -> None:
+    def launch_each(self, kernel: CudaKernel, count: int, threads: int, *arguments: Any) -> None:
         """Run a kernel that has one thread for each of `count` elements, `threads` to a block."""
         self.launch(kernel, -(-count // threads), threads, *arguments)
 

@@ -11,7 +11,7 @@ import math
 import numpy as np
 
 from quantkit.runtime.kernels.cuda.hardware import cuda, inlined, warp_max, warp_sum
-from quantkit.runtime.kernels.cuda.kernel import Kernel
+from quantkit.runtime.kernels.cuda.kernel import CudaKernel
 
 THREADS = 256
 WARPS = THREADS // 32
@@ -49,7 +49,7 @@ def block_max(value):
 
 
 @functools.cache
-def rms_norm() -> Kernel:
+def rms_norm() -> CudaKernel:
     """(x, weight, n, eps, out): x / sqrt(mean(x^2) + eps) * weight of rows of n, or of heads; a block each."""
 
     def kernel(x, weight, n, eps, out):
@@ -61,7 +61,7 @@ def rms_norm() -> Kernel:
         for i in range(cuda.threadIdx.x, n, THREADS):
             out[first + i] = x[first + i] * np.float32(scale) * weight[i]
 
-    return Kernel("rms_norm", kernel, "f32[] f32[] i32 f32 f32[]")
+    return CudaKernel("rms_norm", kernel, "f32[] f32[] i32 f32 f32[]")
 
 
 def _swiglu(g, u):
@@ -84,7 +84,7 @@ ACTIVATIONS = {"swiglu": _swiglu, "geglu": _geglu, "swiglu_oai": _swiglu_oai}
 
 
 @functools.cache
-def activate(name: str) -> Kernel:
+def activate(name: str) -> CudaKernel:
     """(gate, up, count): act(gate) * up in place of `gate`, float32[count]."""
     act = inlined(ACTIVATIONS[name])
 
@@ -93,11 +93,11 @@ def activate(name: str) -> Kernel:
         if i < count:
             gate[i] = act(gate[i], up[i])
 
-    return Kernel(name, kernel, "f32[] f32[] i64")
+    return CudaKernel(name, kernel, "f32[] f32[] i64")
 
 
 @functools.cache
-def add() -> Kernel:
+def add() -> CudaKernel:
     """(x, y, n, count): x[i] += y[i % n]: a residual, n = count, or a bias of n."""
 
     def kernel(x, y, n, count):
@@ -105,11 +105,11 @@ def add() -> Kernel:
         if i < count:
             x[i] += y[i % n]
 
-    return Kernel("add", kernel, "f32[] f32[] i32 i64")
+    return CudaKernel("add", kernel, "f32[] f32[] i32 i64")
 
 
 @functools.cache
-def mix() -> Kernel:
+def mix() -> CudaKernel:
     """(parts, weights, used, n, tokens, out): out[t] = sum over j of weights[t, j] * parts[t, j, :n], j < used."""
 
     def kernel(parts, weights, used, n, tokens, out):
@@ -121,11 +121,11 @@ def mix() -> Kernel:
                 total += weights[token * used + j] * parts[(token * used + j) * n + column]
             out[i] = total
 
-    return Kernel("mix", kernel, "f32[] f32[] i32 i32 i32 f32[]")
+    return CudaKernel("mix", kernel, "f32[] f32[] i32 i32 i32 f32[]")
 
 
 @functools.cache
-def rope() -> Kernel:
+def rope() -> CudaKernel:
     """(x, heads, head_dim, pairs, cos, sin, positions, step, stride, tokens): RoPE in place.
 
     x float32[tokens, heads * head_dim], a thread for each pair; cos, sin [positions, pairs] are those of
@@ -142,11 +142,11 @@ def rope() -> Kernel:
             x[first] = a * c - b * s
             x[first + stride] = a * s + b * c
 
-    return Kernel("rope", kernel, "f32[] i32 i32 i32 f32[] f32[] i32[] i32 i32 i32")
+    return CudaKernel("rope", kernel, "f32[] i32 i32 i32 f32[] f32[] i32[] i32 i32 i32")
 
 
 @functools.cache
-def argmax() -> Kernel:
+def argmax() -> CudaKernel:
     """(logits, n, best): the first of the largest of each row, a block a row; a NaN is the largest."""
 
     def kernel(logits, n, best):
@@ -164,11 +164,11 @@ def argmax() -> Kernel:
         if cuda.threadIdx.x == 0:
             best[cuda.blockIdx.x] = np.int32(-chosen)
 
-    return Kernel("argmax", kernel, "f32[] i32 i32[]")
+    return CudaKernel("argmax", kernel, "f32[] i32 i32[]")
 
 
 @functools.cache
-def sample() -> Kernel:
+def sample() -> CudaKernel:
     """(logits, n, per_temperature, u, chosen): sample each row from softmax(logits * per_temperature), a block a row.
 
     Chooses the first token whose cumulative probability is above u[row], a random number in [0, 1) from the host.
@@ -204,4 +204,4 @@ def sample() -> Kernel:
                     break
             chosen[cuda.blockIdx.x] = candidate
 
-    return Kernel("sample", kernel, "f32[] i32 f32 f32[] i32[]")
+    return CudaKernel("sample", kernel, "f32[] i32 f32 f32[] i32[]")

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quantkit.types.families.interleave import Field, Interleaved, Placement
+from quantkit.types.families.interleave import Field, FieldPlacement, Interleaved
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ def _sums(weights: Sequence[int], count: int) -> np.ndarray:
     return bits @ np.array(weights, np.int64).reshape(-1)
 
 
-def interleaved(width: int, count: int, rows: int, group: Placement) -> LinearAddresses:
-    """The addresses of a field in a group of interleaved rows, by a `Placement` of `types/families/interleave.py`."""
+def interleaved(width: int, count: int, rows: int, group: FieldPlacement) -> LinearAddresses:
+    """The addresses of a field in a group of interleaved rows, by a `FieldPlacement` of `interleave.py`."""
     return linear_addresses(width, group.addresses(rows, width, count))
 
 

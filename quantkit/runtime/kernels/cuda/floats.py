@@ -22,7 +22,7 @@ from quantkit.runtime.kernels.cuda.hardware import (
     inlined,
     warp_sum,
 )
-from quantkit.runtime.kernels.cuda.kernel import Kernel
+from quantkit.runtime.kernels.cuda.kernel import CudaKernel
 
 THREADS = 128
 ROWS_OF_BLOCK = THREADS // 32
@@ -58,7 +58,7 @@ def _width(name: str) -> str:
 
 
 @functools.cache
-def dequantize(ggml_type: int, output: str) -> Kernel:
+def dequantize(ggml_type: int, output: str) -> CudaKernel:
     """(data, start, rows, n, out): rows as u32 (the bits of float32) or u16 (of halves or bfloats)."""
     name = FLOAT_IDS[ggml_type]
     element = _element(name)
@@ -71,11 +71,11 @@ def dequantize(ggml_type: int, output: str) -> Kernel:
                 out[np.int64(row) * n + column] = convert(element(data, start, n, row, column))
 
     result = "u32[]" if output == "f32" else "u16[]"
-    return Kernel(f"dequantize_{name}_{output}", kernel, f"{_width(name)} i64 i32 i32 {result}")
+    return CudaKernel(f"dequantize_{name}_{output}", kernel, f"{_width(name)} i64 i32 i32 {result}")
 
 
 @functools.cache
-def matvec(ggml_type: int, tokens: int) -> Kernel:
+def matvec(ggml_type: int, tokens: int) -> CudaKernel:
     """(data, matrix_size, ids, rows, n, x, share, out): as `weights.matvec`, of x float32[vectors, n]."""
     name = FLOAT_IDS[ggml_type]
     element = _element(name)
@@ -98,4 +98,4 @@ def matvec(ggml_type: int, tokens: int) -> Kernel:
             if lane == 0 and row < rows:
                 out[(np.int64(slot) * tokens + t) * rows + row] = value
 
-    return Kernel(f"matvec_{name}_{tokens}", kernel, f"{_width(name)} i64 i32[] i32 i32 f32[] i32 f32[]")
+    return CudaKernel(f"matvec_{name}_{tokens}", kernel, f"{_width(name)} i64 i32[] i32 i32 f32[] i32 f32[]")

@@ -60,6 +60,8 @@ def _two(values: Sequence[Any]) -> tuple:
 if SIMULATED:
 
     def sub_block_reader(codec: Codec) -> Callable[..., tuple]:
+        """The function (data, start, row_bytes, row, number) -> (codes, scales, mins) of a sub-block."""
+
         def read(data, start, row_bytes, row, number):
             e = SimulatedWords(data)
             sub_block = read_sub_block(e, codec, int(start), int(row_bytes), e.word(row), e.word(number), _split_plain)
@@ -72,34 +74,43 @@ if SIMULATED:
         return type(value)(int(value) // n), type(value)(int(value) % n)
 
     def dot4(a, b, c):
+        """c + the sum of products of the four signed bytes of a and b."""
         return np.uint32(SimulatedWords(None).dot(a, b, c)).view(np.int32)
 
     def bits_of(value):
+        """The bits of a float32."""
         return np.float32(value).view(np.uint32)
 
     def float_of_bits(bits):
+        """The float32 of 32 bits."""
         return np.uint32(bits).view(np.float32)
 
     def half_of(value):
+        """The bits of a float as a half, rounded to nearest even."""
         with np.errstate(over="ignore"):
             return np.float32(value).astype(np.float16).view(np.uint16)
 
     def float_of_half(bits):
+        """The float32 of the bits of a half."""
         return np.float32(np.uint16(bits).view(np.float16))
 
     def bfloat_of(value):
+        """The bits of a float as a bfloat16, rounded to nearest even."""
         bits = int(np.float32(value).view(np.uint32))
         if value != value:
             return np.uint16(0x7FFF)
         return np.uint16(bits + 0x7FFF + (bits >> 16 & 1) >> 16 & 0xFFFF)
 
     def float_of_bfloat(bits):
+        """The float32 of the bits of a bfloat16."""
         return np.uint32(int(bits) << 16).view(np.float32)
 
     def times(a, b):
+        """a * b, rounded by itself: not fused with an addition."""
         return np.float32(a) * np.float32(b)
 
     def plus(a, b):
+        """a + b, rounded by itself: not fused with a product."""
         return np.float32(a) + np.float32(b)
 
     @inlined
@@ -117,12 +128,15 @@ if SIMULATED:
         return np.float32(result)
 
     def warp_sum(value):
+        """The sum of a value over the threads of a warp."""
         return _warp(value, lambda a, b: a + b)
 
     def warp_max(value):
+        """The maximum of a value over the threads of a warp."""
         return _warp(value, max)
 
     def load_words(array, i):
+        """Four words from index i on."""
         return array[i], array[i + 1], array[i + 2], array[i + 3]
 
 else:

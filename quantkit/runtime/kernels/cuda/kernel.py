@@ -1,6 +1,6 @@
 """`Kernel`: a GPU kernel, which is a Python function and the types of its parameters, compiled and cached on disk.
 
-    k = Kernel("dequantize_q4_K_bf16", function, "u8[] i64 i64 i32 i32 u32[]")
+    k = CudaKernel("dequantize_q4_K_bf16", function, "u8[] i64 i64 i32 i32 u32[]")
     k.ptx((9, 0))             PTX for a compute capability; needs no driver
     k.cubin((9, 0))           machine code, cached on disk; needs no driver
     k.simulate(blocks, threads, *arrays)   with NUMBA_ENABLE_CUDASIM=1: run it on numpy arrays
@@ -23,7 +23,7 @@ from quantkit.codegen import digests, disk_cache
 from quantkit.errors import QuantkitError
 
 
-class Kernel:
+class CudaKernel:
     """`function` over arrays ("f32[]") and numbers ("i32") of one dimension; `device.py` launches it."""
 
     def __init__(self, name: str, function: Callable[..., None], parameters: str):

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from quantkit.runtime.kernels.cuda import activations, attention, delta, elementwise, floats, routing, weights
 from quantkit.runtime.kernels.cuda.codecs.registry import CODECS
 from quantkit.runtime.kernels.cuda.dispatch import FLOAT_IDS
-from quantkit.runtime.kernels.cuda.kernel import Kernel
+from quantkit.runtime.kernels.cuda.kernel import CudaKernel
 
 
-def of_type(ggml_type: int) -> Iterator[Kernel]:
+def of_type(ggml_type: int) -> Iterator[CudaKernel]:
     """Every kernel of a type."""
     module = floats if ggml_type in FLOAT_IDS else weights
     for output in weights.OUTPUTS:
@@ -32,7 +32,7 @@ ATTENTIONS = (
 )  # fmt: skip
 
 
-def not_of_a_type() -> Iterator[Kernel]:
+def not_of_a_type() -> Iterator[CudaKernel]:
     """Every kernel that does not depend on a type of weights."""
     yield activations.quantize()
     yield elementwise.rms_norm()

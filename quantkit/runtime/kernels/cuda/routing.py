@@ -8,7 +8,7 @@ import math
 import numpy as np
 
 from quantkit.runtime.kernels.cuda.hardware import cuda, warp_max, warp_sum
-from quantkit.runtime.kernels.cuda.kernel import Kernel
+from quantkit.runtime.kernels.cuda.kernel import CudaKernel
 
 WARP = 32
 MAX_EXPERTS = 1024  # experts
@@ -17,7 +17,7 @@ _TAKEN = np.float32(-math.inf)
 
 
 @functools.cache
-def route(sigmoid: bool, biased: bool) -> Kernel:
+def route(sigmoid: bool, biased: bool) -> CudaKernel:
     """(logits, bias, experts, groups, groups_used, used, normalise, scale, chosen, weights)
 
     p = sigmoid(logits) or softmax(logits). Chooses the `used` largest p + bias, of equal ones the first, within the
@@ -90,4 +90,4 @@ def route(sigmoid: bool, biased: bool) -> Kernel:
             weights[token * used + rank] *= factor
 
     name = f"route_{'sigmoid' if sigmoid else 'softmax'}{'_biased' if biased else ''}"
-    return Kernel(name, kernel, "f32[] f32[] i32 i32 i32 i32 i32 f32 i32[] f32[]")
+    return CudaKernel(name, kernel, "f32[] f32[] i32 i32 i32 i32 i32 f32 i32[] f32[]")

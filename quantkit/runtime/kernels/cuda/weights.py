@@ -19,7 +19,7 @@ import numpy as np
 from quantkit.runtime.kernels.cuda import hardware
 from quantkit.runtime.kernels.cuda.codecs.registry import CODECS
 from quantkit.runtime.kernels.cuda.hardware import bfloat_of, cuda, dot4, half_of, load_words, plus, times, warp_sum
-from quantkit.runtime.kernels.cuda.kernel import Kernel
+from quantkit.runtime.kernels.cuda.kernel import CudaKernel
 from quantkit.runtime.kernels.cuda.reader import Codec
 
 THREADS = 128
@@ -30,10 +30,10 @@ TOKENS = (1, 2, 4, 8)  # vectors that a product is made for
 
 
 @functools.cache
-def dequantize(ggml_type: int, output: str) -> Kernel:
+def dequantize(ggml_type: int, output: str) -> CudaKernel:
     """(data, start, row_bytes, rows, n, out): y of whole rows as words, two numbers each but for f32."""
     codec = CODECS[ggml_type]
-    return Kernel(f"dequantize_{codec.name}_{output}", _dequantize(codec, output), "u8[] i64 i64 i32 i32 u32[]")
+    return CudaKernel(f"dequantize_{codec.name}_{output}", _dequantize(codec, output), "u8[] i64 i64 i32 i32 u32[]")
 
 
 def _dequantize(codec: Codec, output: str) -> Callable[..., None]:
@@ -76,7 +76,7 @@ def _dequantize(codec: Codec, output: str) -> Callable[..., None]:
 
 
 @functools.cache
-def matvec(ggml_type: int, tokens: int) -> Kernel:
+def matvec(ggml_type: int, tokens: int) -> CudaKernel:
     """(data, matrix_bytes, ids, row_bytes, rows, n, codes, scales, sums, share, out)
 
     out float32[slots, tokens, rows]: slot s is matrix ids[s] times the `tokens` vectors from tokens * (s // share) on:
@@ -85,7 +85,7 @@ def matvec(ggml_type: int, tokens: int) -> Kernel:
     """
     codec = CODECS[ggml_type]
     parameters = "u8[] i64 i32[] i64 i32 i32 i32[] f32[] f32[] i32 f32[]"
-    return Kernel(f"matvec_{codec.name}_{tokens}", _matvec(codec, tokens), parameters)
+    return CudaKernel(f"matvec_{codec.name}_{tokens}", _matvec(codec, tokens), parameters)
 
 
 def _matvec(codec: Codec, tokens: int) -> Callable[..., None]:

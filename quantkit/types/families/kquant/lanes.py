@@ -156,12 +156,14 @@ def load(
 
 @subkernel
 def fill_row(state: np.ndarray, row: int, value: np.float32) -> None:
+    """Set all lanes of a row of the state."""
     for lane in range(LANES):
         state[row * LANES + lane] = value
 
 
 @subkernel
 def copy_row(state: np.ndarray, row: int, source: int) -> None:
+    """Copy all lanes of a row of the state."""
     for lane in range(LANES):
         state[row * LANES + lane] = state[source * LANES + lane]
 

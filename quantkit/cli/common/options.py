@@ -1,20 +1,18 @@
-"""Shared parts of the commands: common options, sizes, tables, JSON."""
+"""Options that several commands have: their annotations and the functions that read their values."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-import json
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from quantkit.cli._terminal import CONTROLS, message
-from quantkit.errors import QuantkitError, printable
+from quantkit.errors import QuantkitError
 
 
 def checked_threads(count: int | None) -> int | None:
@@ -76,7 +74,7 @@ def with_options(
             parameters.append(own.replace(name=name, annotation=kind, default=default))
 
     @functools.wraps(command)
-    def run(**given: Any) -> None:
+    def run(**given: object) -> None:
         own = {name: value for name, value in given.items() if name not in options}
         command(**own, **{parameter: make({name: given[name] for name in options})})
 
@@ -112,69 +110,6 @@ def split_limit(size: str | None, tensors: int | None, keep: bool) -> int | None
     return None if size is None else parse_size(size)
 
 
-def print_left_out(left_out: Mapping[str, Sequence[str]], warnings: Sequence[str] = ()) -> None:
-    """Print the tensors of a checkpoint that are not converted, by kind, and the warnings of the conversion."""
-    for warning in warnings:
-        print(f"warning: {message(warning)}", file=sys.stderr)
-    for what, names in left_out.items():
-        print(f"left out: {what}: {len(names)} tensors, {printable(names[0])}{' …' if names[1:] else ''}")
-
-
 def comma_separated(texts: list[str] | None) -> list[str]:
     """The items of an option that is repeatable and comma-separated."""
     return [part for text in texts or [] for part in text.split(",") if part]
-
-
-def gib(size: float) -> str:
-    """Bytes as in model cards: "226.003 GiB"."""
-    return f"{size / 2**30:.3f} GiB"
-
-
-def mib(size: float) -> str:
-    return f"{size / 2**20:.2f} MiB"
-
-
-def json_text(value: Any, indent: int | None = None) -> str:
-    """JSON text. Paths become strings; NaN and infinities, which JSON lacks, become null."""
-    try:
-        return json.dumps(value, ensure_ascii=False, default=_plain, allow_nan=False, indent=indent)
-    except ValueError:
-        known = json.loads(json.dumps(value, default=_plain), parse_constant=lambda _: None)
-        return json.dumps(known, ensure_ascii=False, indent=indent)
-
-
-def with_schema(schema: str, document: Mapping[str, Any]) -> dict[str, Any]:
-    """The document with `schema` as its first field, for example "quantkit.plan/1".
-
-    docs/reference/json.md documents every schema. Adding a field keeps the version; removing a field or changing its
-    meaning raises it.
-    """
-    return {"schema": schema, **{name: value for name, value in document.items() if name != "schema"}}
-
-
-def print_json(schema: str, document: Mapping[str, Any]) -> None:
-    """Print one JSON object on stdout, with its schema first. Bytes that are not UTF-8 become lone surrogates.
-
-    Control characters that JSON does not require to escape, such as DEL and C1, are escaped too.
-    """
-    text = json_text(with_schema(schema, document))
-    print(re.sub(f"[\ud800-\udfff{CONTROLS}]", lambda found: f"\\u{ord(found[0]):04x}", text))
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Path):
-        return str(value)
-    if hasattr(value, "tolist"):  # numpy scalars and arrays
-        return value.tolist()
-    raise TypeError(f"{type(value).__name__} has no JSON form")
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[Any]], left: int = 1) -> str:
-    """A text table: the first `left` columns are left-aligned, the others right-aligned."""
-    cells = [[printable(str(cell)) for cell in row] for row in (header, *rows)]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
-
-    def line(row: Sequence[str]) -> str:
-        return "  ".join(f"{c:<{w}}" if i < left else f"{c:>{w}}" for i, (c, w) in enumerate(zip(row, widths))).rstrip()
-
-    return "\n".join([line(cells[0]), line(["-" * w for w in widths]), *map(line, cells[1:])])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from quantkit.cli._shared import gib, parse_size, table
+from quantkit.cli.common.options import parse_size
+from quantkit.cli.common.output import gib, table
 from quantkit.errors import QuantkitError
 
 

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from quantkit.cli._runtime import PLACEMENT, Fit, OffloadPolicy, OffloadThreshold, placement_flags
-from quantkit.cli._shared import RepackPattern, with_options
+from quantkit.cli.common.launch import PLACEMENT, Fit, OffloadPolicy, OffloadThreshold, placement_flags
+from quantkit.cli.common.options import RepackPattern, with_options
 from quantkit.pipelines.options import PlanOptions
 
 Type = Annotated[str | None, typer.Option(metavar="TYPE", show_default=False)]

@@ -2,9 +2,7 @@
 
     convert_checkpoint("SmolLM2-135M", "smollm2-bf16.gguf", "bf16")
 
-`convert_plan` decides which output tensor comes from which source and of which type it is, `convert_metadata` the
-`general.*` keys. `convert_tensor` computes rows. `quantkit.convert` (`api`) is the public function: it takes
-`ConvertOptions` and calls this one.
+`quantkit.convert` (`pipelines.api`) is the public function: it takes `ConvertOptions` and calls this one.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ from __future__ import annotations
 import os
 
 from quantkit.formats.pipeline import Progress
-from quantkit.pipelines.convert_plan import Conversion, plan_conversion
+from quantkit.pipelines.conversion.plan import Conversion, plan_conversion
 from quantkit.pipelines.output import write_gguf
 
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quantkit.cli._shared import mib, table, with_options
+from quantkit.cli.common.options import with_options
+from quantkit.cli.common.output import mib, table
 from quantkit.errors import UnknownNameError, printable
 
 if TYPE_CHECKING:
@@ -346,7 +347,7 @@ def runs_a_model(command: Callable[..., None]) -> Callable[..., None]:
     """Decorator: replace a command's parameter `launch` by the options for running a model; it gets a Launch."""
 
     @functools.wraps(command)
-    def run(launch: Launch, **own: Any) -> None:
+    def run(launch: Launch, **own: object) -> None:
         command(**own, launch=launch)
         launch.print_profiles()
 

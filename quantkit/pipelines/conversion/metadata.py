@@ -27,7 +27,7 @@ MetadataEntries = dict[str, tuple[Any, str]]  # key: (value, its GGUF type)
 
 def general_keys(
     directory: Path,
-    config: Mapping[str, Any],
+    config: Mapping[str, object],
     architecture: str,
     n_params: int,
     outtype: QuantType,

@@ -9,8 +9,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from quantkit.cli._shared import gib, mib, table
-from quantkit.cli._terminal import message
+from quantkit.cli.common.output import gib, mib, table
+from quantkit.cli.common.terminal import message
 
 if TYPE_CHECKING:
     from quantkit.formats.imatrix import Imatrix

@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from quantkit.cli._card_command import HIDDEN, argument, base, requantize
-from quantkit.cli._evaluation import markdown
-from quantkit.cli._shared import gib
+from quantkit.cli.common.card_command import HIDDEN, argument, base, requantize
+from quantkit.cli.common.evaluation import markdown
+from quantkit.cli.common.output import gib
 from quantkit.errors import printable
 from quantkit.recipe.rules.layers import ranges
 

@@ -19,13 +19,14 @@ LEFT = 6  # left-aligned columns
 
 def _cpu_kernel(t: QuantType) -> str:
     """CPU kernel: "integer" or "float" if it reads packed weights, "decode" if it decodes panels for BLAS."""
-    from quantkit.runtime.kernels import dispatch as table
+    from quantkit.runtime.kernels import dispatch
+    from quantkit.runtime.kernels.cpu.formats.registry import FORMATS
 
     if t.decode_rows is None:
         return ""
-    if table.product(t) is None:
+    if dispatch.product(t) is None:
         return "decode"
-    return "integer" if t.ggml_type in table.FORMATS else "float"
+    return "integer" if t.ggml_type in FORMATS else "float"
 
 
 def records(layouts: bool = False) -> list[dict[str, Any]]:

@@ -33,7 +33,7 @@ _engines: list[Any] = []  # they own the machine code
 class Function:
     """A C function `void(int64, ...)`. Calling it releases the GIL; `address` is its entry point as an integer."""
 
-    def __init__(self, body: Callable):
+    def __init__(self, body: Callable[..., None]):
         functools.update_wrapper(self, body)
         self.body = body
         self.parameters = len(inspect.signature(body).parameters) - 1
@@ -97,7 +97,8 @@ class Function:
         parsed.verify()
         passes = binding.create_pass_builder(machine, binding.create_pipeline_tuning_options(speed_level=3))
         passes.getModulePassManager().run(parsed, passes)
-        return machine.emit_object(parsed)
+        code: bytes = machine.emit_object(parsed)
+        return code
 
     def _load(self, code: bytes) -> int:
         from llvmlite import binding
@@ -106,10 +107,11 @@ class Function:
         engine.add_object_file(binding.ObjectFileRef.from_data(code))
         engine.finalize_object()
         _engines.append(engine)
-        return engine.get_function_address(self.body.__name__)
+        address: int = engine.get_function_address(self.body.__name__)
+        return address
 
 
-def function(body: Callable) -> Function:
+def function(body: Callable[..., None]) -> Function:
     """Decorator: a C function `void(int64, ...)` whose code `body(ir, *values)` builds; the values are int64."""
     return Function(body)
 

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -160,8 +159,8 @@ def sampled(tasks: Sequence[Task], limit: int) -> list[Task]:
     Random numbers come from std::mt19937 with seed 1; numbers below n are made of its 32 bits by multiplication and
     rejection, as in libstdc++ (Lemire 2019).
     """
-    twister: Any = np.random.MT19937()
-    twister._legacy_seeding(1)  # the seeding of std::mt19937
+    twister = np.random.MT19937()
+    twister.state = np.random.RandomState(1).get_state(legacy=False)  # type: ignore[assignment]  # std::mt19937(1)
     left, found = list(tasks), []
     for _ in range(min(limit, len(tasks)) if limit else len(tasks)):
         n = len(left)

@@ -111,8 +111,8 @@ def test_ends_of_lines_and_marks(read) -> None:
     ("- license: mit", "not a mapping"),
     ("just text", "not a mapping"),
     ("[a]: b", "a key that is not text"),
-    # libyaml 0.2.6 and newer refuse 1,000 levels themselves, before the first event
     ("a: " + "[" * 40 + "]" * 40, "nested deeper than 32"),
+    # libyaml 0.2.6 refuses 1,000 levels by itself, before it gives the first event
     ("a: " + "[" * 200_000, "nested deeper than 32|maximum nesting depth"),
     ("a: \x00b", "not plain YAML"),
     (b"a: \xff", "not plain YAML"),

@@ -198,16 +198,20 @@ NOT_ENCODED = {"bf16_r16": "it truncates to bf16 instead of rounding", "mxfp4_r8
 NOT_DECODED = NOT_ENCODED | dict.fromkeys(("bf16_r16", "q4_0_4x4", "q4_0_4x8", "q4_0_8x8"), "it has no decoder")
 
 
-@by_type
-@pytest.mark.parametrize("weighted", [False, True], ids=["none", "importance"])
+@pytest.mark.parametrize(
+    ("t", "weighted"),
+    [
+        (t, weighted)
+        for t in INTERLEAVED
+        for weighted in (False, True)
+        if t.name not in NOT_ENCODED and not (t.name in OLD if weighted else t.requires_imatrix)
+    ],
+    ids=lambda value: ("none", "importance")[value] if isinstance(value, bool) else value.name,
+)
 def test_quantizing_gives_the_references_layout(t, weighted, rng):
     """The reference's direct encoding is its base encoding interleaved as here, where no sub-block is degenerate."""
     from tests.conformance import ggml
 
-    if t.name in NOT_ENCODED:
-        pytest.skip(f"reference: {NOT_ENCODED[t.name]}")
-    if (t.name in OLD and weighted) or (t.requires_imatrix and not weighted):
-        pytest.skip("the reference takes no importance here" if weighted else f"{t.name} needs importance")
     n = 1024
     x = rng.standard_normal((2 * t.interleave, n)).astype(np.float32)
     weights = rng.chisquare(1, n).astype(np.float32) + np.float32(0.05) if weighted else None
@@ -226,12 +230,10 @@ def _without_bias(groups: np.ndarray) -> np.ndarray:
     return blocks.reshape(groups.shape)
 
 
-@by_type
+@pytest.mark.parametrize("t", [t for t in INTERLEAVED if t.name not in NOT_DECODED], ids=lambda t: t.name)
 def test_decoding_the_references_groups(t, rng):
     from tests.conformance import ggml
 
-    if t.name in NOT_DECODED:
-        pytest.skip(f"reference: {NOT_DECODED[t.name]}")
     rows = base_rows(t, rng, 3, 1024)
     if t.base == "q8_K":  # the reference subtracts after multiplying, which of infinite scales makes NaN
         rows = t.base_type.quantize(rng.standard_normal((3 * t.interleave, 1024)))

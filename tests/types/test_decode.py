@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import pytest
 
 from quantkit import types
 from tests.types import data, naive, on_cpu
 
-by_type = pytest.mark.parametrize("t", types.all(), ids=lambda t: t.name)
+
+def each(kinds: Iterable[types.QuantType]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("t", list(kinds), ids=lambda t: t.name)
+
+
+by_type = each(types.all())
+
+
+def gguf_decodes(t: types.QuantType) -> bool:
+    """Whether the gguf package knows the type's id and decodes it."""
+    import gguf
+
+    if t.ggml_type not in {kind.value for kind in gguf.GGMLQuantizationType}:
+        return False
+    try:
+        gguf.quants.dequantize(np.zeros((1, t.row_bytes(256)), np.uint8), gguf.GGMLQuantizationType(t.ggml_type))
+    except NotImplementedError:
+        return False
+    return True
 
 
 def same_bits(a: np.ndarray, b: np.ndarray) -> None:
@@ -23,39 +43,32 @@ def some_bytes(t: types.QuantType, rng: np.random.Generator, n: int) -> np.ndarr
     return data.random_bytes(t, rng, 5 * t.interleave, n)
 
 
-@pytest.mark.parametrize("t", [t for t in types.all() if not t.base], ids=lambda t: t.name)  # others: tests/repack
+@each(t for t in types.all() if not t.base and t.name != "f32")  # f32 needs no decoder; interleaved: tests/repack
 def test_against_the_reference(t, rng):
     from tests.conformance import ggml
 
-    if t.name == "f32":
-        pytest.skip("the reference has no decoder of what needs none")
     n = 4 * max(t.block_size, 32)
     encoded = some_bytes(t, rng, n)
     same_bits(t.dequantize(encoded, n), ggml.dequantize(t.name, encoded, n))
 
 
-@by_type
+def test_what_the_gguf_package_decodes():
+    assert {"q4_0", "q4_K", "q6_K", "iq4_nl", "iq2_xxs"} <= {t.name for t in types.all() if gguf_decodes(t)}
+
+
+@each(t for t in types.all() if gguf_decodes(t))
 def test_against_the_gguf_package(t, rng):
     import gguf
 
-    try:
-        kind = gguf.GGMLQuantizationType(t.ggml_type)
-    except ValueError:
-        pytest.skip(f"the gguf package does not know id {t.ggml_type}")
     n = 4 * max(t.block_size, 32)
     encoded = some_bytes(t, rng, n)
-    try:
-        with np.errstate(all="ignore"):
-            expected = gguf.quants.dequantize(encoded, kind)
-    except NotImplementedError:
-        pytest.skip(f"the gguf package does not decode {kind.name}")
+    with np.errstate(all="ignore"):
+        expected = gguf.quants.dequantize(encoded, gguf.GGMLQuantizationType(t.ggml_type))
     same_bits(t.dequantize(encoded, n), expected)
 
 
-@by_type
+@each(t for t in types.all() if t.name.lower() in naive.DECODERS)  # interleaved ones are checked against their base
 def test_against_plain_python(t, rng):
-    if t.name.lower() not in naive.DECODERS:
-        pytest.skip(f"naive.py has no {t.name}; interleaved types are checked against their base")
     n = 3 * max(t.block_size, 32)
     encoded = some_bytes(t, rng, n)
     with np.errstate(all="ignore"):

@@ -11,6 +11,11 @@ from tests.types import data, on_cpu
 
 TYPES = [t for t in types.all() if data.can_encode(t) and not t.base]  # an interleaved type encodes as its base does
 by_type = pytest.mark.parametrize("t", TYPES, ids=lambda t: t.name)
+by_type_and_importance = pytest.mark.parametrize(
+    ("t", "weighted"),
+    [(t, weighted) for t in TYPES for weighted in (False, True) if weighted or not t.requires_imatrix],
+    ids=lambda value: ("none", "importance")[value] if isinstance(value, bool) else value.name,
+)
 
 
 def rows_for(t: types.QuantType, count: int) -> int:
@@ -24,15 +29,12 @@ def encoded_and_back(t: types.QuantType, x: np.ndarray, weights: np.ndarray | No
 # ------------------------------------------------------------------------------------------------------------- quality
 
 
-@by_type
-@pytest.mark.parametrize("weighted", [False, True], ids=["none", "importance"])
+@by_type_and_importance
 @pytest.mark.parametrize("kind", ["gaussian", "student4", "student3", "rotated", "outliers"])
 def test_error_is_not_above_the_reference(t, kind, weighted, request):
     """With importance, by it. Without, by the weights the reference minimises then; the plain error 1% more at most."""
     from tests.conformance import ggml
 
-    if t.requires_imatrix and not weighted:
-        pytest.skip(f"{t.name} needs importance")
     model = request.getfixturevalue("smollm2_q4_1") if kind == "rotated" else None
     n = 512
     x = data.rows(kind, 2027, rows_for(t, 16), n, model)
@@ -61,14 +63,12 @@ def test_effort_buys_accuracy(t):
         t.quantize(x, weights, effort="most")
 
 
-@by_type
+@pytest.mark.parametrize("t", [t for t in TYPES if t.uses_imatrix or t.requires_imatrix], ids=lambda t: t.name)
 @pytest.mark.parametrize("importance", ["few columns", "unseen columns"])
 def test_error_is_not_above_the_reference_under_uneven_importance(t, importance):
     """Columns of massive activations, and columns that the calibration never saw."""
     from tests.conformance import ggml
 
-    if not t.uses_imatrix and not t.requires_imatrix:
-        pytest.skip(f"{t.name} does not weigh columns")
     n, rng = 768, np.random.default_rng(31)
     x = data.rows("gaussian", 31, rows_for(t, 16), n)
     weights = rng.lognormal(0, 2.5, n) if importance == "few columns" else data.importance(31, n)
@@ -90,10 +90,8 @@ def test_weights_of_a_grid_stay_exact_beside_one_that_outweighs_them(name):
     np.testing.assert_array_equal(t.dequantize(t.quantize(x, weights), 256), x)
 
 
-@by_type
+@pytest.mark.parametrize("t", [t for t in TYPES if t.uses_imatrix and not t.requires_imatrix], ids=lambda t: t.name)
 def test_importance_is_used(t):
-    if not t.uses_imatrix or t.requires_imatrix:
-        pytest.skip(f"{t.name} does not weigh columns, or always does")
     n = 2 * max(t.block_size, 256)
     x, weights = data.rows("gaussian", 4, rows_for(t, 8), n), data.importance(4, n)
     without, given = (t.dequantize(t.quantize(x, w), n) for w in (None, weights))

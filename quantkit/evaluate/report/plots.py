@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -22,6 +22,10 @@ from quantkit.evaluate.divergence import Divergence
 from quantkit.evaluate.imatrix.coverage import Coverage
 from quantkit.evaluate.statistics import at_share
 from quantkit.formats.atomic import writing
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _COLOURS = ("#2f6db3", "#d1662b", "#3a9157", "#8a4fa3", "#b8a02c", "#4aa3a8", "#c2477d", "#6b6b6b")
 _MIN_KLD = 1e-6  # nats; smaller values are rounding errors of the base file
@@ -44,7 +48,7 @@ def require_plot_file(path: Path) -> None:
         raise QuantkitError(f"{path}: a plot's file name must end in .png, .svg or .pdf")
 
 
-def _save(figure: Any, path: str | os.PathLike[str]) -> None:
+def _save(figure: Figure, path: str | os.PathLike[str]) -> None:
     """Write a figure in the format of the name's extension. The file appears when it is complete."""
     with writing(path) as file:
         figure.savefig(file, format=Path(path).suffix[1:].lower())
@@ -113,7 +117,7 @@ def plot_importance(path: str | os.PathLike[str], rows: Sequence[Coverage], titl
     _save(figure, path)
 
 
-def _draw_experts(figure: Any, axes: Any, rows: Sequence[Coverage]) -> None:
+def _draw_experts(figure: Figure, axes: Axes, rows: Sequence[Coverage]) -> None:
     """Tokens of each expert in each layer, relative to an even share; of one weight, since all see the same tokens."""
     from matplotlib.ticker import MaxNLocator
 
@@ -132,7 +136,7 @@ def _draw_experts(figure: Any, axes: Any, rows: Sequence[Coverage]) -> None:
     axes.set_title(f"Tokens of each expert, {kind}", fontsize=10)
 
 
-def _draw_lines(axes: Any, rows: Sequence[Coverage], value: Callable[[Coverage], float | None]) -> None:
+def _draw_lines(axes: Axes, rows: Sequence[Coverage], value: Callable[[Coverage], float | None]) -> None:
     """A line for each class of tensors, over the layers."""
     from matplotlib.ticker import MaxNLocator
 
@@ -151,7 +155,7 @@ def _draw_lines(axes: Any, rows: Sequence[Coverage], value: Callable[[Coverage],
     _style_axes(axes)
 
 
-def _figure(title: str, height: float) -> Any:
+def _figure(title: str, height: float) -> Figure:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -200,7 +204,7 @@ def _points(candidates: Sequence[Candidate]) -> list[_Point]:
     return found
 
 
-def _draw_sizes(axes: Any, points: Sequence[_Point]) -> None:
+def _draw_sizes(axes: Axes, points: Sequence[_Point]) -> None:
     """Mean KLD, with its error, against GiB: lower left is better."""
     middle = (min(p.size for p in points) + max(p.size for p in points)) / 2
     for p in points:
@@ -219,7 +223,7 @@ def _draw_sizes(axes: Any, points: Sequence[_Point]) -> None:
     _style_axes(axes)
 
 
-def _draw_spread(axes: Any, points: Sequence[_Point]) -> None:
+def _draw_spread(axes: Axes, points: Sequence[_Point]) -> None:
     """Share of tokens whose KLD exceeds x; lines at the median and at 1 %."""
     leftmost = rightmost = 1.0
     positions = min(len(p.divergence) for p in points)
@@ -245,7 +249,7 @@ def _draw_spread(axes: Any, points: Sequence[_Point]) -> None:
     _style_axes(axes)
 
 
-def _style_axes(axes: Any) -> None:
+def _style_axes(axes: Axes) -> None:
     axes.grid(True, which="major", color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

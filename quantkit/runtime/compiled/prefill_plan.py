@@ -233,9 +233,15 @@ class Entries(NamedTuple):
     vector_bytes: int
 
 
-def add_experts(ops: PrefillOps, part: blocks.Experts) -> None:
-    """Append a mixture of experts with its norm, the shared expert last; the result is added to x."""
-    normed = ops.norm(part.norm, (part.router,))
+class Assignment(NamedTuple):
+    """Where `group_tokens` writes which tokens each expert gets, and how many entries there are at most."""
+
+    address: int
+    max_entries: int
+
+
+def _add_assignment(ops: PrefillOps, part: blocks.Experts, normed: ProductRows, multiple: int) -> Assignment:
+    """Append the router, the choice of experts, and the assignment of tokens to them."""
     logits = ops.floats("router", part.count)
     ops.multiply(part.router, normed, logits, barrier=True)
     selected = ops.buffer("selected", 8 * BATCH_TOKENS * part.used)
@@ -244,8 +250,6 @@ def add_experts(ops: PrefillOps, part: blocks.Experts) -> None:
         tokens=ops.token_count, logits=logits, routing=ops.routing(part), selected=selected, weights=weights
     )
     ops.add(prefill_experts.route_batch, route, barrier=True)
-    gate, up, down = (_kernels(ops, linear) for linear in (part.gate, part.up, part.down))
-    multiple = math.lcm(gate.tokens, up.tokens, down.tokens)
     entries = kernel_sizes.max_entries(BATCH_TOKENS, part.count, part.used, multiple)
     nbytes = kernel_sizes.assignment_bytes(BATCH_TOKENS, part.count, part.used, multiple)
     assignment = ops.buffer("assignment", nbytes)
@@ -262,6 +266,15 @@ def add_experts(ops: PrefillOps, part: blocks.Experts) -> None:
         multiple=multiple,
     )
     ops.add(prefill_experts.group_tokens, group, barrier=True)
+    return Assignment(assignment, entries)
+
+
+def add_experts(ops: PrefillOps, part: blocks.Experts) -> None:
+    """Append a mixture of experts with its norm, the shared expert last; the result is added to x."""
+    normed = ops.norm(part.norm, (part.router,))
+    gate, up, down = (_kernels(ops, linear) for linear in (part.gate, part.up, part.down))
+    multiple = math.lcm(gate.tokens, up.tokens, down.tokens)
+    assignment, entries = _add_assignment(ops, part, normed, multiple)
     vectors = _vectors(ops, "vectors", part.count, ops.n_embd)
     rows = Entries(assignment + kernel_sizes.row_addresses_offset(part.count, entries), 8, *vectors)
     tile_bytes = kernel_sizes.RECORD_BYTES * (ops.n_embd // 32)  # of one entry

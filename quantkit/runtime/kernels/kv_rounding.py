@@ -60,18 +60,21 @@ def _inverse(d: np.ndarray) -> np.ndarray:
 
 def _nan_if_not_finite(x: np.ndarray) -> np.ndarray:
     """float32[rows, 1]: 0, or NaN where a row has an element that is not finite."""
-    return (x - x).sum(1, keepdims=True)
+    zero_or_nan: np.ndarray = (x - x).sum(1, keepdims=True)
+    return zero_or_nan
 
 
 def _extreme(x: np.ndarray) -> np.ndarray:
     """float32[rows, 1]."""
     high, low = x.max(1, keepdims=True), x.min(1, keepdims=True)
-    return np.where(high >= -low, high, low) + _nan_if_not_finite(x)
+    largest: np.ndarray = np.where(high >= -low, high, low) + _nan_if_not_finite(x)
+    return largest
 
 
 def _codes(y: np.ndarray, offset: int, largest: int) -> np.ndarray:
     """Nearest integers + offset, at most `largest`; what a NaN becomes does not matter."""
-    return np.nan_to_num(np.minimum(np.rint(y) + offset, largest)).astype(np.int16)
+    codes: np.ndarray = np.nan_to_num(np.minimum(np.rint(y) + offset, largest)).astype(np.int16)
+    return codes
 
 
 def _halves(*values: np.ndarray) -> np.ndarray:
@@ -172,7 +175,8 @@ def rotation(n: int) -> np.ndarray:
     h = np.ones((1, 1), np.float32)
     while len(h) < n:
         h = np.block([[h, h], [h, -h]])
-    return (h / np.sqrt(n)).astype(np.float32)
+    scaled: np.ndarray = (h / np.sqrt(n)).astype(np.float32)
+    return scaled
 
 
 def rotation_block(dim: int) -> int | None:
@@ -187,4 +191,5 @@ def rotation_block(dim: int) -> int | None:
 
 def rotate(x: np.ndarray, block: int) -> np.ndarray:
     """x float32[rows, n] with every `block` elements rotated; a fresh array."""
-    return (x.reshape(-1, block) @ rotation(block)).reshape(x.shape)
+    rotated: np.ndarray = (x.reshape(-1, block) @ rotation(block)).reshape(x.shape)
+    return rotated

@@ -28,8 +28,7 @@ from quantkit.runtime.kernels.cuda.words import DeviceWords, SimulatedWords
 
 numba_loader.refuse_numba_config()  # before the import that would read the file
 
-from numba import cuda  # noqa: E402
-from numba.core import config  # noqa: E402
+from numba import config, cuda  # noqa: E402
 
 SIMULATED = bool(config.ENABLE_CUDASIM)
 WARP = 32

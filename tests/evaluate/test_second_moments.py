@@ -29,6 +29,19 @@ def shapes_of(path: Path) -> dict[str, tuple[int, ...]]:
     return {n: t.shape for n, t in gguf.open(path).tensors.items() if n.startswith("blk.") and len(t.shape) > 1}
 
 
+def check_encoded(made: gguf.Tensor, source: gguf.Tensor, found: imatrix.Imatrix, name: str) -> int:
+    """Checks that a tensor's first and last matrix are encoded with their dense H; how many differ from plain ones."""
+    values, rows = found[name].values, made.shape[-2]
+    changed = 0
+    for matrix in (0, len(values) - 1):
+        x = source.decode_rows(matrix * rows, (matrix + 1) * rows)
+        h = found.second_moments[name].dense(values[matrix], matrix)
+        expected = made.type.quantize(x, values[matrix], second_moments=h)
+        assert np.array_equal(made.rows(matrix * rows, (matrix + 1) * rows), expected)
+        changed += not np.array_equal(expected, made.type.quantize(x, values[matrix]))
+    return changed
+
+
 @pytest.mark.parametrize("form", ["full", "blocks:96"])
 def test_sums_are_those_of_what_enters(moe: Path, form: str) -> None:  # noqa: F811
     """Against plain numpy, with the vectors that another observer takes down."""
@@ -169,13 +182,7 @@ def test_factors_from_text_to_file(run, model, text, tmp_path) -> None:
     found, file, source = imatrix.read(paths[2]), gguf.open(out), gguf.open(model)
     changed = 0
     for name in ("blk.0.attn_v.weight", "blk.1.ffn_down_exps.weight"):
-        made, values, rows = file.tensors[name], found[name].values, file.tensors[name].shape[-2]
-        for matrix in (0, len(values) - 1):
-            x = source.tensors[name].decode_rows(matrix * rows, (matrix + 1) * rows)
-            h = found.second_moments[name].dense(values[matrix], matrix)
-            expected = made.type.quantize(x, values[matrix], second_moments=h)
-            assert np.array_equal(made.rows(matrix * rows, (matrix + 1) * rows), expected)
-            changed += not np.array_equal(expected, made.type.quantize(x, values[matrix]))
+        changed += check_encoded(file.tensors[name], source.tensors[name], found, name)
     assert changed >= 2
     assert "a rerun would give the same bytes" in run("verify", out, "--source", model, "--imatrix", paths[2])
     options[-1] = "rank:23"
@@ -196,14 +203,7 @@ def test_from_text_to_file(run, model, text, tmp_path) -> None:
     file, source = gguf.open(out), gguf.open(model)
     changed = 0
     for name in ("blk.0.attn_v.weight", "blk.1.attn_output.weight", "blk.0.ffn_up_exps.weight"):
-        made, values = file.tensors[name], found[name].values
-        rows = made.shape[-2]
-        for matrix in (0, len(values) - 1):
-            x = source.tensors[name].decode_rows(matrix * rows, (matrix + 1) * rows)
-            h = found.second_moments[name].dense(values[matrix], matrix)
-            expected = made.type.quantize(x, values[matrix], second_moments=h)
-            assert np.array_equal(made.rows(matrix * rows, (matrix + 1) * rows), expected)
-            changed += not np.array_equal(expected, made.type.quantize(x, values[matrix]))
+        changed += check_encoded(file.tensors[name], source.tensors[name], found, name)
     assert changed >= 4
     record = provenance.records(file.metadata)["blk.0.attn_v.weight"]
     assert provenance.has_moments(record.importance)

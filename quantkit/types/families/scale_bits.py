@@ -197,27 +197,39 @@ def set_bit(block: np.ndarray, address: np.int64, value: np.int64) -> None:
     block[address >> 3] = byte | value << (address & 7)
 
 
+@shared_subkernel
+def read_field(block: np.ndarray, addresses: np.ndarray) -> np.int64:
+    """The number whose bits are at int64[bits] addresses of a block uint8[bytes], the lowest first."""
+    number = np.int64(0)
+    for k in range(len(addresses)):
+        number |= get_bit(block, addresses[k]) << k
+    return number
+
+
+@shared_subkernel
+def write_field(block: np.ndarray, addresses: np.ndarray, number: np.int64) -> None:
+    """Set the bits at int64[bits] addresses of a block uint8[bytes] to those of a number, the lowest first."""
+    for k in range(len(addresses)):
+        set_bit(block, addresses[k], number >> k & 1)
+
+
 @kernel
 def read_numbers(data: np.ndarray, number: SubBlockNumber, out: np.ndarray) -> None:
     """The codes of a number in data uint8[rows, row bytes] as out int64[rows, sub-blocks]."""
-    count, width = number.bits.shape
+    count = len(number.bits)
     for row in range(len(data)):
         for b in range(out.shape[1] // count):
             block = data[row, number.header + b * number.block_bytes :]
             for i in range(count):
-                code = np.int64(0)
-                for k in range(width):
-                    code |= get_bit(block, number.bits[i, k]) << k
-                out[row, b * count + i] = code
+                out[row, b * count + i] = read_field(block, number.bits[i])
 
 
 @kernel
 def write_numbers(codes: np.ndarray, number: SubBlockNumber, data: np.ndarray) -> None:
     """Set the codes of a number in data uint8[rows, row bytes] to codes int64[rows, sub-blocks]."""
-    count, width = number.bits.shape
+    count = len(number.bits)
     for row in range(len(data)):
         for b in range(codes.shape[1] // count):
             block = data[row, number.header + b * number.block_bytes :]
             for i in range(count):
-                for k in range(width):
-                    set_bit(block, number.bits[i, k], codes[row, b * count + i] >> k & 1)
+                write_field(block, number.bits[i], codes[row, b * count + i])

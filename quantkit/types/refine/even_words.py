@@ -18,7 +18,7 @@ import numpy as np
 
 from quantkit.codegen.jit import kernel
 from quantkit.types.families.codebooks import K4
-from quantkit.types.refine.moments import PANEL, TILE_ROWS, Moments, gradient
+from quantkit.types.refine.moments import PANEL, Moments, gradient
 
 INNER = 2  # sweeps of a panel
 
@@ -55,7 +55,7 @@ def refine(kind: EvenWords, x: np.ndarray, data: np.ndarray, moments: Moments, s
     rows, n = x.shape
     codes, scales = np.empty((rows, n), np.uint8), np.empty((rows, n // 32), np.float32)
     kind.read_codes(data, codes, scales)
-    e = np.zeros((-(-rows // TILE_ROWS) * TILE_ROWS, moments.panels.shape[1]), np.float32)
+    e = moments.padded_zeros(rows)
     e[:rows, :n] = kind.dequantize(data, n, threads=1) - x
     for _ in range(sweeps):
         if not descend(e, codes, scales, moments.panels, rows, INNER):

@@ -42,6 +42,10 @@ class Moments:
     def columns(self) -> int:
         return len(self.importance)
 
+    def padded_zeros(self, rows: int) -> np.ndarray:
+        """Zeros float32[rows padded to TILE_ROWS, columns padded to panels], as `gradient` takes them."""
+        return np.zeros((-(-rows // TILE_ROWS) * TILE_ROWS, self.panels.shape[1]), np.float32)
+
 
 def prepare(second_moments: Any, n: int) -> Moments:
     """`Moments` of float32[n, n], or `second_moments` itself where they are prepared already.

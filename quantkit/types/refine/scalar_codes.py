@@ -22,7 +22,7 @@ from quantkit.types.families.code_bits import Codec, Codes, Ladder, read_codes, 
 from quantkit.types.families.scale_bits import minimum_of, scale_of, write_numbers
 from quantkit.types.refine import sub_block_scales
 from quantkit.types.refine.code_pairs import DOWN, UP, best_partner, least_partners
-from quantkit.types.refine.moments import PANEL, TILE_ROWS, Moments, gradient
+from quantkit.types.refine.moments import PANEL, Moments, gradient
 from quantkit.types.refine.panel_rows import add_scaled, weigh_steps
 from quantkit.types.refine.sub_block_scales import Numbers, move_numbers
 
@@ -41,7 +41,7 @@ def refine(
     codes, others = np.empty((2, rows, n), np.uint8)
     read_codes(data, found, codes)
     decoded = kind.dequantize(data, n, threads=1)
-    e = np.zeros((-(-rows // TILE_ROWS) * TILE_ROWS, moments.panels.shape[1]), np.float32)
+    e = moments.padded_zeros(rows)
     np.subtract(decoded, x, out=e[:rows, :n])
     moved = data.copy()
     _neighbours(codes, found.ladder, others)

@@ -16,7 +16,7 @@ import numpy as np
 
 from quantkit.codegen.jit import kernel
 from quantkit.types.families.code_bits import Ladder
-from quantkit.types.refine.moments import PANEL, TILE_ROWS, Moments, gradient
+from quantkit.types.refine.moments import PANEL, Moments, gradient
 from quantkit.types.refine.scalar_codes import INNER, descend
 from quantkit.types.refine.sub_block_scales import NONE
 
@@ -46,7 +46,7 @@ def refine(kind: TernaryRows, x: np.ndarray, data: np.ndarray, moments: Moments,
     """
     rows, n = x.shape
     decoded = kind.dequantize(data, n, threads=1)
-    t = np.zeros((-(-rows // TILE_ROWS) * TILE_ROWS, moments.panels.shape[1]), np.float32)
+    t = moments.padded_zeros(rows)
     e, codes = np.zeros_like(t), (np.sign(decoded) + 1).astype(np.uint8)
     e[:rows, :n] = decoded - x
     header = np.dtype(kind.scale_dtype).itemsize

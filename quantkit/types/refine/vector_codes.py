@@ -24,9 +24,9 @@ from quantkit.codegen import jit, thread_pool
 from quantkit.codegen.array_cache import disk_cached
 from quantkit.codegen.jit import kernel, subkernel
 from quantkit.codegen.simd import F32, I8, I32, IrBuilder, Value, simd_intrinsic, vector
-from quantkit.types.families.scale_bits import SubBlockNumber, get_bit, set_bit, write_numbers
+from quantkit.types.families.scale_bits import SubBlockNumber, get_bit, read_field, set_bit, write_field, write_numbers
 from quantkit.types.refine import sub_block_scales
-from quantkit.types.refine.moments import PANEL, TILE_ROWS, Moments, gradient
+from quantkit.types.refine.moments import PANEL, Moments, gradient
 from quantkit.types.refine.sub_block_scales import Decoder, Numbers, move_numbers
 
 NEAR = 32  # neighbours of a point
@@ -126,15 +126,12 @@ def read_fields(
     data: np.ndarray, codes: VectorCodes, points: np.ndarray, signs: np.ndarray, tables: np.ndarray
 ) -> None:
     """The points int64[rows, groups], signs float32[rows, n] and tables int64[rows, sub-blocks] of rows."""
-    groups, bits = codes.point_bits.shape
+    groups = len(codes.point_bits)
     for row in range(len(data)):
         for b in range(points.shape[1] // groups):
             block = data[row, codes.header + b * codes.block_bytes :]
             for g in range(groups):
-                number = np.int64(0)
-                for k in range(bits):
-                    number |= get_bit(block, codes.point_bits[g, k]) << k
-                points[row, b * groups + g] = number
+                points[row, b * groups + g] = read_field(block, codes.point_bits[g])
             for s in range(len(codes.table_bits)):
                 tables[row, b * len(codes.table_bits) + s] = get_bit(block, codes.table_bits[s])
             parity = np.int64(0)
@@ -149,13 +146,12 @@ def read_fields(
 @kernel
 def write_fields(data: np.ndarray, codes: VectorCodes, points: np.ndarray, signs: np.ndarray) -> None:
     """Set points and signs of rows; what `read_fields` does not read stays."""
-    groups, bits = codes.point_bits.shape
+    groups = len(codes.point_bits)
     for row in range(len(data)):
         for b in range(points.shape[1] // groups):
             block = data[row, codes.header + b * codes.block_bytes :]
             for g in range(groups):
-                for k in range(bits):
-                    set_bit(block, codes.point_bits[g, k], points[row, b * groups + g] >> k & 1)
+                write_field(block, codes.point_bits[g], points[row, b * groups + g])
             for j in range(len(codes.sign_bits)):
                 if codes.sign_bits[j] >= 0:
                     set_bit(block, codes.sign_bits[j], np.int64(signs[row, 256 * b + j] < 0))
@@ -189,7 +185,7 @@ def refine(
     top = np.take_along_axis(signed, largest, 2)[..., 0]
     scales = np.take_along_axis(decoded.reshape(signed.shape), largest, 2)[..., 0] / np.where(top != 0, top, 1)
     scales = np.where(np.isfinite(scales) & (top != 0), scales, 0).astype(np.float32)
-    e = np.zeros((-(-rows // TILE_ROWS) * TILE_ROWS, moments.panels.shape[1]), np.float32)
+    e = moments.padded_zeros(rows)
     e[:rows, :n] = decoded - x
     flips = 0 if not len(codes.sign_bits) else 2 if (codes.sign_bits < 0).any() else 1
     number = number if any(moves_scales) else None

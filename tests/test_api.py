@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_names_are_listed_and_importable() -> None:
     assert quantkit.__all__ == sorted(quantkit.__all__)
-    assert set(quantkit.__all__) <= set(dir(quantkit))
+    assert quantkit.__all__ == [name for name in dir(quantkit) if not name.startswith("__")]
     for name in quantkit.__all__:
         assert getattr(quantkit, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'missing'"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,7 +12,7 @@ from quantkit.cli.bench import FastNumerics, bench_conditions_line, record, shar
 from quantkit.cli.common.launch import Launch, runs_a_model
 from quantkit.cli.common.options import Json, Threads
 from quantkit.cli.common.output import print_json
-from quantkit.errors import UnknownNameError
+from quantkit.errors import UnknownNameError, UnsupportedError
 
 if TYPE_CHECKING:
     from quantkit.evaluate.bench import MeasuredSpeed
@@ -61,6 +60,8 @@ def sweep_bench(
 
     if output_format not in _FORMATS:
         raise UnknownNameError("output format", output_format, _FORMATS)
+    if sweep_memory and sys.platform == "win32":
+        raise UnsupportedError("--sweep-memory: Windows does not tell a program its peak memory; drop the option")
     if plot is not None:
         from quantkit.evaluate.report.plots import require_plot_file
 
@@ -113,10 +114,19 @@ def _step(prompt: MeasuredSpeed, generation: MeasuredSpeed, memory: float) -> di
         "speed_tg": generation.tokens_per_second,
         "gb_per_second": generated["gb_per_second"],
         "share_of_memory": generated["share_of_memory"],
-        "rss_hwm": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "rss_hwm": _peak_memory(),
         "prompt": record(prompt, memory),
         "generation": generated,
     }
+
+
+def _peak_memory() -> int | None:
+    """The largest resident size of this process in bytes; None on Windows, where Python has no `resource`."""
+    if sys.platform == "win32":
+        return None
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def _show(step: dict[str, Any], memory: bool, first: bool) -> None:

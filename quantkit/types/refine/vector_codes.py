@@ -160,6 +160,25 @@ def write_fields(data: np.ndarray, codes: VectorCodes, points: np.ndarray, signs
 # -------------------------------------------------------------------------------------------------------------- descent
 
 
+class Part(NamedTuple):
+    """What of a row is in a panel of columns, and H of the panel.
+
+    e, signs                float32[columns]: the error, and the signs
+    g, h                    float32[PANEL], the gradient r; float32[PANEL, PANEL], H
+    points, tables, scales  int64[groups], int64[groups], float32[groups]
+    places                  int64[sub-blocks], of the scales of sub-blocks; empty where they do not move
+    """
+
+    e: np.ndarray
+    g: np.ndarray
+    h: np.ndarray
+    signs: np.ndarray
+    points: np.ndarray
+    tables: np.ndarray
+    scales: np.ndarray
+    places: np.ndarray
+
+
 def refine(
     kind: Decoder,
     codes: VectorCodes,
@@ -222,71 +241,54 @@ def descend(
     r = np.empty((len(e), PANEL), np.float32)
     work = np.empty((3, PANEL), np.float32)
     step, gains, factors = np.empty((size, NEAR), np.float32), np.empty(NEAR, np.float32), np.empty(size, np.float32)
-    values, near, near_values = codes.values, codes.near, codes.near_values
+    no_places = np.empty(0, np.int64)
     moves = 0
     for p in range(len(panels)):
         first = p * PANEL
-        many = min(PANEL, n - first)
+        last = min(first + PANEL, n)
         gradient(e, panels[p], n, r)
         h = panels[p, first : first + PANEL]
-        groups = slice(first // size, (first + many) // size)
+        groups = slice(first // size, last // size)
         for row in range(rows):
-            own_e, own_signs = e[row, first : first + many], signs[row, first : first + many]
-            own_points, own_tables, own_scales = points[row, groups], tables[row, groups], scales[row, groups]
+            places = no_places
+            if numbers.size:
+                places = numbers.places[row, first // numbers.size : last // numbers.size]
+            part = Part(e[row, first:last], r[row], h, signs[row, first:last], points[row, groups],
+                        tables[row, groups], scales[row, groups], places)  # fmt: skip
             for _ in range(inner):
-                moved = _sweep_points(
-                    own_e, r[row], h, own_signs, own_points, own_tables, own_scales, values, near, near_values,
-                    step, gains, factors,
-                )  # fmt: skip
+                moved = _sweep_points(part, codes, step, gains, factors)
                 if flips > 0:
-                    moved += _sweep_signs(
-                        own_e, r[row], h, own_signs, own_points, own_tables, own_scales, values, flips, gains
-                    )
+                    moved += _sweep_signs(part, codes.values, flips, gains)
                 moves += moved
                 if moved == 0:
                     break
             if numbers.size:
-                places = numbers.places[row, first // numbers.size : (first + many) // numbers.size]
-                moves += _move_scales(
-                    own_e, r[row], h, own_signs, own_points, own_tables, own_scales, values, places, numbers.values,
-                    numbers.size, work,
-                )  # fmt: skip
+                moves += _move_scales(part, codes.values, numbers.values, numbers.size, work)
     return moves
 
 
 @subkernel
-def _move_scales(
-    e: np.ndarray,
-    g: np.ndarray,
-    h: np.ndarray,
-    signs: np.ndarray,
-    points: np.ndarray,
-    tables: np.ndarray,
-    scales: np.ndarray,
-    values: np.ndarray,
-    places: np.ndarray,
-    of_places: np.ndarray,
-    block: int,
-    work: np.ndarray,
-) -> int:
-    """Move the scales of the sub-blocks of `block` elements of a row's part in a panel; how many moved.
+def _move_scales(part: Part, values: np.ndarray, of_places: np.ndarray, block: int, work: np.ndarray) -> int:
+    """Move the scales of the part's sub-blocks of `block` elements; how many moved.
 
     of_places: the scale of each place, up to a factor; work float32[3, PANEL]
     """
-    size = values.shape[2]
+    size, scales = values.shape[2], part.scales
     directions, before = work[0], work[1]
-    for group in range(len(points)):
-        scale = of_places[places[group * size // block]]
+    for group in range(len(part.points)):
+        scale = of_places[part.places[group * size // block]]
         before[group] = scale
         factor = scales[group] / scale if scale != 0 else np.float32(0)
         for i in range(size):
-            value = np.float32(values[tables[group], points[group], i])
-            directions[group * size + i] = factor * signs[group * size + i] * value
-    moved = move_numbers(g, h, e, e[:0], directions[: len(e)], places, of_places, block, True, work[2])
+            value = np.float32(values[part.tables[group], part.points[group], i])
+            directions[group * size + i] = factor * part.signs[group * size + i] * value
+    moved = move_numbers(
+        part.g, part.h, part.e, part.e[:0], directions[: len(part.e)], part.places, of_places, block, True, work[2]
+    )
     if moved:
-        for group in range(len(points)):
+        for group in range(len(part.points)):
             if before[group] != 0:
-                scales[group] *= of_places[places[group * size // block]] / before[group]
+                scales[group] *= of_places[part.places[group * size // block]] / before[group]
     return moved
 
 
@@ -317,32 +319,20 @@ def _weigh(
 
 
 @kernel
-def _sweep_points(
-    e: np.ndarray,
-    g: np.ndarray,
-    h: np.ndarray,
-    signs: np.ndarray,
-    points: np.ndarray,
-    tables: np.ndarray,
-    scales: np.ndarray,
-    values: np.ndarray,
-    near: np.ndarray,
-    near_values: np.ndarray,
-    step: np.ndarray,
-    gains: np.ndarray,
-    factors: np.ndarray,
-) -> int:
-    """Move each group of a row's part in a panel to the best of its nearest points; how many moved."""
+def _sweep_points(part: Part, codes: VectorCodes, step: np.ndarray, gains: np.ndarray, factors: np.ndarray) -> int:
+    """Move each group of the part to the best of its nearest points; how many moved."""
+    e, g, h, scales = part.e, part.g, part.h, part.scales
+    values, near_values = codes.values, codes.near_values
     size, moved = values.shape[2], 0
     of_points, of_near = values.strides[1], near_values.strides[1]
     own, neighbours = values.ctypes.data, near_values.ctypes.data
-    for group in range(len(points)):
+    for group in range(len(part.points)):
         if scales[group] == 0:
             continue
-        at = group * size
+        at, point, table = group * size, part.points[group], part.tables[group]
         for i in range(size):
-            factors[i] = scales[group] * signs[at + i]
-        place = tables[group] * values.shape[1] + points[group]
+            factors[i] = scales[group] * part.signs[at + i]
+        place = table * values.shape[1] + point
         g_at, h_at = g.ctypes.data + 4 * at, h.ctypes.data + 4 * (PANEL + 1) * at
         if size == 2:
             _weigh(2, neighbours + place * of_near, own + place * of_points, factors.ctypes.data, g_at, h_at,
@@ -365,34 +355,24 @@ def _sweep_points(
                 e[at + i] += step[i, best]
                 for k in range(PANEL):
                     g[k] += step[i, best] * h[at + i, k]
-            points[group] = np.int64(near[tables[group], points[group], best])
+            part.points[group] = np.int64(codes.near[table, point, best])
             moved += 1
     return moved
 
 
 @kernel
-def _sweep_signs(
-    e: np.ndarray,
-    g: np.ndarray,
-    h: np.ndarray,
-    signs: np.ndarray,
-    points: np.ndarray,
-    tables: np.ndarray,
-    scales: np.ndarray,
-    values: np.ndarray,
-    flips: int,
-    step: np.ndarray,
-) -> int:
+def _sweep_signs(part: Part, values: np.ndarray, flips: int, step: np.ndarray) -> int:
     """Of each eight elements change the sign of the best one, or of the best two; how many eights changed.
 
     step float32[at least 16]: work space.
     """
+    e, g, h, signs = part.e, part.g, part.h, part.signs
     size, moved = values.shape[2], 0
     for at in range(0, len(e), 8):
         for i in range(8):
             own = (at + i) // size
-            value = np.float32(values[tables[own], points[own], i % size])
-            step[i] = np.float32(-2) * scales[own] * signs[at + i] * value
+            value = np.float32(values[part.tables[own], part.points[own], i % size])
+            step[i] = np.float32(-2) * part.scales[own] * signs[at + i] * value
             curve = h[at + i, at + i]
             step[8 + i] = step[i] * (np.float32(2) * g[at + i] + curve * step[i])  # what this one alone changes
         best, first, second = np.float32(0), -1, -1

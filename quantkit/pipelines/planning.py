@@ -94,19 +94,19 @@ def open_model(
     options = options or QuantizeOptions()
     if isinstance(source, PlanInput):
         return source
-    path = Path(source) if isinstance(source, (str, os.PathLike)) else None
-    if path is not None and weights and path.is_dir():
+    if isinstance(source, (str, os.PathLike)) and weights and Path(source).is_dir():
         from quantkit.pipelines.conversion.plan import STORED, plan_conversion
 
-        made = plan_conversion(path, STORED, options.pre, metadata=options.metadata, model_name=options.model_name)
+        made = plan_conversion(source, STORED, options.pre, metadata=options.metadata, model_name=options.model_name)
         return PlanInput.of(made.as_gguf)
     if options.metadata is not None or options.model_name is not None:
         raise OptionError(
             "--metadata and --model-name describe the model of a checkpoint directory; a file has its description: "
             "change it with --override-kv general.name=str:NAME"
         )
-    if path is None:
+    if not isinstance(source, (str, os.PathLike)):
         return PlanInput.of(source if isinstance(source, GGUF) else source.as_gguf)
+    path = Path(source)
     if is_config(path):
         tensors, metadata = from_config(read_config(path), str(path))
         return PlanInput(list(tensors), metadata, None)

@@ -80,7 +80,7 @@ def general_keys(
             raise OptionError("--model-name is empty: name the model, or leave the option out")
         found.name = model_name
     if found.name is None:
-        found.name = directory.resolve().name
+        found.name = directory.resolve().name.encode("utf-8", "replace").decode()  # a name may be any bytes
     if found.size_label is None and total:
         found.size_label = gguf.size_label(total, *shared_and_experts)
     writer.add_type(gguf.GGUFType.MODEL)

@@ -260,7 +260,7 @@ ST_CASES = {
     "three offsets": (raw.safetensors({"a": {**F4, "data_offsets": [0, 1, 2]}}, DATA), JSON + "invalid length 3"),
     "dtype": (
         raw.safetensors({"a": {**F4, "dtype": "F33"}}, DATA),
-        JSON + "unknown variant `F33`, expected one of `BOOL`",
+        JSON + "unknown variant `F33`, expected one of `BOOL`.*pip install -U safetensors",
     ),
     "dtype number": (raw.safetensors({"a": {**F4, "dtype": 3}}, DATA), JSON + "invalid type: integer `3`"),
     "negative": (raw.safetensors({"a": {**F4, "shape": [-4]}}, DATA), JSON + "invalid value: integer `-4`"),

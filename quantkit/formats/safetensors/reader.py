@@ -341,9 +341,11 @@ def _listed(path: Path, data: np.ndarray) -> tuple[dict[str, str], list[tuple[st
         if type(error).__name__ != "PanicException":
             raise
         reason = str(error)
+    remedy = "it is truncated or corrupt: fetch it again"
+    if "unknown variant" in reason:
+        remedy = "if this is a new dtype, try pip install -U safetensors"
     raise FormatError(
-        f"{path}: safetensors refuses this file of {data.size} bytes: {printable(reason[:300])}{_details(data)}; it is "
-        "truncated or corrupt: fetch it again"
+        f"{path}: safetensors refuses this file of {data.size} bytes: {printable(reason[:300])}{_details(data)}; {remedy}"
     )
 
 

@@ -269,6 +269,7 @@ ST_CASES = {
     "digits": (raw.safetensors(b'{"a":{"shape":[' + b"9" * 5000 + b"]}}", DATA), JSON + "number out of range"),
     "leading zero": (raw.safetensors(b'{"a":{"shape":[04]}}', DATA), JSON + "invalid number"),
     "many dims": (raw.safetensors({"a": {**F4, "shape": [1] * 8 + [4]}}, DATA), "tensor 'a' has 9 dimensions, up to 8"),
+    "endless dims": (raw.safetensors({"a": entry("F32", [10**18] * 200_000, 0, 16)}, DATA), "overflow computing"),
     "dims wrap": (
         raw.safetensors({"a": entry("F32", [2**32, 2**32, 4], 0, 16)}, DATA),
         f"overflow .*; tensor 'a', F32 of shape .*, has {2**68} bytes; its offsets span 16",

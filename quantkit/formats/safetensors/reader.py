@@ -344,9 +344,8 @@ def _listed(path: Path, data: np.ndarray) -> tuple[dict[str, str], list[tuple[st
     remedy = "it is truncated or corrupt: fetch it again"
     if "unknown variant" in reason:
         remedy = "if this is a new dtype, try pip install -U safetensors"
-    raise FormatError(
-        f"{path}: safetensors refuses this file of {data.size} bytes: {printable(reason[:300])}{_details(data)}; {remedy}"
-    )
+    reason = printable(reason[:300]) + _details(data)
+    raise FormatError(f"{path}: safetensors refuses this file of {data.size} bytes: {reason}; {remedy}")
 
 
 def _details(data: np.ndarray) -> str:
@@ -360,6 +359,8 @@ def _details(data: np.ndarray) -> str:
         for name, entry in table.items():
             if name != "__metadata__":
                 first, stop = entry["data_offsets"]
+                if len(entry["shape"]) > MAX_DIMS:
+                    return ""  # their product may have millions of digits
                 nbytes = ITEM_BYTES[entry["dtype"]] * math.prod(entry["shape"])
                 if nbytes != stop - first:
                     what = f"{name[:300]!r}, {entry['dtype']} of shape {entry['shape']!r:.100}"

@@ -291,7 +291,7 @@ def test_overrides_that_are_missing_or_empty(tmp_path: Path) -> None:
         ("base_model: [[a, b]]", {}, "README.md: front matter key base_model is"),
         ("base_model:\n- name: [a]", {}, "README.md: base_models is"),
         ("base_model: " + "a-" * 3000, {}, "README.md: front matter key base_model is"),
-        ("datasets:" + "\n- a/b" * 1001, {}, "README.md: datasets is"),
+        ("datasets:" + "\n- a/b" * 1001, {}, "README.md: front matter key datasets is"),
         ("tags: [a", {}, "the model card is skipped"),
         ("version: 1.10", {"top_p": "high"}, "generation_config.json: sampling_top_p is 'high'"),
         ("version: 1.10", {"top_k": 1.5}, "generation_config.json: sampling_top_k is 1.5"),

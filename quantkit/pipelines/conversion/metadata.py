@@ -129,8 +129,11 @@ def _front_matter(path: Path, warnings: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in front.items():
         items = value if isinstance(value, list) else [value]
-        if key.startswith(("base_model", "dataset")) and any(_is_no_name(item) for item in items):
-            warnings.append(f"{path}: front matter key {key} is {value!r:.60}, which names no models; skipped")
+        too_many = len(items) > MAX_LISTED
+        if key.startswith(("base_model", "dataset")) and (too_many or any(map(_is_no_name, items))):
+            warnings.append(
+                f"{path}: front matter key {key} is {value!r:.60}, not a list of up to {MAX_LISTED} names; skipped"
+            )
         else:
             found[key] = [item for item in value if item not in (None, "")] if isinstance(value, list) else value
     return found

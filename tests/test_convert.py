@@ -215,7 +215,7 @@ def test_outtypes(checkpoint: Path, tmp_path: Path, outtype: str, file_type: int
     name = "bf16" if outtype == "auto" else outtype
     assert done.outtype.name == name
     assert made.metadata["general.file_type"] == file_type
-    assert made.metadata["general.name"] == "Tiny-Llama"
+    assert made.metadata["general.name"] == "Tiny Llama"
     for tensor in made.tensors.values():
         assert tensor.type.name == ("f32" if len(tensor.shape) == 1 else name)
     stored = open_checkpoint(checkpoint).tensors["model.layers.1.mlp.down_proj.weight"].dequantize()
@@ -286,9 +286,9 @@ def test_model_card_and_general_keys(tmp_path: Path) -> None:
      {"license": "mit", "languages": ["en", "no"], "tags": ["a"]}, ""),
     ("license: >-\n  my own\n  license\n", {"license": "my own license"}, ""),
     ("license: [mit]\nlanguage:\ntags: []\n", {"license": "mit"}, ""),
-    ("license: [mit, apache-2.0]\ntags: [a, {b: c}]\nlanguage: en\n", {"languages": ["en"]},
-     "front matter key license is ['mit'"),
-    ("license: mit\ntags: [a\n", {}, "its license, languages and tags are skipped"),
+    ("license: [mit, apache-2.0]\ntags: [a, {b: c}]\nlanguage: en\n",
+     {"license": "mit,apache-2.0", "languages": ["en"]}, "tags is ['a'"),
+    ("license: mit\ntags: [a\n", {}, "the model card is skipped"),
     ("license: mit\nlicense: gpl\n", {}, "a second key"),
 ])  # fmt: skip
 def test_front_matter_in_the_metadata(tmp_path: Path, capsys, card: str, keys: dict[str, Any], warning: str) -> None:
@@ -484,7 +484,7 @@ def test_straight_from_a_checkpoint_or_by_a_detour(fp8: Path, tmp_path: Path, ta
     name = [
         key["general.name"] for key in (open_gguf(tmp_path / f"{way}.gguf").metadata for way in ("straight", "detour"))
     ]
-    assert name == ["fp8", "fp8"]
+    assert name == ["Fp8", "Fp8"]
     assert straight == detour
 
 

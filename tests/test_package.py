@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import shutil
 import subprocess
 import sys
@@ -53,3 +55,30 @@ def test_recipes_of_an_installed_package(wheel: Path, tmp_path: Path) -> None:
     place, names = done.stdout.splitlines()
     assert Path(place).is_relative_to(tmp_path), done.stderr
     assert names.split() == recipe.shipped()
+
+
+MODULES = {"google-re2": "re2", "pyyaml": "yaml", "numba-cuda": "numba.cuda", "cuda-core": "cuda"}
+"""Names of the modules of packages that are imported under another name."""
+
+
+def test_what_is_imported_is_declared_and_what_is_declared_is_imported() -> None:
+    """Dependencies and extras of users; docs and dev are tools."""
+    tomllib = pytest.importorskip("tomllib")  # Python 3.11
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = [items for extra, items in project["optional-dependencies"].items() if extra not in ("docs", "dev")]
+    names = {re.match(r"[\w-]+", item)[0].lower() for item in sum(extras, project["dependencies"])}
+    assert {MODULES.get(name, name) for name in names} == {
+        name for name in imported() if name.partition(".")[0] not in {*sys.stdlib_module_names, "quantkit"}
+    }
+
+
+def imported() -> set[str]:
+    """The modules that the package imports anywhere: numba.cuda, and of others the first part of the name."""
+    found: set[str] = set()
+    for path in Path(quantkit.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return {"numba.cuda" if name.startswith("numba.cuda") else name.partition(".")[0] for name in found}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quantkit.cli.common.options import Json, Threads, parse_size
+from quantkit.cli.common.options import Json, MetadataFile, ModelName, Threads, parse_size
 from quantkit.cli.common.output import gib, print_json, print_left_out, table
 from quantkit.cli.common.positional import refuse_type
 from quantkit.errors import UnsupportedError
@@ -43,6 +43,8 @@ def convert(
             help="MTP (multi-token prediction) layers: keep or drop; auto: the architecture's default.",
         ),
     ] = "auto",
+    metadata: MetadataFile = None,
+    model_name: ModelName = None,
     vision: Annotated[
         str,
         typer.Option(metavar="POLICY", help="Image and audio encoders: only drop is supported."),
@@ -66,7 +68,8 @@ def convert(
         raise UnsupportedError(f"--vision {vision}: image and audio encoders are not converted; only drop is supported")
     size = None if split_max_size is None else parse_size(split_max_size)
     started = time.monotonic()
-    done = api.convert(source, out, outtype, ConvertOptions(pre, mtp, size, dry_run, threads), progress=not json)
+    options = ConvertOptions(pre, mtp, size, dry_run, threads, metadata, model_name)
+    done = api.convert(source, out, outtype, options, progress=not json)
     record = _record(done, time.monotonic() - started)
     if json:
         print_json("quantkit.convert/1", record)

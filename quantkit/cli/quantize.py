@@ -11,6 +11,8 @@ import typer
 from quantkit.cli.common.options import (
     Json,
     KeepSplit,
+    MetadataFile,
+    ModelName,
     SplitMaxSize,
     SplitMaxTensors,
     Threads,
@@ -108,6 +110,8 @@ def quantize(
             metavar="NAME", help="Value of tokenizer.ggml.pre, if a checkpoint's tokenizer is not recognised."
         ),
     ] = None,
+    metadata: MetadataFile = None,
+    model_name: ModelName = None,
     split_max_size: SplitMaxSize = None,
     split_max_tensors: SplitMaxTensors = None,
     keep_split: KeepSplit = False,
@@ -156,6 +160,8 @@ def quantize(
         **api.type_options(options),
         plan=plan,
         pre=pre,
+        metadata=metadata,
+        model_name=model_name,
         override_kv=override_kv or (),
         hide_imatrix=hide_imatrix,
         effort=effort,

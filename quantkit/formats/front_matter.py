@@ -36,7 +36,8 @@ def read(path: str | os.PathLike[str]) -> Mapping[str, Value]:
             raise FormatError(f"{path}: the front matter has more than {MAX_BYTES} bytes, or no closing line '---'")
         return {}
     try:
-        value = _parsed((block[1] or b"").decode())
+        # YAML allows no tab in an indentation, and published cards (Qwen3-235B-A22B-Instruct-2507) have some.
+        value = _parsed((block[1] or b"").decode().replace("\t", "  "))
     except (_Refused, UnicodeDecodeError) as error:
         raise FormatError(f"{path}: the front matter is not plain YAML: {error}") from None
     if value is None:

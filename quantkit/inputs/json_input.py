@@ -2,7 +2,6 @@
 
 Python's parser raises RecursionError for deep nesting, and code that walks over a document recurses as well. `parse`
 gives a document of up to `MAX_DEPTH` levels, or a FormatError that names where the text is from.
-`formats/safetensors/json_scanner.py` is for large headers of which only a few values are needed.
 """
 
 from __future__ import annotations
@@ -23,12 +22,17 @@ MAX_DEPTH = 64
 MAX_BYTES = 256 << 20  # the largest tokenizer.json of known models has 34 MiB
 
 
-def parse(text: str | bytes, where: str) -> Any:
-    """The document in a text. `where` begins the message of the FormatError for invalid JSON."""
+def parse(text: str | bytes, where: str, unique_keys: bool = False) -> Any:
+    """The document in a text. `where` begins the message of the FormatError for invalid JSON.
+
+    Of a key that an object has twice, the last value counts; with `unique_keys` it is a FormatError.
+    """
     try:
-        found = json.loads(text)
+        found = json.loads(text, object_pairs_hook=_unique if unique_keys else None)
     except RecursionError:
         raise FormatError(f"{where}: JSON nested deeper than {MAX_DEPTH}") from None
+    except _KeyTwice as error:
+        raise FormatError(f"{where}: {error}") from None
     except ValueError as error:  # UnicodeDecodeError, JSONDecodeError, integers of thousands of digits
         raise FormatError(f"{where}: not JSON: {error}") from None
     if _is_deep(found):
@@ -48,6 +52,19 @@ def read_object(path: Path) -> dict[str, Any]:
     found = read(path)
     if not isinstance(found, dict):
         raise FormatError(f"{path}: expected a JSON object, found {type(found).__name__}")
+    return found
+
+
+class _KeyTwice(Exception):
+    """An object with a key that is there twice."""
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise _KeyTwice(f"an object has the key {twice[:300]!r} twice")
     return found
 
 

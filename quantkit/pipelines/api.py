@@ -78,6 +78,8 @@ def convert(
         type,
         pre=options.pre,
         mtp=options.mtp,
+        metadata=options.metadata,
+        model_name=options.model_name,
         split_max_bytes=options.split_max_size,
         dry_run=options.dry_run,
         threads=options.threads,
@@ -260,7 +262,7 @@ def prepare_quantize(
         raise OptionError("TYPE is missing: give a file type such as Q4_K_M, its number, or COPY")
     if type is not None and options.plan is not None:
         raise planning.conflicts_with_plan("TYPE")
-    model = planning.open_model(source, weights, options.pre)
+    model = planning.open_model(source, weights, options)
     if model.file is None and weights:
         raise FormatError(f"{source} contains no weights; pass its directory or a GGUF file")
     matrix = planning.read_imatrix(options)

@@ -35,7 +35,7 @@ from quantkit.tokenizers import hf_tokenizer, vocab
 
 DTYPES = ("auto", "bf16", "f16", "f32")
 _TORCH = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-_REGENERATED = ("architecture", "type", "file_type", "quantization_version", "alignment", "size_label")
+_REGENERATED = ("architecture", "type", "file_type", "quantization_version", "alignment")
 
 
 @dataclass(frozen=True)
@@ -147,12 +147,10 @@ def _dtype(tensor: Tensor, quantized: str) -> str:
 
 def _general_keys(source: GGUF) -> dict[str, Any]:
     """The `general.*` keys that no other file of a checkpoint holds."""
-    prefix = "general."
-    return {
-        key: value
-        for key, value in source.metadata.items()
-        if key.startswith(prefix) and not key.startswith("general.sampling.") and key[len(prefix) :] not in _REGENERATED
+    elsewhere = {f"general.{name}" for name in _REGENERATED} | {
+        f"general.sampling.{name}" for name, _ in hf_tokenizer.SAMPLING.values()
     }
+    return {key: value for key, value in source.metadata.items() if key.startswith("general.") and key not in elsewhere}
 
 
 def _row_reader(tensor: Tensor, raw: bool) -> ReadRows:

@@ -35,6 +35,8 @@ class ConvertOptions:
 
         pre             value of `tokenizer.ggml.pre`, if the tokenizer is not recognised
         mtp             MTP (multi-token prediction) layers: "keep", "drop", or "auto" for the architecture's default
+        metadata        a JSON file of `general.*` keys that override what the checkpoint states
+        model_name      value of `general.name`
         split_max_size  maximum bytes of tensors in a shard; None writes one file
         dry_run         check everything and write nothing
         threads         number of threads; None: the CPUs that this process may use
@@ -45,6 +47,8 @@ class ConvertOptions:
     split_max_size: int | None = None
     dry_run: bool = False
     threads: int | None = None
+    metadata: PathLike | None = None
+    model_name: str | None = None
 
 
 @dataclass(frozen=True)
@@ -182,6 +186,8 @@ class QuantizeOptions(TypeOptions):
 
         plan               a plan that decides every type: the document of `quantkit plan --json`, or a file of it
         pre                value of `tokenizer.ggml.pre`, if a checkpoint's tokenizer is not recognised
+        metadata           a JSON file of `general.*` keys that override what a checkpoint states
+        model_name         value of `general.name`, for a checkpoint
         override_kv        texts "KEY=TYPE:VALUE" that set metadata keys; TYPE is int, float, bool or str
         hide_imatrix       do not store the name of the importance matrix in the output
 
@@ -202,6 +208,8 @@ class QuantizeOptions(TypeOptions):
 
     plan: PathLike | Mapping[str, Any] | None = None
     pre: str | None = None
+    metadata: PathLike | None = None
+    model_name: str | None = None
     override_kv: Sequence[str] = ()
     hide_imatrix: bool = False
     effort: str = "normal"

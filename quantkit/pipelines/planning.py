@@ -83,22 +83,30 @@ class PlanInput:
 
 
 def open_model(
-    source: PathLike | GGUF | Conversion | PlanInput, weights: bool = False, pre: str | None = None
+    source: PathLike | GGUF | Conversion | PlanInput, weights: bool = False, options: QuantizeOptions | None = None
 ) -> PlanInput:
     """Open a GGUF file, a checkpoint directory or its config.json; of the latter two, no weight file is opened.
 
-    With `weights`, the weight files of a directory are opened too, to read tensors as `convert` would write them. `pre`
-    is the option of `convert`. What is open already is only wrapped.
+    With `weights`, the weight files of a directory are opened too, to read tensors as `convert` would write them. The
+    `options` pre, metadata and model_name are those of `convert`; the latter two are an OptionError for a GGUF file.
+    What is open already is only wrapped.
     """
+    options = options or QuantizeOptions()
     if isinstance(source, PlanInput):
         return source
+    if isinstance(source, (str, os.PathLike)) and weights and Path(source).is_dir():
+        from quantkit.pipelines.conversion.plan import STORED, plan_conversion
+
+        made = plan_conversion(source, STORED, options.pre, metadata=options.metadata, model_name=options.model_name)
+        return PlanInput.of(made.as_gguf)
+    if options.metadata is not None or options.model_name is not None:
+        raise OptionError(
+            "--metadata and --model-name describe the model of a checkpoint directory; a file has its description: "
+            "change it with --override-kv general.name=str:NAME"
+        )
     if not isinstance(source, (str, os.PathLike)):
         return PlanInput.of(source if isinstance(source, GGUF) else source.as_gguf)
     path = Path(source)
-    if weights and path.is_dir():
-        from quantkit.pipelines.conversion.plan import STORED, plan_conversion
-
-        return PlanInput.of(plan_conversion(path, STORED, pre).as_gguf)
     if is_config(path):
         tensors, metadata = from_config(read_config(path), str(path))
         return PlanInput(list(tensors), metadata, None)

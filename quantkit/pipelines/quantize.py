@@ -43,7 +43,6 @@ from quantkit.types.families.interleave import Interleaved
 if TYPE_CHECKING:
     from quantkit.types.refine import Moments
 
-QUANTIZATION_VERSION = 2
 # Scales are f16 and never larger than the largest weight, so below this magnitude no encoding can overflow.
 _SAFE_MAGNITUDE = 30000.0
 _FLOATS = frozenset(("f32", "f16", "bf16"))
@@ -435,8 +434,10 @@ def output_metadata(
     hide_imatrix: bool = False,
 ) -> Metadata:
     """The input's keys in their order, then quantization version, overrides, importance matrix, recipe, file type."""
+    from gguf.constants import GGML_QUANT_VERSION  # takes 0.03 s, which a plan does not need
+
     metadata = Metadata(source)
-    metadata.set("general.quantization_version", QUANTIZATION_VERSION, "u32")
+    metadata.set("general.quantization_version", GGML_QUANT_VERSION, "u32")
     for override in overrides:
         _apply_override(metadata, override)
     if imatrix is not None:

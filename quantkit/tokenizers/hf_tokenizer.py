@@ -14,6 +14,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from gguf.constants import TokenType
+
 from quantkit.archs.common import checked
 from quantkit.errors import FormatError, UnsupportedError
 from quantkit.formats.gguf.metadata import shortest
@@ -22,7 +24,9 @@ from quantkit.inputs.json_input import Json
 from quantkit.tokenizers import pretokenizers
 from quantkit.tokenizers.checks import check_normalizer, check_pre_tokenizer, check_tokens
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+# Numbers, because metadata holds no enums.
+NORMAL, UNKNOWN, CONTROL = int(TokenType.NORMAL), int(TokenType.UNKNOWN), int(TokenType.CONTROL)
+USER_DEFINED, UNUSED, BYTE = int(TokenType.USER_DEFINED), int(TokenType.UNUSED), int(TokenType.BYTE)
 SPACE = "\u2581"
 
 # name in tokenizer_config.json and config.json, without "_token" -> GGUF key ("seperator" is GGUF's spelling)

@@ -1,7 +1,6 @@
 """Convert Hugging Face tokenizer files to GGUF's `tokenizer.*` keys, without a tokenizer library.
 
     read(directory, config)            tokenizer files -> keys
-    sampling(directory)                generation_config.json -> keys
 
 `tokenizers/hf_tokenizer.py` converts back.
 
@@ -47,7 +46,6 @@ from quantkit.tokenizers.hf_tokenizer import (
     FIXED_SCORES,
     NORMAL,
     OVERRIDES,
-    SAMPLING,
     SCORES,
     SPACE,
     SPECIAL,
@@ -396,16 +394,3 @@ def _chat_templates(directory: Path, settings: Json) -> Entries:
     if others:
         entries["tokenizer.chat_templates"] = (list(others), "str")
     return entries
-
-
-def sampling(directory: Path) -> Entries:
-    """The `general.sampling.*` keys of generation_config.json; {} if it does not say do_sample."""
-    generation = read_object(directory / "generation_config.json")
-    if not generation.get("do_sample"):
-        return {}
-    stated = {name: generation[name] for name in SAMPLING if generation.get(name) is not None}
-    kinds = {"f32": float, "i32": int}
-    return {
-        f"general.sampling.{SAMPLING[name][0]}": (kinds[SAMPLING[name][1]](value), SAMPLING[name][1])
-        for name, value in stated.items()
-    }

@@ -107,7 +107,7 @@ def test_ends_of_lines_and_marks(read) -> None:
     ("a: !x b", "tags are not read"),
     ("license: [mit", "not plain YAML"),
     ("license: mit\n tags: [a]", "not plain YAML"),
-    ("\tlicense: mit", "not plain YAML"),
+    ("license: mit\n\ttags: [a]", "not plain YAML"),  # a tab is two spaces
     ("- license: mit", "not a mapping"),
     ("just text", "not a mapping"),
     ("[a]: b", "a key that is not text"),

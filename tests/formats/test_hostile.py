@@ -12,6 +12,7 @@ from quantkit.errors import FormatError
 from quantkit.formats import gguf
 from quantkit.formats.gguf import reader
 from quantkit.formats.safetensors import open_checkpoint
+from quantkit.formats.safetensors import reader as checkpoint_reader
 from tests.formats import raw
 from tests.formats.raw import entry, info, pair, string
 
@@ -211,61 +212,96 @@ F4 = entry("F32", [4], 0, 16)
 DATA = bytes(16)
 DEEP = b"[" * 100_000
 
+JSON = "safetensors refuses this file of .* bytes: invalid JSON in header: "
+TWICE = f'{{"a": {json.dumps(F4)}, "a": {json.dumps(F4)}}}'
+
 ST_CASES = {
     "empty": (b"", r"empty \(0 bytes\)"),
-    "seven": (bytes(7), "7 bytes, .* at least 8"),
-    "length huge": (raw.safetensors({}, length=BIG), f"at byte 0: the header is {BIG} bytes long, the file has 2"),
-    "length over": (raw.safetensors({}, length=3), "the header is 3 bytes long, the file has 2 after it"),
-    "length 0": (struct.pack("<Q", 0), "at byte 8: the header: expected '{', found the end"),
-    "length short": (raw.safetensors({"a": F4}, DATA, length=20), "at byte 28: dtype of tensor 'a' has no end"),
-    "no object": (raw.safetensors(b"[1]"), r"at byte 8: the header: expected '{', found '\[1\]'"),
-    "binary": (raw.safetensors(bytes(range(128, 192))), "at byte 8: "),
-    "not UTF-8": (raw.safetensors(b'{"\xff": 1}'), "at byte 10: a key of the header is not a JSON string"),
-    "bad escape": (raw.safetensors(rb'{"\x": 1}'), "not a JSON string"),
-    "half pair": (raw.safetensors(rb'{"\ud800": 1}'), "not a JSON string"),
-    "no end": (raw.safetensors(b'{"abc'), "at byte 13: a key of the header has no end"),
-    "backslash end": (raw.safetensors(b'{"abc\\'), "has no end"),
-    "newline in name": (raw.safetensors(b'{"a\nb": 1}'), r"a bare b'\\n'"),
-    "trailing": (raw.safetensors(b"{} x"), "at byte 11: the JSON is followed by 'x'"),
-    "comma": (raw.safetensors(b'{"__metadata__":{"a":"b",}}'), "a key of __metadata__"),
-    "metadata number": (raw.safetensors({"__metadata__": {"a": 1}}), "metadata 'a': expected '\"', found '1"),
-    "metadata deep": (raw.safetensors(b'{"__metadata__":' + DEEP), "__metadata__: expected '{'"),
-    "metadata twice": (raw.safetensors(b'{"__metadata__":{},"__metadata__":{}}'), "'__metadata__' twice"),
-    "name twice": (raw.safetensors(b'{"a":' + json.dumps(F4).encode() + b',"a":1}', DATA), "'a' twice"),
-    "tensor deep": (raw.safetensors(b'{"a":' + DEEP), "tensor 'a': expected '{'"),
-    "shape deep": (raw.safetensors(b'{"a":{"shape":' + DEEP), r"shape of tensor 'a' should be a natural number"),
-    "key twice": (raw.safetensors(b'{"a":{"dtype":"F32","dtype":"F32"}}'), "tensor 'a' has the key 'dtype' twice"),
-    "key unknown": (raw.safetensors({"a": {**F4, "x": 1}}, DATA), "tensor 'a' has the key 'x'"),
-    "lacks": (raw.safetensors({"a": {"dtype": "F32", "shape": [4]}}, DATA), "lacks dtype, shape or two"),
-    "one offset": (raw.safetensors({"a": {**F4, "data_offsets": [0]}}, DATA), "lacks"),
-    "three offsets": (raw.safetensors({"a": {**F4, "data_offsets": [0, 1, 2]}}, DATA), "more than 2 numbers"),
-    "dtype": (raw.safetensors({"a": {**F4, "dtype": "F33"}}, DATA), "dtype 'F33'; known are"),
-    "dtype number": (raw.safetensors({"a": {**F4, "dtype": 3}}, DATA), "dtype of tensor 'a': expected"),
-    "negative": (raw.safetensors({"a": {**F4, "shape": [-4]}}, DATA), "natural number below 10.19, not '-4"),
-    "fraction": (raw.safetensors({"a": {**F4, "shape": [4.0]}}, DATA), "natural number"),
-    "exponent": (raw.safetensors(b'{"a":{"shape":[1e9]}}', DATA), "natural number"),
-    "digits": (raw.safetensors(b'{"a":{"shape":[' + b"9" * 5000 + b"]}}", DATA), "natural number"),
-    "leading zero": (raw.safetensors(b'{"a":{"shape":[04]}}', DATA), "natural number"),
-    "many dims": (raw.safetensors({"a": {**F4, "shape": [1] * 9}}, DATA), "more than 8 numbers"),
+    "seven": (bytes(7), "7 bytes: header too small"),
+    "length huge": (
+        raw.safetensors({}, length=BIG),
+        f"10 bytes: .* the header should end at byte {BIG + 8}; .* truncated",
+    ),
+    "length over": (raw.safetensors({}, length=3), "10 bytes: .* the header should end at byte 11"),
+    "length 0": (struct.pack("<Q", 0), JSON + "EOF .* column 0"),
+    "length short": (raw.safetensors({"a": F4}, DATA, length=20), JSON + "EOF .* column 20"),
+    "no object": (raw.safetensors(b"[1]"), JSON + "invalid type: sequence"),
+    "binary": (raw.safetensors(bytes(range(128, 192))), "invalid UTF-8 in header: .* from index 0"),
+    "not UTF-8": (raw.safetensors(b'{"\xff": 1}'), "invalid UTF-8 in header: .* from index 2"),
+    "bad escape": (raw.safetensors(rb'{"\x": 1}'), JSON + "invalid escape"),
+    "half pair": (raw.safetensors(rb'{"\ud800": 1}'), JSON + "unexpected end of hex escape"),
+    "no end": (raw.safetensors(b'{"abc'), JSON + "EOF .* column 5"),
+    "backslash end": (raw.safetensors(b'{"abc\\'), JSON + "EOF"),
+    "newline in name": (raw.safetensors(b'{"a\nb": 1}'), JSON + "control character"),
+    "trailing": (raw.safetensors(b"{} x"), JSON + "trailing characters .* column 4"),
+    "comma": (raw.safetensors(b'{"__metadata__":{"a":"b",}}'), JSON + "trailing comma"),
+    "metadata number": (
+        raw.safetensors({"__metadata__": {"a": 1}}),
+        JSON + "invalid type: integer `1`, expected a string",
+    ),
+    "metadata deep": (raw.safetensors(b'{"__metadata__":' + DEEP), JSON + "invalid type: sequence"),
+    "metadata twice": (raw.safetensors(b'{"__metadata__":{},"__metadata__":{}}'), JSON + "duplicate field"),
+    "name twice": (
+        raw.safetensors(b'{"a":' + json.dumps(F4).encode() + b',"a":1}', DATA),
+        JSON + "invalid type: integer",
+    ),
+    "name twice, the same": (raw.safetensors(TWICE.encode(), DATA), "the header: an object has the key 'a' twice"),
+    "metadata key twice": (
+        raw.safetensors(b'{"__metadata__":{"b":"1","b":"2"},"a":' + json.dumps(F4).encode() + b"}", DATA),
+        "the header: an object has the key 'b' twice",
+    ),
+    "tensor deep": (raw.safetensors(b'{"a":' + DEEP), JSON + "recursion limit exceeded"),
+    "shape deep": (raw.safetensors(b'{"a":{"shape":' + DEEP), JSON + "recursion limit exceeded"),
+    "key twice": (raw.safetensors(b'{"a":{"dtype":"F32","dtype":"F32"}}'), JSON + "duplicate field `dtype`"),
+    "key unknown": (raw.safetensors({"a": {**F4, "x": 1}}, DATA), "tensor 'a' is {.*'x': 1}; it should have the keys"),
+    "a list": (raw.safetensors({"a": ["F32", [4], [0, 16]]}, DATA), "tensor 'a' is .*; it should have the keys"),
+    "lacks": (raw.safetensors({"a": {"dtype": "F32", "shape": [4]}}, DATA), JSON + "missing field `data_offsets`"),
+    "one offset": (raw.safetensors({"a": {**F4, "data_offsets": [0]}}, DATA), JSON + "invalid length 1"),
+    "three offsets": (raw.safetensors({"a": {**F4, "data_offsets": [0, 1, 2]}}, DATA), JSON + "invalid length 3"),
+    "dtype": (
+        raw.safetensors({"a": {**F4, "dtype": "F33"}}, DATA),
+        JSON + "unknown variant `F33`, expected one of `BOOL`.*pip install -U safetensors",
+    ),
+    "dtype number": (raw.safetensors({"a": {**F4, "dtype": 3}}, DATA), JSON + "invalid type: integer `3`"),
+    "negative": (raw.safetensors({"a": {**F4, "shape": [-4]}}, DATA), JSON + "invalid value: integer `-4`"),
+    "fraction": (raw.safetensors({"a": {**F4, "shape": [4.0]}}, DATA), JSON + "invalid type: floating point"),
+    "exponent": (raw.safetensors(b'{"a":{"shape":[1e9]}}', DATA), JSON + "invalid type: floating point"),
+    "digits": (raw.safetensors(b'{"a":{"shape":[' + b"9" * 5000 + b"]}}", DATA), JSON + "number out of range"),
+    "leading zero": (raw.safetensors(b'{"a":{"shape":[04]}}', DATA), JSON + "invalid number"),
+    "many dims": (raw.safetensors({"a": {**F4, "shape": [1] * 8 + [4]}}, DATA), "tensor 'a' has 9 dimensions, up to 8"),
+    "endless dims": (raw.safetensors({"a": entry("F32", [10**18] * 200_000, 0, 16)}, DATA), "overflow computing"),
     "dims wrap": (
         raw.safetensors({"a": entry("F32", [2**32, 2**32, 4], 0, 16)}, DATA),
-        f"{2**68} bytes; its offsets span 16",
+        f"overflow .*; tensor 'a', F32 of shape .*, has {2**68} bytes; its offsets span 16",
     ),
-    "size": (raw.safetensors({"a": entry("F32", [5], 0, 16)}, DATA), "20 bytes; its offsets span 16"),
-    "backwards": (raw.safetensors({"a": entry("F32", [4], 16, 0)}, DATA), "bytes 16 to 0 of the data"),
-    "outside": (raw.safetensors({"a": entry("F32", [8], 0, 32)}, DATA), "bytes 0 to 32 of the data, which are 16"),
-    "overlap": (
-        raw.safetensors({"a": F4, "b": entry("F32", [2], 8, 16)}, DATA),
-        "'b' at byte .* overlaps 'a', which ends",
+    "size": (
+        raw.safetensors({"a": entry("F32", [5], 0, 16)}, DATA),
+        "tensor 'a', F32 of shape .5., has 20 bytes; its offsets span 16; it is truncated or corrupt: fetch it again",
     ),
-    "same place": (raw.safetensors({"a": F4, "b": F4}, DATA), "overlaps"),
-    "hole at first": (raw.safetensors({"b": entry("F32", [2], 8, 16)}, DATA), "leaves a hole behind the header"),
+    "backwards": (raw.safetensors({"a": entry("F32", [4], 16, 0)}, DATA), "invalid offset for tensor `a`.*span -16"),
+    "outside": (
+        raw.safetensors({"a": entry("F32", [8], 0, 32)}, DATA),
+        "file of 86 bytes: .* not fully covered; the tensors end at byte 102; it is truncated",
+    ),
+    "overlap": (raw.safetensors({"a": F4, "b": entry("F32", [2], 8, 16)}, DATA), "invalid offset for tensor `b`"),
+    "same place": (raw.safetensors({"a": F4, "b": F4}, DATA), "invalid offset for tensor `[ab]`"),
+    "hole at first": (raw.safetensors({"b": entry("F32", [2], 8, 16)}, DATA), "invalid offset for tensor `b`"),
     "hole": (
         raw.safetensors({"a": entry("U8", [4], 0, 4), "b": entry("U8", [8], 8, 16)}, DATA),
-        "leaves a hole behind 'a'",
+        "invalid offset for tensor `b`",
     ),
-    "rest": (raw.safetensors({"a": F4}, bytes(20)), "the tensors end at byte .*, the file has"),
-    "long name": (raw.safetensors({"n" * 5000: F4}, DATA), "longer than 4096 bytes"),
+    "rest": (
+        raw.safetensors({"a": F4}, bytes(20)),
+        "file of 90 bytes: .* not fully covered; the tensors end at byte 86",
+    ),
+    "long name": (raw.safetensors({"n" * 5000: F4}, DATA), "5000 characters long, up to 4096"),
+    **{
+        dtype: (
+            raw.safetensors({"a": entry(dtype, shape, 0, 16)}, DATA),
+            f"tensor 'a' is {dtype}; quantkit reads BOOL, ",
+        )
+        for dtype, shape in {"F4": [4, 8], "C64": [2], "F8_E4M3FNUZ": [16], "F8_E5M2FNUZ": [16]}.items()
+    },
 }
 
 
@@ -276,6 +312,47 @@ def test_safetensors(case, tmp_path):
     for opened in (path, tmp_path):
         with pytest.raises(FormatError, match=rf"model\.safetensors: .*({message})"):
             open_checkpoint(opened)
+
+
+def test_limits_of_a_safetensors_header(tmp_path, monkeypatch):
+    path = raw.put(tmp_path / "model.safetensors", raw.small_safetensors())
+    monkeypatch.setattr(checkpoint_reader, "MAX_FILE_TENSORS", 2)
+    with pytest.raises(FormatError, match=r"model\.safetensors: 3 tensors, quantkit reads up to 2 of one file"):
+        open_checkpoint(path)
+    monkeypatch.setattr(checkpoint_reader, "MAX_HEADER", 100)
+    with pytest.raises(FormatError, match=r"model\.safetensors: the header is .* bytes long, up to 100 are read"):
+        open_checkpoint(path)
+
+
+@pytest.mark.parametrize("limit", ["MAX_INDEX", "MAX_TENSORS"])
+def test_limits_of_an_index(tmp_path, monkeypatch, limit):
+    raw.put(tmp_path / "x.safetensors", raw.safetensors({"a": F4}, DATA))
+    raw.put(tmp_path / "model.safetensors.index.json", b'{"weight_map": {"a": "x.safetensors"}}')
+    monkeypatch.setattr(checkpoint_reader, limit, 0)
+    with pytest.raises(FormatError, match=r"index\.json: (38 bytes, an index has up to 0|1 tensors, .* reads up to 0)"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_panic_of_the_library_is_our_error(tmp_path, monkeypatch):
+    """Panics of Rust code are BaseExceptions that `except Exception` lets through."""
+
+    class PanicException(BaseException):
+        pass
+
+    def panic(*_, **__):
+        raise PanicException("index out of bounds")
+
+    path = raw.put(tmp_path / "model.safetensors", raw.small_safetensors())
+    monkeypatch.setattr("safetensors.safe_open", panic)
+    with pytest.raises(FormatError, match=r"model\.safetensors: safetensors refuses .*: index out of bounds; it is"):
+        open_checkpoint(path)
+
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("safetensors.safe_open", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        open_checkpoint(path)
 
 
 def test_every_truncation_of_a_safetensors_file_is_noticed(tmp_path):
@@ -299,18 +376,24 @@ def test_every_truncation_of_a_safetensors_file_is_noticed(tmp_path):
         ),
         (b'{"weight_map": {"c": "x.safetensors"}}', "'c' should be in x.safetensors, it is in none"),
         (b'{"weight_map": {"a": "z.safetensors", "z": "x.safetensors"}}', "'a' should be in z.safetensors, it is in x"),
-        (b'{"weight_map": {"a": "../x.safetensors"}}', "at byte 20: .* not a plain file name"),
+        (
+            b'{"weight_map": {"a": "../x.safetensors"}}',
+            "'a' is said to be in '../x.safetensors', which is not a plain file name",
+        ),
         (b'{"weight_map": {"a": "/etc/passwd"}}', "not a plain file name"),
         (b'{"weight_map": {"a": "b\\\\c"}}', "not a plain file name"),
         (b'{"weight_map": {"a": ".."}}', "not a plain file name"),
         (b'{"weight_map": {"a": ""}}', "not a plain file name"),
         (b'{"weight_map": {"a": "x\\u0000"}}', "not a plain file name"),
-        (b'{"weight_map": {"a": 1}}', "file of tensor 'a': expected"),
-        (b'{"weight_map": {"a": "x", "a": "y"}}', "'a' twice"),
+        (b'{"weight_map": {"a": 1}}', "'a' is said to be in 1, which is not a plain file name"),
+        (b'{"weight_map": {"a": "x", "a": "y"}}', "an object has the key 'a' twice"),
         (b'{"metadata": ' + b"[" * 100_000 + b"}", "nested deeper than 64"),
-        (b'{"metadata": {"a": [1, -2.5e3, null, {"b": "c"}, [], {}]} "weight_map": {}}', "expected ','"),
-        (b'{"metadata": [' + b"0," * 200_000 + b"0]}", "at byte 12: .* longer than 262144 bytes"),
-        (b'{"metadata": tru}', "expected a JSON value, found 'tru}'"),
+        (
+            b'{"metadata": {"a": [1, -2.5e3, null, {"b": "c"}, [], {}]} "weight_map": {}}',
+            "not JSON: Expecting ',' .* .char 58.",
+        ),
+        (b'{"metadata": [' + b"0," * 200_000 + b"0]}", "no weight_map"),
+        (b'{"metadata": tru}', "not JSON: Expecting value: .* .char 13."),
     ],
 )
 def test_indexes(index, message, tmp_path):

@@ -38,6 +38,17 @@ Threads = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+MetadataFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--metadata",
+        metavar="FILE",
+        help="JSON file of general.* keys that override what a checkpoint states, as of convert_hf_to_gguf.py.",
+    ),
+]
+ModelName = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Value of general.name, in place of what a checkpoint states.")
+]
 SplitMaxSize = Annotated[
     str | None, typer.Option(metavar="SIZE", help="Write shards of at most SIZE, for example 50G or 48GiB.")
 ]

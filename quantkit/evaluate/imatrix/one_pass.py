@@ -117,7 +117,7 @@ def prepare(
         raise UnknownNameError("choice of --propagate", o.propagate, PROPAGATED)
     check_policy(o.missing_experts)
     form = MomentsForm.parse(o.second_moments) if o.second_moments and not options.no_second_moments else None
-    opened = planning.open_model(source, weights=True, pre=options.pre)
+    opened = planning.open_model(source, weights=True, options=options)
     assert opened.file is not None
     model = _load(opened.file, options.threads, o.ctx_size)
     paths = [Path(text) for text in ([texts] if isinstance(texts, (str, os.PathLike)) else texts)]

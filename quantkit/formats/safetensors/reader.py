@@ -8,14 +8,19 @@ data. The tensors fill the data without holes or overlaps. Little-endian, row-ma
 
 A sharded checkpoint has model.safetensors.index.json, whose "weight_map" names the file of each tensor.
 
-Every number is checked against the file before it is used; a wrong one is a FormatError with file, byte and both
-numbers.
+The safetensors library opens every file: it checks the header and lists names, dtypes and shapes. The bytes are read
+from our own mapping, at the offsets that follow, because the library only gives tensors of numpy or torch. What the
+library lets pass and quantkit refuses: a name that is there twice (the library takes the last), an unknown key, dtypes
+that cannot be read, and sizes that no published checkpoint has. For the keys the header is read a second time as JSON.
+Opening 92,000 tensors in 163 files with their index takes 0.57 s (AMD EPYC, files in the page cache), a third of it for
+this. The worst header of MAX_HEADER bytes takes 0.5 GiB and two seconds to be refused.
 """
 
 from __future__ import annotations
 
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -24,20 +29,21 @@ from typing import Protocol
 
 import numpy as np
 
-from quantkit.errors import DataError, FormatError, UnsupportedError
+from quantkit.errors import DataError, FormatError, UnsupportedError, printable
 from quantkit.formats.atomic import allow_open_files
 from quantkit.formats.mapping import map_file, release, require_whole
-from quantkit.formats.safetensors.json_scanner import Scanner
 from quantkit.formats.safetensors.writer import INDEX_NAME, ITEM_BYTES, CheckpointSpec, CheckpointWriter
+from quantkit.inputs import json_input
 
 __all__ = ["Checkpoint", "CheckpointSpec", "CheckpointTensor", "CheckpointWriter", "open_checkpoint"]
 
-MAX_HEADER = 64 << 20  # bytes, of a header or an index; the largest published index has 12 MiB
+MAX_HEADER = 16 << 20  # bytes of a file's header; one of MAX_FILE_TENSORS tensors has 10 MiB
+MAX_INDEX = 64 << 20  # bytes; the largest published index has 12 MiB
 MAX_TENSORS = 1 << 18  # of a checkpoint; 61 layers of 384 experts with their scales are 140544
 MAX_FILE_TENSORS = 1 << 16
-MAX_NAME_BYTES = 4096
-MAX_METADATA_BYTES = 4 << 20  # of one string
+MAX_NAME = 4096  # characters of a tensor's name
 MAX_DIMS = 8
+_KEYS = {"dtype": "", "shape": "", "data_offsets": ""}.keys()
 
 # ------------------------------------------------------------------------------------------------------------ the types
 
@@ -230,31 +236,28 @@ def join(path: Path, files: Iterable[File], paths: list[Path]) -> Checkpoint:
 def read_index(path: Path) -> dict[str, str]:
     """The weight_map of an index: tensor name -> file name. FormatError if one of these files is missing."""
     data = map_file(path)
-    if data.size > MAX_HEADER:
-        raise FormatError(f"{path}: {data.size} bytes, an index has up to {MAX_HEADER}")
-    scan = Scanner(path, data.tobytes(), 0)
-    weight_map: dict[str, str] | None = None
-    for key in scan.members("the index", MAX_NAME_BYTES):
-        if key != "weight_map":
-            scan.skip()
-            continue
-        weight_map = {}
-        for name in scan.members("weight_map", MAX_NAME_BYTES):
-            at = scan.pos
-            file = scan.string(f"file of tensor {name!r}", MAX_NAME_BYTES)
-            if file != os.path.basename(file) or file in ("", ".", "..") or set(file) & set("/\\:\0"):
-                raise scan.error(f"tensor {name!r} is said to be in {file!r}, which is not a plain file name", at)
-            weight_map[name] = file
-            if len(weight_map) > MAX_TENSORS:
-                raise scan.error(f"{len(weight_map)} tensors up to here, quantkit reads up to {MAX_TENSORS}")
-    scan.finish()
-    if not weight_map:
+    if data.size > MAX_INDEX:
+        raise FormatError(f"{path}: {data.size} bytes, an index has up to {MAX_INDEX}")
+    index = json_input.parse(data.tobytes(), str(path), unique_keys=True)
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
         raise FormatError(f"{path}: the index has no weight_map, or an empty one")
-    for file in sorted(set(weight_map.values())):
+    if len(weight_map) > MAX_TENSORS:
+        raise FormatError(f"{path}: {len(weight_map)} tensors, quantkit reads up to {MAX_TENSORS}")
+    counts = Counter[str]()
+    for name, file in weight_map.items():
+        if not _is_plain(file):
+            raise FormatError(f"{path}: tensor {name!r} is said to be in {file!r:.300}, which is not a plain file name")
+        counts[file] += 1
+    for file in sorted(counts):
         if not (path.parent / file).exists():
-            n = sum(name == file for name in weight_map.values())
-            raise FormatError(f"{path}: {n} tensors are in {file}, which is missing")
+            raise FormatError(f"{path}: {counts[file]} tensors are in {file}, which is missing")
     return weight_map
+
+
+def _is_plain(file: object) -> bool:
+    """Whether a value is the name of a file in the same directory, on every system."""
+    return isinstance(file, str) and file not in ("", ".", "..") and not set(file) & set("/\\:\0")
 
 
 def check_index(path: Path, weight_map: dict[str, str], checkpoint: Checkpoint) -> None:
@@ -276,71 +279,93 @@ def check_index(path: Path, weight_map: dict[str, str], checkpoint: Checkpoint) 
 
 
 class _File:
-    """One .safetensors file, parsed and checked."""
+    """One .safetensors file, opened and checked by the safetensors library.
+
+    path, bytes (uint8: all of the file), metadata ("__metadata__"), tensors (in the order of the header)
+    """
 
     def __init__(self, path: Path):
         self.path = path
         self.bytes = map_file(path)
         size = self.bytes.size
-        if size < 8:
-            raise FormatError(f"{path}: {size} bytes, a safetensors file has at least 8; it is truncated or corrupt")
         length = int.from_bytes(self.bytes[:8].tobytes(), "little")
-        if length > size - 8:
-            raise FormatError(f"{path}: at byte 0: the header is {length} bytes long, the file has {size - 8} after it")
-        if length > MAX_HEADER:
-            raise FormatError(f"{path}: at byte 0: the header is {length} bytes long, up to {MAX_HEADER} are read")
-        self.start = 8 + length
-        self.metadata: dict[str, str] = {}
-        self.tensors: list[CheckpointTensor] = []
-        scan = Scanner(path, self.bytes[8 : self.start].tobytes(), 8)
-        for key in scan.members("the header", MAX_NAME_BYTES):
-            if key == "__metadata__":
-                for name in scan.members(key, MAX_NAME_BYTES):
-                    self.metadata[name] = scan.string(f"metadata {name!r}", MAX_METADATA_BYTES)
-            else:
-                self.tensors.append(self._read_tensor(scan, key))
-                if len(self.tensors) > MAX_FILE_TENSORS:
-                    raise scan.error(f"more than {MAX_FILE_TENSORS} tensors, which is what quantkit reads of one file")
-        scan.finish()
-        self._check_coverage()
+        if MAX_HEADER < length <= size - 8:
+            raise FormatError(f"{path}: the header is {length} bytes long, up to {MAX_HEADER} are read")
+        self._start = 8 + length  # of the data
+        self.metadata, listed = _listed(path, self.bytes)
+        end, found = self._start, {}
+        for name, dtype, shape in listed:
+            found[name] = tensor = self._tensor(name, dtype, shape, end)
+            end += tensor.nbytes
+        if end != size:
+            raise FormatError(f"{path}: the tensors end at byte {end}, the file has {size}: another program changed it")
+        self.tensors = [found[name] for name in self._names()]
 
-    def _read_tensor(self, scan: Scanner, name: str) -> CheckpointTensor:
-        what, at = f"tensor {name!r}", scan.pos
-        dtype, shape, offsets = "", None, None
-        for key in scan.members(what, MAX_NAME_BYTES):
-            if key == "dtype":
-                dtype = scan.string(f"dtype of {what}", 64)
-            elif key == "shape":
-                shape = scan.integers(f"shape of {what}", MAX_DIMS)
-            elif key == "data_offsets":
-                offsets = scan.integers(f"data_offsets of {what}", 2)
-            else:
-                raise scan.error(f"{what} has the key {key!r}; known are dtype, shape and data_offsets", at)
-        if not dtype or shape is None or offsets is None or len(offsets) != 2:
-            raise scan.error(f"{what} lacks dtype, shape or two data_offsets", at)
+    def _tensor(self, name: str, dtype: str, shape: list[int], start: int) -> CheckpointTensor:
+        if len(name) > MAX_NAME:
+            raise FormatError(f"{self.path}: the name of a tensor is {len(name)} characters long, up to {MAX_NAME}")
         if dtype not in ITEM_BYTES:
-            raise scan.error(f"{what} has dtype {dtype!r}; known are {', '.join(ITEM_BYTES)}", at)
-        expected = ITEM_BYTES[dtype]
-        for n in shape:
-            expected *= n
-        start, stop = offsets
-        held = self.bytes.size - self.start
-        if start > stop or stop > held:
-            raise scan.error(f"{what} takes bytes {start} to {stop} of the data, which are {held} bytes", at)
-        if stop - start != expected:
-            raise scan.error(
-                f"{what} is {dtype} of shape {shape}, {expected} bytes; its offsets span {stop - start}", at
-            )
-        return CheckpointTensor(name, dtype, tuple(shape), self.start + start, expected, self.path, self.bytes)
+            raise FormatError(f"{self.path}: tensor {name!r} is {dtype}; quantkit reads {', '.join(ITEM_BYTES)}")
+        if len(shape) > MAX_DIMS:
+            raise FormatError(f"{self.path}: tensor {name!r} has {len(shape)} dimensions, up to {MAX_DIMS} are read")
+        nbytes = ITEM_BYTES[dtype] * math.prod(shape)
+        return CheckpointTensor(name, dtype, tuple(shape), start, nbytes, self.path, self.bytes)
 
-    def _check_coverage(self) -> None:
-        """FormatError unless the tensors fill the data, one after the other."""
-        end, previous = self.start, "the header"
-        for tensor in sorted(self.tensors, key=lambda t: (t.offset, t.nbytes)):
-            if tensor.offset != end:
-                fault = "overlaps" if tensor.offset < end else "leaves a hole behind"
-                where = f"tensor {tensor.name!r} at byte {tensor.offset}"
-                raise FormatError(f"{self.path}: {where} {fault} {previous}, which ends at {end}")
-            end, previous = tensor.offset + tensor.nbytes, repr(tensor.name)
-        if end != self.bytes.size:
-            raise FormatError(f"{self.path}: the tensors end at byte {end}, the file has {self.bytes.size}")
+    def _names(self) -> list[str]:
+        """The names in the order of the header. FormatError for keys that the library skips in silence."""
+        table = json_input.parse(self.bytes[8 : self._start].tobytes(), f"{self.path}: the header", unique_keys=True)
+        table.pop("__metadata__", None)
+        for name, entry in table.items():
+            if not isinstance(entry, dict) or entry.keys() != _KEYS:
+                raise FormatError(
+                    f"{self.path}: tensor {name!r} is {entry!r:.300}; it should have the keys {', '.join(_KEYS)}"
+                )
+        return list(table)
+
+
+def _listed(path: Path, data: np.ndarray) -> tuple[dict[str, str], list[tuple[str, str, list[int]]]]:
+    """Metadata, and (name, dtype, shape) of the tensors in the order of their data, as the library reads them."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="np") as file:
+            names = file.offset_keys()
+            if len(names) > MAX_FILE_TENSORS:
+                raise FormatError(f"{path}: {len(names)} tensors, quantkit reads up to {MAX_FILE_TENSORS} of one file")
+            slices = [(name, file.get_slice(name)) for name in names]
+            return file.metadata() or {}, [(name, entry.get_dtype(), entry.get_shape()) for name, entry in slices]
+    except (SafetensorError, OSError) as error:
+        reason = str(error).removeprefix("Error while deserializing header: ")
+    except BaseException as error:
+        # A panic of Rust code, which is no Exception, so that nobody catches it by accident.
+        if type(error).__name__ != "PanicException":
+            raise
+        reason = str(error)
+    remedy = "it is truncated or corrupt: fetch it again"
+    if "unknown variant" in reason:
+        remedy = "if this is a new dtype, try pip install -U safetensors"
+    reason = printable(reason[:300]) + _details(data)
+    raise FormatError(f"{path}: safetensors refuses this file of {data.size} bytes: {reason}; {remedy}")
+
+
+def _details(data: np.ndarray) -> str:
+    """What messages of the library lack: the first tensor whose size is not that of its shape, or the missing bytes."""
+    start = 8 + int.from_bytes(data[:8].tobytes(), "little")
+    if start > data.size:
+        return f"; the header should end at byte {start}" if data.size >= 8 else ""
+    try:
+        table = json_input.parse(data[8:start].tobytes(), "")
+        end = 0
+        for name, entry in table.items():
+            if name != "__metadata__":
+                first, stop = entry["data_offsets"]
+                if len(entry["shape"]) > MAX_DIMS:
+                    return ""  # their product may have millions of digits
+                nbytes = ITEM_BYTES[entry["dtype"]] * math.prod(entry["shape"])
+                if nbytes != stop - first:
+                    what = f"{name[:300]!r}, {entry['dtype']} of shape {entry['shape']!r:.100}"
+                    return f"; tensor {what}, has {nbytes} bytes; its offsets span {stop - first}"
+                end = max(end, stop)
+    except (FormatError, AttributeError, KeyError, TypeError, ValueError):
+        return ""  # the library's reason is all that can be said
+    return f"; the tensors end at byte {start + end}" if start + end != data.size else ""

@@ -21,6 +21,8 @@ def convert_checkpoint(
     *,
     pre: str | None = None,
     mtp: str = "auto",
+    metadata: str | os.PathLike[str] | None = None,
+    model_name: str | None = None,
     split_max_bytes: int | None = None,
     dry_run: bool = False,
     threads: int | None = None,
@@ -29,11 +31,12 @@ def convert_checkpoint(
     """Write the checkpoint in directory `source` as the GGUF `out`, or as shards of at most `split_max_bytes`.
 
     `pre` names the pre-tokenizer if it is not recognised. `mtp` says whether MTP (multi-token prediction) layers are
-    kept: "keep", "drop", or "auto" for the architecture's default. Image and audio encoders are skipped. The file
-    appears under its name when it is complete. With `dry_run` everything is checked and nothing is written. A
-    QuantkitError names the file, the tensor or the setting that cannot be converted.
+    kept: "keep", "drop", or "auto" for the architecture's default. `metadata`, a JSON file, and `model_name` override
+    `general.*` keys. Image and audio encoders are skipped. The file appears under its name when it is complete. With
+    `dry_run` everything is checked and nothing is written. A QuantkitError names the file, the tensor or the setting
+    that cannot be converted.
     """
-    conversion = plan_conversion(source, outtype, pre, mtp)
+    conversion = plan_conversion(source, outtype, pre, mtp, metadata, model_name)
     if not dry_run:
         paths = write_gguf(
             out,

@@ -134,11 +134,17 @@ class CheckpointView:
 
 
 def plan_conversion(
-    source: str | os.PathLike[str], outtype: str = "auto", pre: str | None = None, mtp: str = "auto"
+    source: str | os.PathLike[str],
+    outtype: str = "auto",
+    pre: str | None = None,
+    mtp: str = "auto",
+    metadata: str | os.PathLike[str] | None = None,
+    model_name: str | None = None,
 ) -> Conversion:
     """Read configuration, tokenizer and tensor names of a checkpoint and plan its GGUF.
 
-    `outtype` is one of OUTTYPES, or STORED for the checkpoint's own. `mtp` is passed to `Arch.with_mtp`.
+    `outtype` is one of OUTTYPES, or STORED for the checkpoint's own. `mtp` is passed to `Arch.with_mtp`. `metadata` (a
+    JSON file) and `model_name` override what the checkpoint states about the model (`metadata.py`).
     """
     directory = Path(source)
     if outtype not in (*OUTTYPES, STORED):
@@ -146,7 +152,8 @@ def plan_conversion(
     if mtp not in POLICIES:
         raise UnknownNameError("policy of --mtp", mtp, POLICIES)
     with _errors_name(directory):
-        config: Mapping[str, Any] = archs.language_model(_read_config(directory))
+        stated = _read_config(directory)
+        config: Mapping[str, Any] = archs.language_model(stated)
         arch = archs.from_hf(config)
     opened = open_bin(directory) if is_bin(directory) else open_checkpoint(directory)
     checkpoint = unscaled(opened, config)
@@ -166,7 +173,8 @@ def plan_conversion(
     specs += [TensorSpec(piece.name, piece.shape, _type_of(piece, checkpoint, chosen)) for piece in pieces]
     by_name = {piece.name: piece for piece in pieces}
     conversion = Conversion(directory, arch, checkpoint, chosen, Metadata(), specs, by_name, generated, left_out)
-    general = general_keys(directory, config, arch.name, conversion.n_params, chosen, conversion.warnings)
+    overrides_file = None if metadata is None else Path(metadata)
+    general = general_keys(directory, stated, arch.name, specs, chosen, conversion.warnings, overrides_file, model_name)
     # Tokenizer keys that the architecture sets override those read from the tokenizer files.
     overrides = {key: entry for key, entry in keys.items() if key.startswith("tokenizer.")}
     for key, (value, kind) in (general | keys | tokenizer | overrides).items():

@@ -62,7 +62,8 @@ def convert(
     """Convert the Hugging Face checkpoint in directory `source` to the GGUF file `output`.
 
     `type` is the type of matrices: "bf16", "f16", "f32", "q8_0", or "auto" for the checkpoint's own 16-bit type. Norms,
-    biases and vectors are f32. `options` are the command's flags, and `progress` reports bytes. The file appears under
+    biases and vectors are f32. In the name `output`, {name} stands for the directory's name and {ftype} for the type
+    of matrices. `options` are the command's flags, and `progress` reports bytes. The file appears under
     its name when it is complete.
 
     Returns the Conversion: `paths` (the output files), `specs` (name, shape and type of each tensor), `metadata`,
@@ -79,6 +80,7 @@ def convert(
         pre=options.pre,
         mtp=options.mtp,
         split_max_bytes=options.split_max_size,
+        split_max_tensors=options.split_max_tensors,
         dry_run=options.dry_run,
         threads=options.threads,
         progress=progress,

@@ -38,6 +38,7 @@ class ConvertOptions:
         split_max_size  maximum bytes of tensors in a shard; None writes one file
         dry_run         check everything and write nothing
         threads         number of threads; None: the CPUs that this process may use
+        split_max_tensors  maximum number of tensors in a shard
     """
 
     pre: str | None = None
@@ -45,6 +46,7 @@ class ConvertOptions:
     split_max_size: int | None = None
     dry_run: bool = False
     threads: int | None = None
+    split_max_tensors: int | None = None
 
 
 @dataclass(frozen=True)

@@ -62,9 +62,11 @@ def with_options(
 ) -> Callable[..., None]:
     """Replace one parameter of a command by options, given as name: (annotation, default).
 
-    `make` builds the parameter's value from the values of the options.
+    An option that the command has itself is left out. `make` builds the parameter's value from the values of the
+    others.
     """
     signature = inspect.signature(command, eval_str=True)  # evaluated here, in the command's own namespace
+    options = {name: option for name, option in options.items() if name not in signature.parameters}
     parameters: list[inspect.Parameter] = []
     for own in signature.parameters.values():
         if own.name != parameter:

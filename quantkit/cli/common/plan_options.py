@@ -9,8 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
-from quantkit.cli.common.launch import PLACEMENT, Fit, OffloadPolicy, OffloadThreshold, placement_flags
+from quantkit.cli.common.launch import placement_flags
 from quantkit.cli.common.options import RepackPattern, with_options
+from quantkit.cli.common.run_options import PLACEMENT, Fit, OffloadPolicy, OffloadThreshold
 from quantkit.pipelines.options import PlanOptions
 
 Type = Annotated[str | None, typer.Option(metavar="TYPE", show_default=False)]

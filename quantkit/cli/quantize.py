@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from quantkit.evaluate.imatrix.one_pass import CalibrationOptions
     from quantkit.pipelines.api import QuantizeResult
 
+_PARTS = "Parts of a model"
+
 
 @takes_plan_options("fit", "bandwidth", "compute", "offload_threshold", "offload_policy")
 def quantize(
@@ -121,8 +123,35 @@ def quantize(
         Path | None,
         typer.Option(metavar="OLD", help="Like --partial-requant, but copy from OLD: a .gguf or .gguf.partial-job."),
     ] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--only",
+            metavar="REGEX",
+            help="Write only tensors whose name matches, as a part that `quantkit merge` joins. Repeatable.",
+            rich_help_panel=_PARTS,
+        ),
+    ] = None,
+    individual_tensors: Annotated[
+        str | None,
+        typer.Option(
+            "--individual-tensors",
+            metavar="N,…",
+            help="With --keep-split: write only these shards, and the first one. Other shards of IN may be missing.",
+            rich_help_panel=_PARTS,
+        ),
+    ] = None,
+    skip_first_shard: Annotated[
+        bool,
+        typer.Option(
+            "--skip-first-shard",
+            help="With --individual-tensors: do not write the first shard.",
+            rich_help_panel=_PARTS,
+        ),
+    ] = False,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Discard the results of an interrupted run instead of resuming it.")
+        bool,
+        typer.Option("--restart", "--fresh", help="Discard the results of an interrupted run instead of resuming it."),
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and write nothing.")] = False,
     verbose: Verbose = False,
@@ -166,7 +195,12 @@ def quantize(
         split_max_size=split_limit(split_max_size, split_max_tensors, keep_split),
         split_max_tensors=split_max_tensors,
         keep_split=keep_split,
+        only=only or (),
+        individual_tensors=(individual_tensors,) if individual_tensors else (),
+        skip_first_shard=skip_first_shard,
     )
+    if calibrate and (only or individual_tensors):
+        raise OptionError("--calibrate runs the model over all layers: --only and --individual-tensors need --imatrix")
     calibration = _calibration(calibrate_ctx, calibrate_chunks, propagate, second_moments, second_moments_size)
     if calibrate:
         from quantkit.evaluate.imatrix import one_pass
@@ -185,6 +219,9 @@ def quantize(
     if not json:
         print_left_out(getattr(job.model.file, "left_out", {}), getattr(job.model.file, "warnings", ()))
         print_plan(job.plan, verbose, devices)
+    if job.part is not None and not json:
+        shards = f" in {len(job.part.counts)} shard(s)" if job.part.shards else ""
+        print(f"a part: {len(job.part.names)} of {len(job.plan.tensors)} tensors are written{shards}")
     path = positional.out or default_out(source, job.plan.file_type.name)
     if positional.out is None and not json:
         print(f"OUT is not given: the output is {path}")
@@ -226,7 +263,7 @@ def _print_unfinished(out: Path) -> None:
     if left := unfinished(out):
         print(
             f"\n{left[0]} of {left[1]} tensors are done and saved in {out}.partial-job; run the same command to "
-            "resume, or add --fresh to start over",
+            "resume, or add --restart to start over",
             file=sys.stderr,
         )
 

@@ -200,6 +200,12 @@ class QuantizeOptions(TypeOptions):
         split_max_size     maximum bytes of tensors in a shard
         split_max_tensors  maximum number of tensors in a shard
         keep_split         split the output into the same shards as the input
+
+    Parts (pipelines/parts.py):
+
+        only               write only tensors whose name matches one of these regexes, as a part for `merge`
+        individual_tensors  with `keep_split`: write only these shards, numbers from 1, and the first one
+        skip_first_shard   with `individual_tensors`: do not write the first shard unless it is one of them
     """
 
     plan: PathLike | Mapping[str, Any] | None = None
@@ -214,6 +220,9 @@ class QuantizeOptions(TypeOptions):
     split_max_size: int | None = None
     split_max_tensors: int | None = None
     keep_split: bool = False
+    only: Sequence[str] = ()
+    individual_tensors: Sequence[int] | Sequence[str] = ()
+    skip_first_shard: bool = False
 
 
 @dataclass(frozen=True)

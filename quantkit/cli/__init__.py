@@ -83,7 +83,23 @@ def _tool_as_command(args: list[str]) -> list[str]:
     if command == "split":  # one tool for both directions
         command = "merge" if "--merge" in rest else "split"
         rest = [word for word in rest if word not in ("--merge", "--split")]
+    if command == "quantize" and "--repack" in rest:  # which ignores TYPE
+        return ["repack", *_without_type(rest)]
     return [command, *rest]
+
+
+def _without_type(words: list[str]) -> list[str]:
+    """The words of `llama-quantize --repack IN OUT TYPE [THREADS]` without the flag, TYPE and THREADS."""
+    kept, positional = [], 0
+    rest = iter(words)
+    for word in rest:
+        if word == "--repack-pattern":
+            kept += [word, next(rest, "")]
+        elif word.startswith("-"):
+            kept += [word] * (word != "--repack")
+        elif (positional := positional + 1) <= 2:
+            kept.append(word)
+    return kept
 
 
 def _module(command: str) -> Any:

@@ -22,7 +22,14 @@ FEW_PER_COLUMN = 4  # tokens; with fewer, over 1/5 of the correlations is noise;
 FEW_TOKENS = 32  # the mean of 32 squares of normal numbers has a relative error of 1/4; as in recipe.planning.lint
 
 Output = Annotated[
-    Path, typer.Option("--output", "-o", help="Output file: llama.cpp's GGUF format for .gguf, else the legacy format.")
+    Path,
+    typer.Option(
+        "--output",
+        "--output-file",
+        "-o",
+        metavar="FILE",
+        help="Output file: llama.cpp's GGUF format for .gguf, else the legacy format.",
+    ),
 ]
 Missing = Annotated[
     str,

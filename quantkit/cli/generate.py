@@ -64,6 +64,9 @@ def generate(
             show_default=False,
         ),
     ] = None,
+    display_prompt: Annotated[
+        bool, typer.Option("--display-prompt/--no-display-prompt", help="Print the prompt before the reply.")
+    ] = False,
     temp: Annotated[float, typer.Option("--temp", help="Temperature; 0: always the most likely token.", min=0)] = 0.8,
     top_k: Annotated[int, typer.Option(help="Sample from the K most likely tokens; 0: all.", min=0)] = 40,
     top_p: Annotated[
@@ -99,6 +102,8 @@ def generate(
     if ctx_size is None and n_predict >= 0:  # do not allocate the model's whole context
         n_ctx = max(1, min(n_ctx, len(tokens) + n_predict))
     loaded = launch.open(model, numerics=numerics, threads=threads, n_ctx=n_ctx, tokenizer=tokenizer)
+    if display_prompt and not json:
+        _show(text)
     result = loaded.generate(tokens, n_predict, sampling, None if json else _show)
     if json:
         print_json("quantkit.generate/1", _record(model, loaded, result, sampling))

@@ -22,6 +22,7 @@ from quantkit.cli.common.options import (
     split_limit,
 )
 from quantkit.cli.common.output import gib, mib, print_json, table
+from quantkit.cli.common.positional import refuse_type
 from quantkit.errors import printable
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ def run_repacking(source: Path, out: Path, options: RepackOptions, json: bool, *
     """Repack or unpack a file; print the changes first, then what was written."""
     from quantkit.pipelines import api
 
+    refuse_type(str(out), "OUT", "the types follow from those of IN")
     job = api.prepare_repack(source, options, unpack=unpack)
     for rule in job.placement.idle if job.placement else ():
         print(f"warning: {printable(rule.text)} decides no tensor", file=sys.stderr)

@@ -15,7 +15,6 @@ run, which is why --pure is required.
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -81,7 +80,9 @@ def open_source(path: Path, options: QuantizeOptions) -> GGUF | None:
     if not options.individual_tensors or not path.is_file():
         return None
     first = gguf.Shard(path)
-    paths = shards.set_paths(first.path, first.split_key("split.count", default=0))
+    if (count := first.split_key("split.count", default=0)) <= 1:
+        return None
+    paths = shards.set_paths(first.path, count)
     if all(other.exists() for other in paths):
         return None
     if not options.pure:
@@ -201,12 +202,10 @@ def _total(file: GGUF) -> int:
 def _places(file: GGUF, total: int) -> list[int]:
     """The places of a part's tensors in the whole file."""
     numbers = file.metadata.get(NUMBERS)
-    fits = isinstance(numbers, list) and all(isinstance(n, int) and 0 <= n < total for n in numbers)
-    if not fits or len(numbers) != len(file.tensors):
-        raise FormatError(
-            f"{file.path}: {NUMBERS} must list the places of {len(file.tensors)} tensors among {total}"
-        )  # fmt: skip
-    return list(numbers)
+    found = numbers if isinstance(numbers, list) else []
+    if len(found) != len(file.tensors) or not all(isinstance(n, int) and 0 <= n < total for n in found):
+        raise FormatError(f"{file.path}: {NUMBERS} must list the places of {len(file.tensors)} tensors among {total}")
+    return found
 
 
 def _require_same(first: GGUF, other: GGUF) -> None:
@@ -232,7 +231,7 @@ def _set_whole(metadata: Metadata, files: Sequence[GGUF], tensors: Sequence[Tens
         metadata.pop(key, None)
     if provenance.TENSORS not in metadata:
         return
-    known = functools.reduce(lambda found, file: found | provenance.records(file.metadata), files, dict())
+    known = {name: record for file in files for name, record in provenance.records(file.metadata).items()}
     records = [known[tensor.name] for tensor in tensors if tensor.name in known]
     metadata.set(provenance.SOURCE, provenance.of_sources(records), "str")
     metadata.set(provenance.TENSORS, [str(record) for record in records], "str")

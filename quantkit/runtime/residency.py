@@ -81,7 +81,7 @@ def read(
 
 def _fill(readinto: Callable[[memoryview], int | None], data: np.ndarray, tensor: Tensor) -> None:
     """Fill an array from a file."""
-    view, done = memoryview(data), 0
+    view, done = data.data, 0
     while done < len(view):
         got = readinto(view[done : done + (1 << 30)])
         if not got:

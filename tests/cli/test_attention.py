@@ -18,7 +18,7 @@ COMMANDS = {
     "imatrix": ["-f", "no.txt"],
     "compare": ["no.gguf", "-f", "no.txt"],
 }
-REFUSED = {"-ctk q9_0": "'q9_0' is not", "-ctv q3_K": "q3_K", "-fa=2": "No such option: -fa=2", "-mla 4": "-mla"}
+REFUSED = {"-ctk q9_0": "'q9_0' is not", "-ctv q3_K": "'q3_K' is not", "-fa 2": "'2' is not", "-mla 4": "-mla"}
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -25,8 +26,6 @@ from typer.core import TyperCommand
 _BARE = {"-fa": "on", "--flash-attn": "on"} | dict.fromkeys(
     ("-fmoe", "--fused-moe", "-rtr", "--run-time-repack", "-mmp", "--mmap", "-thp", "--transparent-huge-pages"), "1"
 )
-_SWITCH = r"(?:on|off|auto|0|1)"
-_SWITCHES = re.compile(rf"{_SWITCH}(?:,{_SWITCH})*", re.IGNORECASE)
 
 _METAVARS = {"int": "N", "float": "X", "Path": "FILE", "path": "FILE", "str": "TEXT"}  # for an option without one
 _TYPES = re.compile(r"<(?:list\[)?(int|float|Path|path|str)(?: range)?\]?>")
@@ -96,10 +95,15 @@ def _normalized(words: Sequence[str], options: dict[str, bool], fail: Callable[[
         if not options.get(word):
             continue
         following = words[i + 1] if i + 1 < len(words) else ""
-        if word in _BARE and not _SWITCHES.fullmatch(following):
+        if word in _BARE and not _is_switch(following):
             yield _BARE[word]
         elif i + 1 < len(words):
             yield words[next(rest)]
+
+
+def _is_switch(word: str) -> bool:
+    """Whether the word after an option of `_BARE` is its value, valid or not: `on`, `0,1`; not a file or an option."""
+    return re.fullmatch(r"\w+(,\w+)*", word) is not None and not os.path.exists(word)
 
 
 def takes_model(name: str = "model", *following: str) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -87,7 +87,7 @@ class ShardsOfSet(NamedTuple):
     """Some shards of a set: their numbers from 0, the number of all shards, and of the tensors in all of them."""
 
     numbers: tuple[int, ...]
-    count: int
+    shards: int
     tensors: int
 
 
@@ -185,7 +185,7 @@ def layouts(
     """The layout of every file that a Writer with these arguments writes: name, header, offsets of the tensors."""
     counts = _counts(path, specs, max_bytes, max_tensors, shards)
     if chosen is not None:
-        names = shard_names(path, chosen.count)
+        names = shard_names(path, chosen.shards)
         paths = [names[number] for number in chosen.numbers]
     else:
         paths = [path] if len(counts) == 1 and not numbered else shard_names(path, len(counts))
@@ -261,7 +261,7 @@ def _headers(
     for number, count in zip(chosen.numbers, counts, strict=True):
         own = _bare(metadata) if number == 0 else Metadata()
         own.set("split.no", number, "u16")
-        own.set("split.count", chosen.count, "u16")
+        own.set("split.count", chosen.shards, "u16")
         own.set("split.tensors.count", chosen.tensors, "i32")
         headers.append(_header(own, specs[first : first + count]))
         first += count

@@ -73,7 +73,7 @@ def _similar(name: str) -> str:
     return "" if name in commands() else ", ".join(difflib.get_close_matches(name, commands(), n=3, cutoff=0.5))
 
 
-def _tool_as_command(args: list[str]) -> list[str]:
+def as_command(args: list[str]) -> list[str]:
     """The words of a command line with the command's name for a tool of llama.cpp: `./bin/llama-cli` is generate."""
     words = args[1:] if args and args[0] in ("python", "python3") else args
     tool = re.split(r"[/\\]", words[0])[-1].removesuffix(".exe") if words else ""
@@ -126,7 +126,7 @@ class _Commands(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """As in any group, except that `imatrix show` is one name, because `imatrix MODEL` is a command too."""
-        args = _tool_as_command(args)
+        args = as_command(args)
         if len(args) > 1 and args[0] in commands() and args[1] in subcommands(args[0]):
             args = [" ".join(args[:2]), *args[2:]]
         elif args and not ctx.resilient_parsing and (similar := _similar(args[0])):

@@ -32,7 +32,7 @@ Threads = Annotated[
     typer.Option(
         "--threads",
         "-t",
-        help="Number of threads; default: the CPUs this process may use.",
+        help="Number of threads; default: QUANTKIT_THREADS, else the CPUs this process may use.",
         min=1,
         callback=checked_threads,
     ),

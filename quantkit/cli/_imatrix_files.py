@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -32,11 +32,8 @@ Output = Annotated[
     ),
 ]
 Missing = Annotated[
-    str,
-    typer.Option(
-        metavar="POLICY",
-        help="For experts without tokens: weight-one, layer-mean (mean of the layer's other experts) or error.",
-    ),
+    Literal["weight-one", "layer-mean", "error"],
+    typer.Option(help="For experts without tokens; layer-mean: the mean of the layer's other experts."),
 ]
 ModelFile = Annotated[
     Path | None, typer.Option("--model", "-m", metavar="GGUF", help="The model, to split legacy entries by expert.")

@@ -61,7 +61,10 @@ def bench(
     threads: Annotated[
         str | None,
         typer.Option(
-            "--threads", "-t", metavar="N,…", help="Number of threads; default: QUANTKIT_THREADS, else the CPUs this process may use."
+            "--threads",
+            "-t",
+            metavar="N,…",
+            help="Number of threads; default: QUANTKIT_THREADS, else the CPUs this process may use.",
         ),
     ] = None,
     warmup: Annotated[bool, typer.Option("--warmup/--no-warmup", help="Run each test once before, untimed.")] = True,

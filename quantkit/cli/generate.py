@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from quantkit.cli.common.command import takes_model
+from quantkit.cli.common.command import in_sections, takes_model
 from quantkit.cli.common.launch import Launch, runs_a_model
 from quantkit.cli.common.options import Json, Threads
 from quantkit.cli.common.output import print_json
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from quantkit.tokenizers.tokenizer import Tokenizer
 
 
+@in_sections(Sampling=["temp", "top_k", "top_p", "min_p", "repeat_penalty", "repeat_last_n", "seed"])
 @takes_model()
 @runs_a_model
 def generate(

@@ -17,7 +17,7 @@ from quantkit.cli._imatrix_files import (
     numbers,
     show,
 )
-from quantkit.cli.common.command import takes_model
+from quantkit.cli.common.command import in_sections, takes_model
 from quantkit.cli.common.evaluation import (
     Batch,
     ChunkLimit,
@@ -38,6 +38,11 @@ if TYPE_CHECKING:
     from quantkit.evaluate.progress import ChunkProgress
 
 
+@in_sections(
+    Text=["file", "shares", "chat", "ctx_size", "chunks", "from_chunk"],
+    Saving=["output", "in_file", "output_frequency", "save_frequency", "restart"],
+    Second_moments=["second_moments", "second_moments_size", "dry_run"],
+)
 @takes_model()
 @runs_a_model
 def imatrix(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quantkit.cli.common.command import takes_model
+from quantkit.cli.common.command import in_sections, takes_model
 from quantkit.cli.common.evaluation import (
     Batch,
     ChunkLimit,
@@ -33,6 +33,11 @@ if TYPE_CHECKING:
 _MIN_POSITIONS = 100
 
 
+@in_sections(
+    KL_divergence=["kl_divergence_base", "kl_divergence", "kl_divergence_bound"],
+    Multiple_choice_tasks=["hellaswag", "hellaswag_tasks", "winogrande", "winogrande_tasks", "multiple_choice",
+                           "multiple_choice_tasks", "binary_file"],
+)  # fmt: skip
 @takes_model()
 @runs_a_model
 def perplexity(

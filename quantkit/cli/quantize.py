@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from quantkit.cli.common.command import in_sections
 from quantkit.cli.common.options import (
     Json,
     KeepSplit,
@@ -30,9 +31,14 @@ if TYPE_CHECKING:
     from quantkit.evaluate.imatrix.one_pass import CalibrationOptions
     from quantkit.pipelines.api import QuantizeResult
 
-_PARTS = "Parts of a model"
 
-
+@in_sections(
+    Calibration=[
+        "calibrate", "calibrate_ctx", "calibrate_chunks", "propagate", "second_moments", "second_moments_size"
+    ],
+    Shards=["split_max_size", "split_max_tensors", "keep_split"],
+    Parts_of_a_model=["only", "individual_tensors", "skip_first_shard"],
+)  # fmt: skip
 @takes_plan_options("fit", "bandwidth", "compute", "offload_threshold", "offload_policy")
 def quantize(
     source: Annotated[
@@ -79,10 +85,8 @@ def quantize(
         int | None, typer.Option(metavar="N", help="At most N chunks of each text.", min=1)
     ] = None,
     propagate: Annotated[
-        str | None,
-        typer.Option(
-            metavar="WHICH", help="Weights that compute the inputs of the next layer: original (default) or quantized."
-        ),
+        Literal["original", "quantized"] | None,
+        typer.Option(help="Weights that compute the inputs of the next layer; default: original."),
     ] = None,
     second_moments: Annotated[
         str | None,
@@ -99,7 +103,7 @@ def quantize(
     hide_imatrix: Annotated[
         bool, typer.Option("--hide-imatrix", help="Do not store the name of the importance matrix in the output.")
     ] = False,
-    effort: Annotated[str, typer.Option(metavar="EFFORT", help="Encoder effort: fast, normal or best.")] = "normal",
+    effort: Annotated[Literal["fast", "normal", "best"], typer.Option(help="Encoder effort.")] = "normal",
     override_kv: Annotated[
         list[str] | None,
         typer.Option(metavar="KEY=TYPE:VALUE", help="Set a metadata key; TYPE is int, float, bool or str. Repeatable."),
@@ -129,7 +133,6 @@ def quantize(
             "--only",
             metavar="REGEX",
             help="Write only tensors whose name matches, as a part that `quantkit merge` joins. Repeatable.",
-            rich_help_panel=_PARTS,
         ),
     ] = None,
     individual_tensors: Annotated[
@@ -138,7 +141,6 @@ def quantize(
             "--individual-tensors",
             metavar="N,…",
             help="With --keep-split: write only these shards, and the first one. Other shards of IN may be missing.",
-            rich_help_panel=_PARTS,
         ),
     ] = None,
     skip_first_shard: Annotated[
@@ -146,7 +148,6 @@ def quantize(
         typer.Option(
             "--skip-first-shard",
             help="With --individual-tensors: do not write the first shard.",
-            rich_help_panel=_PARTS,
         ),
     ] = False,
     fresh: Annotated[

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -44,11 +44,8 @@ def repack(
         ),
     ] = None,
     runtime: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            help="With --for: the program of that run, ik_llama.cpp or quantkit. Its GPUs must take the types there.",
-        ),
+        Literal["ik_llama.cpp", "quantkit"],
+        typer.Option(help="With --for: the program of that run. Its GPUs must take the types there."),
     ] = "ik_llama.cpp",
     split_max_size: SplitMaxSize = None,
     split_max_tensors: SplitMaxTensors = None,

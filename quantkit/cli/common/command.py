@@ -10,6 +10,7 @@ Options are listed in sections by their `rich_help_panel`.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import functools
 import inspect
@@ -104,6 +105,31 @@ def _normalized(words: Sequence[str], options: dict[str, bool], fail: Callable[[
 def _is_switch(word: str) -> bool:
     """Whether the word after an option of `_BARE` is its value, valid or not: `on`, `0,1`; not a file or an option."""
     return re.fullmatch(r"\w+(,\w+)*", word) is not None and not os.path.exists(word)
+
+
+def in_sections(**sections: Sequence[str]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorator: list options in sections of the help page: `in_sections(KV_cache=["cache_type_k"])`."""
+
+    def group(command: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(command, eval_str=True)
+        parameters = dict(signature.parameters)
+        for section, names in sections.items():
+            for name in names:
+                own = parameters[name].annotation
+                parameters[name] = parameters[name].replace(annotation=in_section(own, section.replace("_", " ")))
+        command.__signature__ = signature.replace(parameters=list(parameters.values()))  # type: ignore[attr-defined]
+        command.__annotations__ = {name: parameter.annotation for name, parameter in parameters.items()}
+        return command
+
+    return group
+
+
+def in_section(annotation: Any, section: str) -> Any:
+    """The annotation of an option, listed in a section of the help page."""
+    kind, about = get_args(annotation)[:2]
+    about = copy.copy(about)
+    about.rich_help_panel = section
+    return Annotated[kind, about]
 
 
 def takes_model(name: str = "model", *following: str) -> Callable[[Callable[..., None]], Callable[..., None]]:

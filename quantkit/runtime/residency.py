@@ -8,8 +8,10 @@ the kernel for huge pages, which a mapped file of an ordinary file system cannot
 from __future__ import annotations
 
 import ctypes
+import itertools
 import mmap
 import os
+import re
 import resource
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -22,6 +24,7 @@ from quantkit.formats.gguf import Tensor
 from quantkit.formats.mapping import release
 
 _HUGE = 2 << 20  # bytes of a huge page on x86-64, and of the smallest ones on ARM
+_ALIGNMENT = 64  # bytes; a line of the CPU's cache
 _MADV_HUGEPAGE = 14  # of Linux
 _THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
@@ -38,18 +41,17 @@ class _Read(Tensor):
 
 @dataclass(frozen=True)
 class ReadWeights:
-    """What `read` did: bytes of the tensors, of the largest, and in huge pages (None if not asked for)."""
+    """What `read` did: bytes of the tensors, and how many of them are in huge pages (None if not asked for)."""
 
     nbytes: int
-    largest: int
     huge_bytes: int | None
 
     def why_no_huge_pages(self) -> str:
         """The reason why none of the weights is in a huge page."""
         if (setting := _huge_pages_setting()) in ("never", "unknown"):
             return f"the kernel has no transparent huge pages ({_THP} is {setting})"
-        if self.largest < _HUGE:
-            return f"the largest tensor has {self.largest} bytes, a huge page {_HUGE}"
+        if self.nbytes < _HUGE:
+            return f"the weights have {self.nbytes} bytes, a huge page {_HUGE}"
         return f"the kernel had no huge page free for {self.nbytes} bytes"
 
 
@@ -60,23 +62,25 @@ def read(
 
     With `huge_pages` the memory asks the kernel for huge pages. FormatError if a file ends before a tensor does.
     """
-    before, sizes = _huge_bytes(), [0]
-    result = dict(tensors)
-    by_file: dict[Path, list[Tensor]] = {}
-    for tensor in tensors.values():
-        if wanted(tensor):
-            by_file.setdefault(tensor.path, []).append(tensor)
-    for path, held in by_file.items():
+    chosen = sorted(filter(wanted, tensors.values()), key=lambda tensor: (str(tensor.path), tensor.offset))
+    memory = _memory(sum(_aligned(tensor.nbytes) for tensor in chosen), huge_pages)
+    result, start = dict(tensors), 0
+    for path, held in itertools.groupby(chosen, key=lambda tensor: tensor.path):
         with open(path, "rb", buffering=0) as file:
             for tensor in held:
-                data = _memory(tensor.nbytes, huge_pages)
+                data = memory[start : start + tensor.nbytes]
                 file.seek(tensor.offset)
                 _fill(file.readinto, data, tensor)
                 data.flags.writeable = False
                 release(tensor.stored)
                 result[tensor.name] = _Read(tensor, data)
-                sizes.append(tensor.nbytes)
-    return result, ReadWeights(sum(sizes), max(sizes), max(0, _huge_bytes() - before) if huge_pages else None)
+                start += _aligned(tensor.nbytes)
+    nbytes = sum(tensor.nbytes for tensor in chosen)
+    return result, ReadWeights(nbytes, min(nbytes, _huge_bytes(memory)) if huge_pages else None)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _fill(readinto: Callable[[memoryview], int | None], data: np.ndarray, tensor: Tensor) -> None:
@@ -93,8 +97,8 @@ def _fill(readinto: Callable[[memoryview], int | None], data: np.ndarray, tensor
 
 
 def _memory(nbytes: int, huge_pages: bool) -> np.ndarray:
-    """uint8[nbytes], not initialized; with `huge_pages` aligned to them, and madvised."""
-    if not huge_pages or nbytes < _HUGE:
+    """uint8[nbytes], not initialized; with `huge_pages` it begins at one, and the kernel is asked for them."""
+    if not huge_pages:
         return np.empty(nbytes, np.uint8)
     whole = np.empty(nbytes + _HUGE, np.uint8)
     start = -whole.ctypes.data % _HUGE
@@ -103,14 +107,19 @@ def _memory(nbytes: int, huge_pages: bool) -> np.ndarray:
     return data
 
 
-def _huge_bytes() -> int:
-    """Bytes of this process's anonymous memory that are in huge pages; 0 where the system does not tell."""
+def _huge_bytes(data: np.ndarray) -> int:
+    """Bytes in huge pages of the mappings that hold an array; 0 where the system does not tell."""
     try:
-        text = Path("/proc/self/smaps_rollup").read_text(encoding="ascii")
+        lines = Path("/proc/self/smaps").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return 0
-    found = [line.split()[1] for line in text.splitlines() if line.startswith("AnonHugePages:")]
-    return 1024 * int(found[0]) if found else 0
+    first, last, found, inside = data.ctypes.data, data.ctypes.data + data.nbytes, 0, False
+    for line in lines:
+        if match := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(match[1], 16) < last and int(match[2], 16) > first
+        elif inside and line.startswith("AnonHugePages:"):
+            found += 1024 * int(line.split()[1])
+    return found
 
 
 def _huge_pages_setting() -> str:

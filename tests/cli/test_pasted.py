@@ -110,7 +110,7 @@ LINES = [
     Line(
         "llama-sweep-bench --model model-q8_0.gguf -c 64 -b 32 -ub 512 -rtr -t 2 -thp --numa distribute -nrep 2",
         (r"\|\s+32 \|",),
-        ("-thp has no effect: the largest tensor", "--numa distribute has no effect"),
+        ("-thp", "--numa distribute has no effect"),
     ),
     # llama-bench
     Line(

@@ -56,11 +56,11 @@ def test_a_file_that_became_shorter_is_an_error(tiny: Path, tmp_path: Path) -> N
 
 
 def test_huge_pages(tmp_path: Path) -> None:
-    """Memory for huge pages begins at one, and a tensor smaller than one has none."""
+    """Memory for huge pages begins at one; weights smaller than one have none."""
     data = residency._memory(5 << 20, huge_pages=True)
     assert data.ctypes.data % (2 << 20) == 0
     assert data.nbytes == 5 << 20
-    small = residency.ReadWeights(1000, 1000, 0)
+    small = residency.ReadWeights(1000, 0)
     assert small.why_no_huge_pages()
     assert "1000" in small.why_no_huge_pages() or "transparent_hugepage" in small.why_no_huge_pages()
 
@@ -68,7 +68,7 @@ def test_huge_pages(tmp_path: Path) -> None:
 def test_what_the_kernel_says_about_huge_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     setting = tmp_path / "enabled"
     monkeypatch.setattr(residency, "_THP", setting)
-    weights = residency.ReadWeights(9 << 20, 8 << 20, 0)
+    weights = residency.ReadWeights(9 << 20, 0)
     assert "is unknown" in weights.why_no_huge_pages()
     setting.write_text("always madvise [never]\n", encoding="ascii")
     assert "is never" in weights.why_no_huge_pages()

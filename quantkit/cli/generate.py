@@ -78,7 +78,10 @@ def generate(
     repeat_last_n: Annotated[int, typer.Option(help="Number of recent tokens for --repeat-penalty.", min=0)] = 64,
     seed: Annotated[int | None, typer.Option("--seed", "-s", help="Random seed; default: a new one.", min=0)] = None,
     ctx_size: Annotated[
-        int | None, typer.Option("--ctx-size", "-c", help="Context size in tokens; default: the model's.", min=1)
+        int | None,
+        typer.Option(
+            "--ctx-size", "-c", help="Context size in tokens; 0: the model's; default: as many as are needed.", min=0
+        ),
     ] = None,
     numerics: Annotated[
         Literal["exact", "fast"],

@@ -12,7 +12,6 @@ import itertools
 import mmap
 import os
 import re
-import resource
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,7 @@ from quantkit.formats.mapping import release
 
 _HUGE = 2 << 20  # bytes of a huge page on x86-64, and of the smallest ones on ARM
 _ALIGNMENT = 64  # bytes; a line of the CPU's cache
-_MADV_HUGEPAGE = 14  # of Linux
+_MADV_HUGEPAGE = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux alone has it
 _THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
@@ -103,7 +102,8 @@ def _memory(nbytes: int, huge_pages: bool) -> np.ndarray:
     whole = np.empty(nbytes + _HUGE, np.uint8)
     start = -whole.ctypes.data % _HUGE
     data = whole[start : start + nbytes]
-    _libc().madvise(ctypes.c_void_p(data.ctypes.data), ctypes.c_size_t(nbytes // _HUGE * _HUGE), _MADV_HUGEPAGE)
+    if _MADV_HUGEPAGE is not None:
+        _libc().madvise(ctypes.c_void_p(data.ctypes.data), ctypes.c_size_t(nbytes // _HUGE * _HUGE), _MADV_HUGEPAGE)
     return data
 
 
@@ -152,18 +152,28 @@ class LockedWeights:
 def lock(tensors: Iterable[Tensor]) -> LockedWeights:
     """Lock the tensors' pages in memory until the process ends. It stops at the first that the system refuses."""
     held = list(tensors)
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     locked, error = 0, ""
     for tensor in held:
         if error := _mlock(tensor.stored):
             break
         locked += tensor.nbytes
-    limit = None if soft == resource.RLIM_INFINITY else soft
-    return LockedWeights(sum(tensor.nbytes for tensor in held), locked, limit, error)
+    return LockedWeights(sum(tensor.nbytes for tensor in held), locked, _lock_limit(), error)
+
+
+def _lock_limit() -> int | None:
+    """Bytes that this process may lock; None without a limit."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if soft == resource.RLIM_INFINITY else soft
 
 
 def _mlock(data: np.ndarray) -> str:
     """Lock the pages that hold an array; the system's reason if it refuses, empty if it does not."""
+    if os.name == "nt":
+        return "Windows has no mlock"
     start = data.ctypes.data // mmap.PAGESIZE * mmap.PAGESIZE
     nbytes = data.ctypes.data + data.nbytes - start
     if _libc().mlock(ctypes.c_void_p(start), ctypes.c_size_t(nbytes)):

@@ -73,6 +73,12 @@ LINES = [
         "--process-output --threads 2 -mla 1 -fmoe",
         files=("moe.gguf",),
     ),
+    Line(
+        "llama-imatrix -m model-q8_0.gguf -f - -o stdin.dat --chunks 1",
+        ("Final estimate",),
+        ("of -, batch",),
+        ("stdin.dat",),
+    ),
     # llama-perplexity
     Line(
         "./llama-perplexity -m moe-bf16.gguf -f wiki.txt -fa -fmoe -mla 3 -amb 512 -ctk f16 -c 512 --seed 1337 "
@@ -167,6 +173,10 @@ LINES = [
     Line(
         "plan -m moe-bf16.gguf IQ2_K_R4 -ngl 99 -ot 'blk\\.(0)\\.ffn_.*=CUDA0' -ot exps=CPU -c 1024 -ctk q8_0",
         ("CUDA0", "CPU"),
+    ),
+    Line(
+        "compare model-bf16.gguf -m model-q8_0.gguf,ggml-model-Q4_0.gguf -f - -c 128 --chunks 2 -b 512 -tb 2",
+        ("model-q8_0", "ggml-model-Q4_0"),
     ),
     Line("quantize model-bf16.gguf part.gguf Q4_0 --only 'blk\\.0\\.'", ("9 of 21 tensors",), files=("part.gguf",)),
 ]

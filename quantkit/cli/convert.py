@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from quantkit.pipelines.conversion.plan import Conversion
 
 _BOUNDED_MEMORY = "Memory use does not grow with the model."
+_NO_LOG_LEVELS = "The command has no log levels."
 
 
 def convert(
@@ -69,6 +70,9 @@ def convert(
     no_lazy: Annotated[
         bool, typer.Option("--no-lazy", help=_BOUNDED_MEMORY, rich_help_panel=without_effect.PANEL)
     ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help=_NO_LOG_LEVELS, rich_help_panel=without_effect.PANEL)
+    ] = False,
     json: Json = False,
 ) -> None:
     """Convert a Hugging Face checkpoint to GGUF.
@@ -83,9 +87,13 @@ def convert(
         raise typer.BadParameter(f"the output is given twice: {out} and --outfile {outfile}; drop one of them")
     target = outfile or out or str(source / "{name}-{FTYPE}.gguf")
     refuse_type(target, "OUT.gguf", "the type of the matrices is --outtype")
-    for flag, given in (("--use-temp-file", use_temp_file), ("--no-lazy", no_lazy)):
+    for flag, given, reason in (
+        ("--use-temp-file", use_temp_file, _BOUNDED_MEMORY),
+        ("--no-lazy", no_lazy, _BOUNDED_MEMORY),
+        ("--verbose", verbose, _NO_LOG_LEVELS),
+    ):
         if given:
-            print(f"note: {flag} has no effect: {_BOUNDED_MEMORY[0].lower()}{_BOUNDED_MEMORY[1:-1]}", file=sys.stderr)
+            print(f"note: {without_effect.line(flag, reason)}", file=sys.stderr)
     if vision != "drop":
         raise UnsupportedError(f"--vision {vision}: image and audio encoders are not converted; only drop is supported")
     size = None if split_max_size is None else parse_size(split_max_size)

@@ -165,8 +165,8 @@ LINES = [
     ),
     Line("python3 ./convert_hf_to_gguf.py --outtype q8_0 MOE_DIR/", files=("MOE_DIR/MOE_DIR-Q8_0.gguf",)),
     Line(
-        "convert_hf_to_gguf.py --outtype bf16 --outfile conv/big.gguf HF_DIR/ --split-max-size 1M --no-lazy",
-        err=("--no-lazy has no effect",),
+        "convert_hf_to_gguf.py --outtype bf16 --outfile conv/big.gguf HF_DIR/ --split-max-size 1M --no-lazy --verbose",
+        err=("--no-lazy has no effect", "--verbose has no effect: the command has no log levels"),
         files=("conv/big-00001-of-00003.gguf",),
     ),
     # what the other programs have no tool for, with their flags
@@ -226,6 +226,15 @@ def test_a_pasted_line_runs(
         assert re.search(pattern, err, re.M), f"{pattern} is not in\n{err}"
     for name in pasted.files:
         assert Path(name).stat().st_size > 0
+
+
+def test_nothing_is_said_about_options_that_are_not_given(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    for line in ("sweep-bench model-q8_0.gguf -c 16 -b 8", "generate model-q8_0.gguf -p x -n 1 -s 1 -ngl 0"):
+        assert cli.main(shlex.split(line)) == 0
+        assert "note:" not in capsys.readouterr().err
 
 
 def test_there_are_thirty() -> None:

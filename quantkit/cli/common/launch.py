@@ -104,16 +104,9 @@ class Launch:
         return model
 
     def _placement_flags(self) -> Flags:
-        """The placement; -ngl without a GPU is ignored with a note, as llama.cpp does."""
+        """The placement. Without --devices there is no GPU, and -ngl is ignored, as in llama.cpp (`_print_notes`)."""
         given = {name: self.given[name] for name in PLACEMENT}
-        if given["gpu_layers"] and not given["devices"]:
-            print(
-                f"note: -ngl {given['gpu_layers']} has no effect: the model runs on the CPU; "
-                "for a GPU pass --devices cuda:0",
-                file=sys.stderr,
-            )
-            given["gpu_layers"] = None
-        return placement_flags(given)
+        return placement_flags(given if given["devices"] else given | {"gpu_layers": None})
 
     def print_profiles(self) -> None:
         """Print the tables of --profile to stderr."""
@@ -168,15 +161,24 @@ def runs_variants(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _launch(given: Mapping[str, Any]) -> Launch:
-    for note in without_effect.notes(given):
-        print(f"note: {note}", file=sys.stderr)
+    _print_notes(given)
     return Launch(given)
 
 
 def _launches(given: Mapping[str, Any]) -> list[Launch]:
-    for note in without_effect.notes(given):
-        print(f"note: {note}", file=sys.stderr)
+    _print_notes(given)
     return [Launch(values) for values in bench_lists.combinations(given)]
+
+
+def _print_notes(given: Mapping[str, Any]) -> None:
+    """Print to stderr which of the options have no effect, and why."""
+    notes = list(without_effect.notes(given))
+    if given["gpu_layers"] and not given["devices"]:
+        notes.append(
+            f"-ngl {given['gpu_layers']} has no effect: the model runs on the CPU; for a GPU pass --devices cuda:0"
+        )
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
 
 
 def _require_gpus(devices: str | None) -> None:

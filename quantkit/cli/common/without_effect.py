@@ -60,4 +60,9 @@ def notes(given: Mapping[str, Any]) -> Iterator[str]:
         value = given.get(name)
         if value is not None:
             flag = option.flags[-1] if value is True else f"{option.flags[-1]} {value}"
-            yield f"{flag} has no effect: {option.reason[0].lower()}{option.reason[1:].rstrip('.')}"
+            yield line(flag, option.reason)
+
+
+def line(flag: str, reason: str) -> str:
+    """What is said about an option that is given; `reason` is its help, a sentence."""
+    return f"{flag} has no effect: {reason[0].lower()}{reason[1:].rstrip('.')}"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from quantkit.cli.common.command import takes_model
+from quantkit.cli.common.command import in_sections, takes_model
 from quantkit.cli.common.launch import Launch, runs_variants
 from quantkit.cli.common.options import Json, checked_threads
 from quantkit.cli.common.output import gib, print_json
@@ -31,6 +31,10 @@ FastNumerics = Annotated[
 _COLUMNS = ("model", "size", "params", "backend", "threads", "test", "t/s", "GB/s", "of memory")
 
 
+@in_sections(
+    Tests=["n_prompt", "n_gen", "n_depth", "prompt_and_gen", "gen_after_prompt", "repetitions", "threads", "warmup",
+           "numerics"],
+)  # fmt: skip
 @takes_model("models")
 @runs_variants
 def bench(

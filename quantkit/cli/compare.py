@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quantkit.cli.common.command import takes_model
+from quantkit.cli.common.command import in_sections, takes_model
 from quantkit.cli.common.evaluation import Batch, ChunkLimit, Context, Numerics, ThreadsBatch, markdown, on_message
 from quantkit.cli.common.launch import Launch, runs_a_model
 from quantkit.cli.common.options import Json, Threads
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 _SCHEMA = "quantkit.compare/1"
 
 
+@in_sections(
+    Evaluation=["file", "ctx_size", "chunks", "batch_size", "noise_floor", "layers", "speed", "numerics"],
+    Reports=["plot", "html", "output", "as_markdown", "json"],
+)
 @takes_model("models")
 @runs_a_model
 def compare(
@@ -31,7 +35,9 @@ def compare(
     ],
     file: Annotated[
         list[Path] | None,
-        typer.Option("--file", "-f", help="Text file, UTF-8. Repeatable: each text is a domain.", show_default=False),
+        typer.Option(
+            "--file", "-f", help="Text file, UTF-8; - is stdin. Repeatable: each text is a domain.", show_default=False
+        ),
     ] = None,
     ctx_size: Context = 512,
     chunks: ChunkLimit = None,

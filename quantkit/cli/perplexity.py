@@ -34,6 +34,8 @@ _MIN_POSITIONS = 100
 
 
 @in_sections(
+    Evaluation=["file", "ctx_size", "chunks", "batch_size", "ppl_stride", "jsonl", "ppl_output_type", "by_layer",
+                "numerics"],
     KL_divergence=["kl_divergence_base", "kl_divergence", "kl_divergence_bound"],
     Multiple_choice_tasks=["hellaswag", "hellaswag_tasks", "winogrande", "winogrande_tasks", "multiple_choice",
                            "multiple_choice_tasks", "binary_file"],

@@ -135,7 +135,7 @@ def test_commands_are_understood(block: Block) -> None:
 
 def parse(args: list[str]) -> None:
     """Fail where the command line does not take these arguments; nothing is run."""
-    command, *rest = args
+    command, *rest = cli.as_command(args)
     if command in ("--help", "--version", "--install-completion"):
         return
     assert command in cli.commands(), f"no such command: {command}"

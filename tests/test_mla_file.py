@@ -164,7 +164,7 @@ def test_as_typed(both: Path, tmp_path: Path, capsys: Any) -> None:
     assert 0 < record["made"][0]["relative_error"] <= record["largest_relative_error"] < 0.004
     assert "nothing to do" in run(out, tmp_path / "n.gguf", "--layout", "both")
     assert not (tmp_path / "n.gguf").exists()
-    assert "unknown layout 'all'" in run(out, tmp_path / "n.gguf", "--layout", "all", status=1)
+    assert "'all' is not one of" in run(out, tmp_path / "n.gguf", "--layout", "all", status=2)
     assert "this is the input" in run(out, out, "--layout", "kv_b", status=1)
     for kind in ("q8_0_r8", "iq2_xxs"):
         message = run(out, tmp_path / "n.gguf", "--layout", "kv_b", "--type", kind, status=1)

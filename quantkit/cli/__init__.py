@@ -17,6 +17,7 @@ import difflib
 import functools
 import importlib
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -26,13 +27,22 @@ import typer
 from typer.core import TyperGroup
 
 from quantkit import __version__
+from quantkit.cli.common.command import Command
 from quantkit.cli.common.terminal import escaped_controls, message
 from quantkit.errors import OptionError, QuantkitError, printable
 
 # The order of the help page, by when a user needs them. A command that is not listed comes last.
 _ORDER = ("demo", "convert", "export", "imatrix", "recipe", "plan", "quantize", "repack", "unpack", "perplexity",
-          "compare", "bench", "sweep-bench", "generate", "inspect", "diff", "verify", "split", "merge",
+          "compare", "bench", "sweep-bench", "batched-bench", "generate", "inspect", "diff", "verify", "split", "merge",
           "metadata", "types")  # fmt: skip
+
+# llama.cpp's tools and their commands: a line for one can be pasted behind `quantkit` as it is.
+_TOOLS = {
+    "llama-batched-bench": "batched-bench", "llama-bench": "bench", "llama-cli": "generate",
+    "llama-completion": "generate", "llama-imatrix": "imatrix", "llama-perplexity": "perplexity",
+    "llama-quantize": "quantize", "llama-sweep-bench": "sweep-bench", "convert_hf_to_gguf.py": "convert",
+    "llama-gguf-split": "split",
+}  # fmt: skip
 
 INTERRUPTED = 130
 BROKEN_PIPE = 141
@@ -63,6 +73,35 @@ def _similar(name: str) -> str:
     return "" if name in commands() else ", ".join(difflib.get_close_matches(name, commands(), n=3, cutoff=0.5))
 
 
+def as_command(args: list[str]) -> list[str]:
+    """The words of a command line with the command's name for a tool of llama.cpp: `./bin/llama-cli` is generate."""
+    words = args[1:] if args and args[0] in ("python", "python3") else args
+    tool = re.split(r"[/\\]", words[0])[-1].removesuffix(".exe") if words else ""
+    if tool not in _TOOLS:
+        return args
+    command, rest = _TOOLS[tool], words[1:]
+    if command == "split":  # one tool for both directions
+        command = "merge" if "--merge" in rest else "split"
+        rest = [word for word in rest if word not in ("--merge", "--split")]
+    if command == "quantize" and "--repack" in rest:  # which ignores TYPE
+        return ["repack", *_without_type(rest)]
+    return [command, *rest]
+
+
+def _without_type(words: list[str]) -> list[str]:
+    """The words of `llama-quantize --repack IN OUT TYPE [THREADS]` without the flag, TYPE and THREADS."""
+    kept, positional = [], 0
+    rest = iter(words)
+    for word in rest:
+        if word == "--repack-pattern":
+            kept += [word, next(rest, "")]
+        elif word.startswith("-"):
+            kept += [word] * (word != "--repack")
+        elif (positional := positional + 1) <= 2:
+            kept.append(word)
+    return kept
+
+
 def _module(command: str) -> Any:
     return importlib.import_module(f"{__name__}.{command.replace('-', '_')}")
 
@@ -70,7 +109,8 @@ def _module(command: str) -> Any:
 def parser(*path: str) -> Any:
     """The parser that typer builds for a command or a subcommand."""
     single = typer.Typer(add_completion=False, rich_markup_mode=None)
-    single.command(name=" ".join(path), context_settings=_SETTINGS)(_with_exit_status(load(*path)))
+    settings: dict[str, Any] = {"name": " ".join(path), "cls": Command, "context_settings": _SETTINGS}
+    single.command(**settings)(_with_exit_status(load(*path)))
     return typer.main.get_command(single)
 
 
@@ -86,6 +126,7 @@ class _Commands(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """As in any group, except that `imatrix show` is one name, because `imatrix MODEL` is a command too."""
+        args = as_command(args)
         if len(args) > 1 and args[0] in commands() and args[1] in subcommands(args[0]):
             args = [" ".join(args[:2]), *args[2:]]
         elif args and not ctx.resilient_parsing and (similar := _similar(args[0])):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -22,14 +22,18 @@ FEW_PER_COLUMN = 4  # tokens; with fewer, over 1/5 of the correlations is noise;
 FEW_TOKENS = 32  # the mean of 32 squares of normal numbers has a relative error of 1/4; as in recipe.planning.lint
 
 Output = Annotated[
-    Path, typer.Option("--output", "-o", help="Output file: llama.cpp's GGUF format for .gguf, else the legacy format.")
+    Path,
+    typer.Option(
+        "--output",
+        "--output-file",
+        "-o",
+        metavar="FILE",
+        help="Output file: llama.cpp's GGUF format for .gguf, else the legacy format.",
+    ),
 ]
 Missing = Annotated[
-    str,
-    typer.Option(
-        metavar="POLICY",
-        help="For experts without tokens: weight-one, layer-mean (mean of the layer's other experts) or error.",
-    ),
+    Literal["weight-one", "layer-mean", "error"],
+    typer.Option(help="For experts without tokens; layer-mean: the mean of the layer's other experts."),
 ]
 ModelFile = Annotated[
     Path | None, typer.Option("--model", "-m", metavar="GGUF", help="The model, to split legacy entries by expert.")

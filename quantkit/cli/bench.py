@@ -4,37 +4,44 @@ from __future__ import annotations
 
 import csv
 import gc
+import itertools
 import math
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from quantkit.cli.common.launch import Launch, runs_a_model
+from quantkit.cli.common.command import in_sections, takes_model
+from quantkit.cli.common.launch import Launch, runs_variants
 from quantkit.cli.common.options import Json, checked_threads
 from quantkit.cli.common.output import gib, print_json
-from quantkit.errors import QuantkitError, UnknownNameError
+from quantkit.errors import QuantkitError
 
 if TYPE_CHECKING:
     from quantkit.evaluate.bench import Case, MeasuredSpeed
     from quantkit.runtime.model import Model
 
 FastNumerics = Annotated[
-    str,
-    typer.Option(
-        "--numerics", metavar="exact|fast", help="exact: float32 activations; fast: quantized where that is faster."
-    ),
+    Literal["exact", "fast"],
+    typer.Option("--numerics", help="exact: float32 activations; fast: quantized where that is faster."),
 ]
-_FORMATS = ("md", "csv", "json", "jsonl")
 _COLUMNS = ("model", "size", "params", "backend", "threads", "test", "t/s", "GB/s", "of memory")
 
 
-@runs_a_model
+@in_sections(
+    Tests=["n_prompt", "n_gen", "n_depth", "prompt_and_gen", "gen_after_prompt", "repetitions", "threads", "warmup",
+           "numerics"],
+)  # fmt: skip
+@takes_model("models")
+@runs_variants
 def bench(
-    models: Annotated[list[Path], typer.Argument(help="GGUF files, or any shard of a split one.")],
+    models: Annotated[
+        list[Path],
+        typer.Argument(metavar="MODEL…", help="GGUF files, or any shard of a split one.", show_default=False),
+    ],
     n_prompt: Annotated[
         str, typer.Option("--n-prompt", "-p", metavar="N,…", help="Prompt tokens; 0: no prompt test.")
     ] = "512",
@@ -58,13 +65,18 @@ def bench(
     threads: Annotated[
         str | None,
         typer.Option(
-            "--threads", "-t", metavar="N,…", help="Number of threads; default: the CPUs this process may use."
+            "--threads",
+            "-t",
+            metavar="N,…",
+            help="Number of threads; default: QUANTKIT_THREADS, else the CPUs this process may use.",
         ),
     ] = None,
     warmup: Annotated[bool, typer.Option("--warmup/--no-warmup", help="Run each test once before, untimed.")] = True,
     numerics: FastNumerics = "fast",
-    launch: Launch = None,  # type: ignore[assignment]  # the decorator gives it
-    output: Annotated[str, typer.Option("--output", "-o", metavar="md|csv|json|jsonl", help="Output format.")] = "md",
+    launches: Sequence[Launch] = (),  # the decorator gives it
+    output: Annotated[
+        Literal["md", "csv", "json", "jsonl"], typer.Option("--output", "-o", help="Output format.")
+    ] = "md",
     json: Json = False,
 ) -> None:
     """Time prompt processing and token generation.
@@ -77,26 +89,26 @@ def bench(
     from quantkit.evaluate.conditions import run_conditions
 
     form = "json" if json else output
-    if form not in _FORMATS:
-        raise UnknownNameError("output format", form, _FORMATS)
     cases = _cases(n_prompt, n_gen, n_depth, prompt_and_gen or [], gen_after_prompt or [])
     longest = max(case.n_ctx for case in cases)
-    counts = [checked_threads(count) for count in (_numbers("-t", threads, 1) if threads else [None])]
+    counts = [checked_threads(count) for count in (integers("-t", threads, 1) if threads else [None])]
     rows: list[dict[str, Any]] = []
+    columns = varying_columns([launch_record(launch.given) for launch in launches])
 
-    def timed(path: Path, model: Model) -> None:
+    def timed(path: Path, model: Model, options: dict[str, Any]) -> None:
         memory = measure.read_speed(model)
         about = run_conditions(model) | {"repetitions": repetitions}
         print(f"{path}: {bench_conditions_line(about, memory)}", file=sys.stderr)
         for speed in measure.bench(model, cases, repetitions, warmup=warmup):
-            row = _model_record(model, path) | about | record(speed, memory)
+            row = _model_record(model, path) | about | options | record(speed, memory)
             rows.append(row)
-            _show(row, form, first=len(rows) == 1)
+            _show(row, form, columns, first=len(rows) == 1)
 
-    for path in models:
-        for count in counts:
-            timed(path, launch.open(path, numerics=numerics, threads=count, n_ctx=longest))
-            gc.collect()  # a model has reference cycles; the next one needs its memory
+    for path, launch, count in itertools.product(models, launches, counts):
+        opened = launch.open(path, numerics=numerics, threads=count, n_ctx=longest)
+        timed(path, opened, launch_record(launch.given))
+        del opened
+        gc.collect()  # a model has reference cycles; the next one needs its memory
     if form == "json":
         print_json("quantkit.bench/1", {"runs": rows})
 
@@ -106,9 +118,9 @@ def _cases(prompts: str, answers: str, depths: str, both: list[str], after: list
     from quantkit.evaluate.bench import Case
 
     cases = []
-    for depth in _numbers("-d", depths, 0):
-        cases += [Case(n, 0, depth) for n in _numbers("-p", prompts, 0) if n]
-        cases += [Case(0, n, depth) for n in _numbers("-n", answers, 0) if n]
+    for depth in integers("-d", depths, 0):
+        cases += [Case(n, 0, depth) for n in integers("-p", prompts, 0) if n]
+        cases += [Case(0, n, depth) for n in integers("-n", answers, 0) if n]
     cases += [Case(*_pair("-pg", text)) for text in both]
     cases += [Case(0, *_pair("-gp", text)) for text in after]
     if not cases:
@@ -116,7 +128,7 @@ def _cases(prompts: str, answers: str, depths: str, both: list[str], after: list
     return cases
 
 
-def _numbers(option: str, text: str, minimum: int) -> list[int]:
+def integers(option: str, text: str, minimum: int) -> list[int]:
     """The integers of a comma-separated list."""
     parts = text.split(",")
     if not all(part.strip().isdecimal() and int(part) >= minimum for part in parts):
@@ -127,7 +139,7 @@ def _numbers(option: str, text: str, minimum: int) -> list[int]:
 
 
 def _pair(option: str, text: str) -> tuple[int, int]:
-    numbers = _numbers(option, text, 1)
+    numbers = integers(option, text, 1)
     if len(numbers) != 2:
         raise typer.BadParameter(f"{option} {text}: write two numbers of tokens, for example 512,128")
     return numbers[0], numbers[1]
@@ -138,6 +150,26 @@ def _model_record(model: Model, path: Path) -> dict[str, Any]:
     count = sum(math.prod(tensor.shape) for tensor in model.weights.values())
     return {"model_filename": str(path), "model_type": model.hparams.arch, "model_size": model.size_bytes,
             "model_n_params": count, "backend": "CPU"}  # fmt: skip
+
+
+def launch_record(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that take lists, under llama-bench's keys."""
+    return {
+        "flash_attn": given["flash_attn"] == "on",
+        "type_k": given["cache_type_k"],
+        "type_v": given["cache_type_v"],
+        "mla_attn": given["mla"],
+        "attn_max_batch": given["attention_max_batch"],
+        "fused_moe": given["fused_moe"],
+        "repack": given["run_time_repack"],
+        "use_mmap": given["mmap"] and not given["huge_pages"],
+        "use_thp": given["huge_pages"],
+    }
+
+
+def varying_columns(variants: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The keys whose values are not the same in all variants."""
+    return [key for key in variants[0] if len({variant[key] for variant in variants}) > 1]
 
 
 def record(speed: MeasuredSpeed, memory: float) -> dict[str, Any]:
@@ -165,7 +197,7 @@ def bench_conditions_line(about: Mapping[str, object], memory: float) -> str:
     return ", ".join(f"{key} {value}" for key, value in about.items()) + f"; memory {memory / 1e9:.1f} GB/s"
 
 
-def _show(row: dict[str, Any], form: str, first: bool) -> None:
+def _show(row: dict[str, Any], form: str, columns: Sequence[str], first: bool) -> None:
     """Print a row as soon as it is measured. JSON is printed as one document at the end."""
     if form == "jsonl":
         print_json("quantkit.bench-run/1", row)
@@ -176,13 +208,20 @@ def _show(row: dict[str, Any], form: str, first: bool) -> None:
             writer.writeheader()
         writer.writerow(flat)
     elif form == "md":
-        cells = [Path(row["model_filename"]).name, gib(row["model_size"]), f"{row['model_n_params'] / 1e9:.3f} B",
-                 row["backend"], row["threads"], row["test"], f"{row['median_ts']:.2f} ± {row['stddev_ts']:.2f}",
-                 *shares(row)]  # fmt: skip
+        model = [Path(row["model_filename"]).name, gib(row["model_size"]), f"{row['model_n_params'] / 1e9:.3f} B"]
+        options = [row["backend"], row["threads"], *(_cell(row[key]) for key in columns)]
+        speed = [row["test"], f"{row['median_ts']:.2f} ± {row['stddev_ts']:.2f}", *shares(row)]
+        cells = [*model, *options, *speed]
         if first:
-            print("| " + " | ".join(_COLUMNS) + " |\n|" + " --- |" * 4 + " ---: |" * 5)
+            header = [*_COLUMNS[:5], *columns, *_COLUMNS[5:]]
+            print("| " + " | ".join(header) + " |\n|" + " --- |" * 4 + " ---: |" * (len(header) - 4))
         print("| " + " | ".join(map(str, cells)) + " |")
     sys.stdout.flush()
+
+
+def _cell(value: object) -> str:
+    """A value of an option: a switch as 0 or 1, a default as a dash."""
+    return "-" if value is None else str(int(value) if isinstance(value, bool) else value)
 
 
 def shares(row: dict[str, Any]) -> list[str]:

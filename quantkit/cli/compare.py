@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quantkit.cli.common.evaluation import Batch, ChunkLimit, Context, Numerics, markdown, on_message
+from quantkit.cli.common.command import in_sections, takes_model
+from quantkit.cli.common.evaluation import Batch, ChunkLimit, Context, Numerics, ThreadsBatch, markdown, on_message
 from quantkit.cli.common.launch import Launch, runs_a_model
 from quantkit.cli.common.options import Json, Threads
 from quantkit.cli.common.output import json_text, print_json, table, with_schema
@@ -19,13 +20,24 @@ if TYPE_CHECKING:
 _SCHEMA = "quantkit.compare/1"
 
 
+@in_sections(
+    Evaluation=["file", "ctx_size", "chunks", "batch_size", "noise_floor", "layers", "speed", "numerics"],
+    Reports=["plot", "html", "output", "as_markdown", "json"],
+)
+@takes_model("models")
 @runs_a_model
 def compare(
-    reference: Annotated[Path, typer.Argument(help="The model to compare with.")],
-    models: Annotated[list[Path], typer.Argument(help="GGUF files with the same vocabulary.")],
+    reference: Annotated[
+        Path, typer.Argument(metavar="REFERENCE", help="The model to compare with.", show_default=False)
+    ],
+    models: Annotated[
+        list[Path], typer.Argument(metavar="MODEL…", help="GGUF files with the same vocabulary.", show_default=False)
+    ],
     file: Annotated[
         list[Path] | None,
-        typer.Option("--file", "-f", help="Text file, UTF-8. Repeatable: each text is a domain.", show_default=False),
+        typer.Option(
+            "--file", "-f", help="Text file, UTF-8; - is stdin. Repeatable: each text is a domain.", show_default=False
+        ),
     ] = None,
     ctx_size: Context = 512,
     chunks: ChunkLimit = None,
@@ -57,6 +69,7 @@ def compare(
     ] = False,
     numerics: Numerics = "exact",
     threads: Threads = None,
+    threads_batch: ThreadsBatch = None,
     launch: Launch = None,  # type: ignore[assignment]  # the decorator gives it
     json: Json = False,
 ) -> None:
@@ -78,7 +91,7 @@ def compare(
         require_plot_file(plot)
     options = evaluation.CompareOptions(
         ctx_size=ctx_size, chunks=chunks, batch_size=batch_size, noise_floor=noise_floor, layers=layers, speed=speed,
-        numerics=numerics, threads=threads,
+        numerics=numerics, threads=threads_batch or threads,
     )  # fmt: skip
     found = evaluation.compare(reference, models, file, options, on_message=on_message, open_model=launch.open)
     record = found.record()

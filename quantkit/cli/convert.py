@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from quantkit.cli.common.options import Json, MetadataFile, ModelName, Threads, parse_size
+from quantkit.cli.common import without_effect
+from quantkit.cli.common.options import (
+    Json,
+    MetadataFile,
+    ModelName,
+    SplitMaxSize,
+    SplitMaxTensors,
+    Threads,
+    parse_size,
+)
 from quantkit.cli.common.output import gib, print_json, print_left_out, table
 from quantkit.cli.common.positional import refuse_type
 from quantkit.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from quantkit.pipelines.conversion.plan import Conversion
+
+_BOUNDED_MEMORY = "Memory use does not grow with the model."
+_NO_LOG_LEVELS = "The command has no log levels."
 
 
 def convert(
@@ -25,23 +38,31 @@ def convert(
             metavar="HF_DIR", help="Directory with config.json, tokenizer files and weights.", show_default=False
         ),
     ],
-    out: Annotated[str, typer.Argument(metavar="OUT.gguf", help="The output file.", show_default=False)],
-    outtype: Annotated[
-        str, typer.Option(metavar="TYPE", help="auto, bf16, f16, f32 or q8_0; auto: bf16 or f16, by the checkpoint.")
-    ] = "auto",
-    split_max_size: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Write shards of at most SIZE, for example 50G or 48GiB.")
+    out: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="OUT.gguf",
+            help="The output file; default: {name}-{FTYPE}.gguf in HF_DIR. {name} is the directory's name, {ftype} the "
+            "type of matrices (bf16), {FTYPE} the same in capitals.",
+            show_default=False,
+        ),
     ] = None,
+    outfile: Annotated[
+        str | None, typer.Option(metavar="OUT.gguf", help="Same as the argument.", show_default=False)
+    ] = None,
+    outtype: Annotated[
+        Literal["auto", "bf16", "f16", "f32", "q8_0"],
+        typer.Option(help="Type of matrices; auto: bf16 or f16, by the checkpoint.", case_sensitive=False),
+    ] = "auto",
+    split_max_size: SplitMaxSize = None,
+    split_max_tensors: SplitMaxTensors = None,
     pre: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="Value of tokenizer.ggml.pre, if the tokenizer is not recognised."),
     ] = None,
     mtp: Annotated[
-        str,
-        typer.Option(
-            metavar="POLICY",
-            help="MTP (multi-token prediction) layers: keep or drop; auto: the architecture's default.",
-        ),
+        Literal["auto", "keep", "drop"],
+        typer.Option(help="MTP (multi-token prediction) layers; auto: the architecture's default."),
     ] = "auto",
     metadata: MetadataFile = None,
     model_name: ModelName = None,
@@ -53,6 +74,15 @@ def convert(
         bool, typer.Option("--dry-run", help="Check everything, show the plan and write nothing.")
     ] = False,
     threads: Threads = None,
+    use_temp_file: Annotated[
+        bool, typer.Option("--use-temp-file", help=_BOUNDED_MEMORY, rich_help_panel=without_effect.PANEL)
+    ] = False,
+    no_lazy: Annotated[
+        bool, typer.Option("--no-lazy", help=_BOUNDED_MEMORY, rich_help_panel=without_effect.PANEL)
+    ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help=_NO_LOG_LEVELS, rich_help_panel=without_effect.PANEL)
+    ] = False,
     json: Json = False,
 ) -> None:
     """Convert a Hugging Face checkpoint to GGUF.
@@ -63,13 +93,23 @@ def convert(
     from quantkit.pipelines import api
     from quantkit.pipelines.options import ConvertOptions
 
-    refuse_type(out, "OUT.gguf", "the type of the matrices is --outtype")
+    if out is not None and outfile not in (None, out):
+        raise typer.BadParameter(f"the output is given twice: {out} and --outfile {outfile}; drop one of them")
+    target = outfile or out or str(source / "{name}-{FTYPE}.gguf")
+    refuse_type(target, "OUT.gguf", "the type of the matrices is --outtype")
+    for flag, given, reason in (
+        ("--use-temp-file", use_temp_file, _BOUNDED_MEMORY),
+        ("--no-lazy", no_lazy, _BOUNDED_MEMORY),
+        ("--verbose", verbose, _NO_LOG_LEVELS),
+    ):
+        if given:
+            print(f"note: {without_effect.line(flag, reason)}", file=sys.stderr)
     if vision != "drop":
         raise UnsupportedError(f"--vision {vision}: image and audio encoders are not converted; only drop is supported")
     size = None if split_max_size is None else parse_size(split_max_size)
     started = time.monotonic()
-    options = ConvertOptions(pre, mtp, size, dry_run, threads, metadata, model_name)
-    done = api.convert(source, out, outtype, options, progress=not json)
+    options = ConvertOptions(pre, mtp, size, dry_run, threads, metadata, model_name, split_max_tensors)
+    done = api.convert(source, target, outtype, options, progress=not json)
     record = _record(done, time.monotonic() - started)
     if json:
         print_json("quantkit.convert/1", record)

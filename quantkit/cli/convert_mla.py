@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -30,12 +30,8 @@ def convert_mla(
     source: Source,
     out: Out,
     layout: Annotated[
-        str,
-        typer.Option(
-            metavar="LAYOUT",
-            help="kv_b, k_b+v_b (llama.cpp's) or both (ik_llama.cpp's).",
-            show_default=False,
-        ),
+        Literal["kv_b", "k_b+v_b", "both"],
+        typer.Option(help="k_b+v_b is llama.cpp's, both ik_llama.cpp's.", show_default=False),
     ],
     type_: Annotated[
         str | None,

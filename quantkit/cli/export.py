@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -18,10 +18,17 @@ def export(
     ],
     directory: Annotated[Path, typer.Argument(metavar="HF_DIR", help="The output directory.", show_default=False)],
     dtype: Annotated[
-        str, typer.Option(metavar="TYPE", help="Type of quantized tensors: auto (f32, lossless), bf16, f16 or f32.")
+        Literal["auto", "bf16", "f16", "f32"],
+        typer.Option(help="Type of quantized tensors; auto: f32, which is lossless.", case_sensitive=False),
     ] = "auto",
     max_shard_size: Annotated[
-        str, typer.Option(metavar="SIZE", help="Maximum size of a safetensors file, for example 5G.")
+        str,
+        typer.Option(
+            "--split-max-size",
+            "--max-shard-size",
+            metavar="SIZE",
+            help="Maximum size of a safetensors file, for example 5G.",
+        ),
     ] = "5G",
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything, show the plan and write nothing.")

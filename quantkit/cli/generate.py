@@ -5,10 +5,11 @@ from __future__ import annotations
 import secrets
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from quantkit.cli.common.command import in_sections, takes_model
 from quantkit.cli.common.launch import Launch, runs_a_model
 from quantkit.cli.common.options import Json, Threads
 from quantkit.cli.common.output import print_json
@@ -20,12 +21,23 @@ if TYPE_CHECKING:
     from quantkit.tokenizers.tokenizer import Tokenizer
 
 
+@in_sections(Sampling=["temp", "top_k", "top_p", "min_p", "repeat_penalty", "repeat_last_n", "seed"])
+@takes_model()
 @runs_a_model
 def generate(
-    model: Annotated[Path, typer.Argument(help="A GGUF file, or any shard of a split one.")],
+    model: Annotated[
+        Path, typer.Argument(metavar="MODEL", help="A GGUF file, or any shard of a split one.", show_default=False)
+    ],
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="Text to continue.", show_default=False)] = None,
     file: Annotated[
-        Path | None, typer.Option("--file", "-f", help="Read the prompt from a file.", show_default=False)
+        Path | None,
+        typer.Option(
+            "--file",
+            "-f",
+            metavar="FILE",
+            help="Read the prompt from a file, without its last line break; - is stdin.",
+            show_default=False,
+        ),
     ] = None,
     n_predict: Annotated[
         int,
@@ -34,9 +46,28 @@ def generate(
         ),
     ] = 128,
     chat: Annotated[
-        bool, typer.Option("--chat/--no-chat", help="Format the prompt with the model's chat template.")
+        bool,
+        typer.Option(
+            "--chat/--no-chat",
+            " /--no-conversation",
+            " /-no-cnv",
+            help="Format the prompt with the model's chat template, for one reply.",
+        ),
     ] = False,
-    system: Annotated[str | None, typer.Option(help="System message, with --chat.", show_default=False)] = None,
+    system: Annotated[
+        str | None,
+        typer.Option(
+            "--system",
+            "--system-prompt",
+            "-sys",
+            metavar="TEXT",
+            help="System message, with --chat.",
+            show_default=False,
+        ),
+    ] = None,
+    display_prompt: Annotated[
+        bool, typer.Option("--display-prompt/--no-display-prompt", help="Print the prompt before the reply.")
+    ] = False,
     temp: Annotated[float, typer.Option("--temp", help="Temperature; 0: always the most likely token.", min=0)] = 0.8,
     top_k: Annotated[int, typer.Option(help="Sample from the K most likely tokens; 0: all.", min=0)] = 40,
     top_p: Annotated[
@@ -47,11 +78,14 @@ def generate(
     repeat_last_n: Annotated[int, typer.Option(help="Number of recent tokens for --repeat-penalty.", min=0)] = 64,
     seed: Annotated[int | None, typer.Option("--seed", "-s", help="Random seed; default: a new one.", min=0)] = None,
     ctx_size: Annotated[
-        int | None, typer.Option("--ctx-size", "-c", help="Context size in tokens; default: the model's.", min=1)
+        int | None,
+        typer.Option(
+            "--ctx-size", "-c", help="Context size in tokens; 0: the model's; default: as many as are needed.", min=0
+        ),
     ] = None,
     numerics: Annotated[
-        str,
-        typer.Option(metavar="exact|fast", help="exact: float32 activations; fast: quantized where that is faster."),
+        Literal["exact", "fast"],
+        typer.Option(help="exact: float32 activations; fast: quantized where that is faster."),
     ] = "fast",
     threads: Threads = None,
     launch: Launch = None,  # type: ignore[assignment]  # the decorator gives it
@@ -72,6 +106,8 @@ def generate(
     if ctx_size is None and n_predict >= 0:  # do not allocate the model's whole context
         n_ctx = max(1, min(n_ctx, len(tokens) + n_predict))
     loaded = launch.open(model, numerics=numerics, threads=threads, n_ctx=n_ctx, tokenizer=tokenizer)
+    if display_prompt and not json:
+        _show(text)
     result = loaded.generate(tokens, n_predict, sampling, None if json else _show)
     if json:
         print_json("quantkit.generate/1", _record(model, loaded, result, sampling))
@@ -96,10 +132,9 @@ def _prompt(text: str | None, file: Path | None) -> str:
         raise QuantkitError("generate needs exactly one prompt: -p TEXT or -f FILE")
     if file is None:
         return str(text)
-    try:
-        return file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise QuantkitError(f"{file}: offset {error.start}: not UTF-8 ({error.reason})") from None
+    from quantkit.evaluate.text import read_text
+
+    return read_text(file)
 
 
 def _tokens(tokenizer: Tokenizer, text: str, chat: bool, system: str | None) -> list[int]:

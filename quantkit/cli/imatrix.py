@@ -17,7 +17,16 @@ from quantkit.cli._imatrix_files import (
     numbers,
     show,
 )
-from quantkit.cli.common.evaluation import Batch, ChunkLimit, ChunkPrinter, Context, Numerics, on_message
+from quantkit.cli.common.command import in_sections, takes_model
+from quantkit.cli.common.evaluation import (
+    Batch,
+    ChunkLimit,
+    ChunkPrinter,
+    Context,
+    Numerics,
+    ThreadsBatch,
+    on_message,
+)
 from quantkit.cli.common.launch import Launch, runs_a_model
 from quantkit.cli.common.options import Json, Threads, parse_size
 from quantkit.cli.common.output import print_json
@@ -29,11 +38,22 @@ if TYPE_CHECKING:
     from quantkit.evaluate.progress import ChunkProgress
 
 
+@in_sections(
+    Text=["file", "shares", "chat", "ctx_size", "chunks", "from_chunk"],
+    Saving=["output", "in_file", "output_frequency", "save_frequency", "restart"],
+    Second_moments=["second_moments", "second_moments_size", "dry_run"],
+)
+@takes_model()
 @runs_a_model
 def imatrix(
-    model: Annotated[Path, typer.Argument(help="A GGUF file, or any shard of a split one.")],
+    model: Annotated[
+        Path, typer.Argument(metavar="MODEL", help="A GGUF file, or any shard of a split one.", show_default=False)
+    ],
     file: Annotated[
-        list[Path] | None, typer.Option("--file", "-f", help="Text file, UTF-8. Repeatable.", show_default=False)
+        list[Path] | None,
+        typer.Option(
+            "--file", "-f", metavar="FILE", help="Text file, UTF-8; - is stdin. Repeatable.", show_default=False
+        ),
     ] = None,
     shares: Annotated[
         str | None,
@@ -98,6 +118,7 @@ def imatrix(
     batch_size: Batch = 2048,
     numerics: Numerics = "exact",
     threads: Threads = None,
+    threads_batch: ThreadsBatch = None,
     launch: Launch = None,  # type: ignore[assignment]  # the decorator gives it
     json: Json = False,
 ) -> None:
@@ -127,7 +148,7 @@ def imatrix(
         from_chunk=from_chunk, process_output=process_output, missing_experts=missing_experts, no_ppl=no_ppl,
         in_file=tuple(in_file or ()), output_frequency=output_frequency, save_frequency=save_frequency,
         restart=restart, second_moments=second_moments or "", second_moments_size=limit, batch_size=batch_size,
-        numerics=numerics, threads=threads,
+        numerics=numerics, threads=threads_batch or threads,
     )  # fmt: skip
     printer, complete = ChunkPrinter(), set()  # texts whose perplexity is printed
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 import typer
 
+from quantkit.cli.common.command import takes_model
 from quantkit.cli.common.options import Json
 from quantkit.cli.common.output import gib, print_json, table
 from quantkit.errors import printable
@@ -22,6 +23,7 @@ SHOWN_PROBLEMS = 20
 SHOWN_CHARACTERS = 100  # of a value in the table
 
 
+@takes_model("path")
 def inspect(
     path: Annotated[
         Path, typer.Argument(metavar="FILE", help="A GGUF file, or any shard of a split one.", show_default=False)

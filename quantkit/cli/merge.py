@@ -1,4 +1,4 @@
-"""`quantkit merge`: join shards into one GGUF file."""
+"""`quantkit merge`: join shards, or parts of a model, into one GGUF file."""
 
 from __future__ import annotations
 
@@ -9,42 +9,57 @@ from typing import Annotated
 
 import typer
 
-from quantkit.cli.common.options import Json, Out, Threads
+from quantkit.cli.common.options import Json, Threads
 from quantkit.cli.common.output import gib, print_json
 from quantkit.errors import QuantkitError
 
 
 def merge(
-    first: Annotated[Path, typer.Argument(metavar="SHARD", help="Any shard of a split file.", show_default=False)],
-    out: Out,
+    files: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="SHARD|PART… OUT",
+            help="Any shard of a split file, or all parts that `quantize --only` wrote; the last one is the output.",
+            show_default=False,
+        ),
+    ],
     threads: Threads = None,
     json: Json = False,
 ) -> None:
-    """Join the shards of a split file into one GGUF file.
+    """Join the shards of a split file, or parts of a model, into one GGUF file.
 
-    All shards must exist and belong to the same file; otherwise an error names the shard and nothing is written. An
-    existing file is not overwritten, as in gguf-split.
+    All shards must exist and belong to the same file; otherwise an error names the shard and nothing is written. The
+    same holds for parts, which may be given in any order. An existing file is not overwritten, as in gguf-split.
     """
     from quantkit.formats import gguf
     from quantkit.formats.gguf import shards
+    from quantkit.pipelines import parts
+    from quantkit.pipelines.parts import TENSORS as PART
 
+    *inputs, out = files
+    if not inputs:
+        raise typer.BadParameter(f"OUT is missing: {out} is the only file; write merge SHARD OUT or merge PART… OUT")
     if os.path.lexists(out):
         raise QuantkitError(f"{out} already exists, and merge does not overwrite files; remove it or give another name")
     started = time.perf_counter()
-    file = gguf.open(first)
-    path = shards.merge(file, out, threads=threads, progress=not json)
+    if len(inputs) == 1 and PART not in (file := gguf.open(inputs[0])).metadata:
+        path, joined = shards.merge(file, out, threads=threads, progress=not json), file.paths
+        tensors, kind = len(file.tensors), "shards"
+    else:
+        path, tensors = parts.join(inputs, out, threads=threads, progress=not json)
+        joined, kind = inputs, "parts"
     size = path.stat().st_size
     if json:
         print_json(
             "quantkit.merge/1",
             {
-                "shards": [{"path": shard} for shard in file.paths],
+                "shards": [{"path": shard} for shard in joined],
                 "path": path,
-                "tensors": len(file.tensors),
+                "tensors": tensors,
                 "bytes": size,
             },
         )
         return
     print(f"wrote {path}")
     seconds = time.perf_counter() - started
-    print(f"{len(file.paths)} shards, {len(file.tensors)} tensors, {gib(size)} in {seconds:.1f} s")
+    print(f"{len(joined)} {kind}, {tensors} tensors, {gib(size)} in {seconds:.1f} s")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from quantkit.cli.common.command import in_sections, takes_model
 from quantkit.cli.common.evaluation import (
     Batch,
     ChunkLimit,
@@ -14,6 +15,7 @@ from quantkit.cli.common.evaluation import (
     Context,
     Numerics,
     TextFile,
+    ThreadsBatch,
     on_message,
     required_text,
 )
@@ -31,9 +33,19 @@ if TYPE_CHECKING:
 _MIN_POSITIONS = 100
 
 
+@in_sections(
+    Evaluation=["file", "ctx_size", "chunks", "batch_size", "ppl_stride", "jsonl", "ppl_output_type", "by_layer",
+                "numerics"],
+    KL_divergence=["kl_divergence_base", "kl_divergence", "kl_divergence_bound"],
+    Multiple_choice_tasks=["hellaswag", "hellaswag_tasks", "winogrande", "winogrande_tasks", "multiple_choice",
+                           "multiple_choice_tasks", "binary_file"],
+)  # fmt: skip
+@takes_model()
 @runs_a_model
 def perplexity(
-    model: Annotated[Path, typer.Argument(help="A GGUF file, or any shard of a split one.")],
+    model: Annotated[
+        Path, typer.Argument(metavar="MODEL", help="A GGUF file, or any shard of a split one.", show_default=False)
+    ],
     file: TextFile = None,
     ctx_size: Context = 512,
     chunks: ChunkLimit = None,
@@ -92,6 +104,7 @@ def perplexity(
     ] = False,
     numerics: Numerics = "exact",
     threads: Threads = None,
+    threads_batch: ThreadsBatch = None,
     launch: Launch = None,  # type: ignore[assignment]  # the decorator gives it
     json: Json = False,
 ) -> None:
@@ -111,6 +124,7 @@ def perplexity(
     ) if wanted]  # fmt: skip
     if len(tasks) + kl_divergence > 1:
         raise typer.BadParameter("--hellaswag, --winogrande, --multiple-choice and --kl-divergence: pass only one")
+    threads = threads_batch or threads
     schema = "quantkit.perplexity/1"
     found: Perplexity | Divergence | Score
     if tasks:

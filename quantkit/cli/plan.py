@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from quantkit.cli.common.command import takes_model
 from quantkit.cli.common.options import Json
 from quantkit.cli.common.output import print_json
 from quantkit.cli.common.plan_options import (
@@ -17,6 +18,7 @@ from quantkit.cli.common.plan_tables import print_imatrix, print_plan
 from quantkit.pipelines.options import PlanOptions
 
 
+@takes_model("source", "file_type")
 @takes_plan_options()
 def plan(
     source: Annotated[

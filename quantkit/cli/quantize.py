@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from quantkit.cli.common.command import in_sections
 from quantkit.cli.common.options import (
     Json,
     KeepSplit,
@@ -33,6 +34,13 @@ if TYPE_CHECKING:
     from quantkit.pipelines.api import QuantizeResult
 
 
+@in_sections(
+    Calibration=[
+        "calibrate", "calibrate_ctx", "calibrate_chunks", "propagate", "second_moments", "second_moments_size"
+    ],
+    Shards=["split_max_size", "split_max_tensors", "keep_split"],
+    Parts_of_a_model=["only", "individual_tensors", "skip_first_shard"],
+)  # fmt: skip
 @takes_plan_options("fit", "bandwidth", "compute", "offload_threshold", "offload_policy")
 def quantize(
     source: Annotated[
@@ -79,10 +87,8 @@ def quantize(
         int | None, typer.Option(metavar="N", help="At most N chunks of each text.", min=1)
     ] = None,
     propagate: Annotated[
-        str | None,
-        typer.Option(
-            metavar="WHICH", help="Weights that compute the inputs of the next layer: original (default) or quantized."
-        ),
+        Literal["original", "quantized"] | None,
+        typer.Option(help="Weights that compute the inputs of the next layer; default: original."),
     ] = None,
     second_moments: Annotated[
         str | None,
@@ -99,7 +105,7 @@ def quantize(
     hide_imatrix: Annotated[
         bool, typer.Option("--hide-imatrix", help="Do not store the name of the importance matrix in the output.")
     ] = False,
-    effort: Annotated[str, typer.Option(metavar="EFFORT", help="Encoder effort: fast, normal or best.")] = "normal",
+    effort: Annotated[Literal["fast", "normal", "best"], typer.Option(help="Encoder effort.")] = "normal",
     override_kv: Annotated[
         list[str] | None,
         typer.Option(metavar="KEY=TYPE:VALUE", help="Set a metadata key; TYPE is int, float, bool or str. Repeatable."),
@@ -125,8 +131,32 @@ def quantize(
         Path | None,
         typer.Option(metavar="OLD", help="Like --partial-requant, but copy from OLD: a .gguf or .gguf.partial-job."),
     ] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--only",
+            metavar="REGEX",
+            help="Write only tensors whose name matches, as a part that `quantkit merge` joins. Repeatable.",
+        ),
+    ] = None,
+    individual_tensors: Annotated[
+        str | None,
+        typer.Option(
+            "--individual-tensors",
+            metavar="N,…",
+            help="With --keep-split: write only these shards, and the first one. Other shards of IN may be missing.",
+        ),
+    ] = None,
+    skip_first_shard: Annotated[
+        bool,
+        typer.Option(
+            "--skip-first-shard",
+            help="With --individual-tensors: do not write the first shard.",
+        ),
+    ] = False,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Discard the results of an interrupted run instead of resuming it.")
+        bool,
+        typer.Option("--restart", "--fresh", help="Discard the results of an interrupted run instead of resuming it."),
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and write nothing.")] = False,
     verbose: Verbose = False,
@@ -172,7 +202,12 @@ def quantize(
         split_max_size=split_limit(split_max_size, split_max_tensors, keep_split),
         split_max_tensors=split_max_tensors,
         keep_split=keep_split,
+        only=only or (),
+        individual_tensors=(individual_tensors,) if individual_tensors else (),
+        skip_first_shard=skip_first_shard,
     )
+    if calibrate and (only or individual_tensors):
+        raise OptionError("--calibrate runs the model over all layers: --only and --individual-tensors need --imatrix")
     calibration = _calibration(calibrate_ctx, calibrate_chunks, propagate, second_moments, second_moments_size)
     if calibrate:
         from quantkit.evaluate.imatrix import one_pass
@@ -191,6 +226,9 @@ def quantize(
     if not json:
         print_left_out(getattr(job.model.file, "left_out", {}), getattr(job.model.file, "warnings", ()))
         print_plan(job.plan, verbose, devices)
+    if job.part is not None and not json:
+        shards = f" in {len(job.part.counts)} shard(s)" if job.part.shards else ""
+        print(f"a part: {len(job.part.names)} of {len(job.plan.tensors)} tensors are written{shards}")
     path = positional.out or default_out(source, job.plan.file_type.name)
     if positional.out is None and not json:
         print(f"OUT is not given: the output is {path}")
@@ -232,7 +270,7 @@ def _print_unfinished(out: Path) -> None:
     if left := unfinished(out):
         print(
             f"\n{left[0]} of {left[1]} tensors are done and saved in {out}.partial-job; run the same command to "
-            "resume, or add --fresh to start over",
+            "resume, or add --restart to start over",
             file=sys.stderr,
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -49,7 +49,7 @@ def recipe(json: Json = False) -> None:
 def show(
     source: Source,
     form: Annotated[
-        str, typer.Option("--as", metavar="FORM", help="file, custom-q, tensor-types or thireus.")
+        Literal["file", "custom-q", "tensor-types", "thireus"], typer.Option("--as", help="Format.")
     ] = "file",
     settings: Set = None,
     model: _Model = None,

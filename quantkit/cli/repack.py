@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -22,6 +22,7 @@ from quantkit.cli.common.options import (
     split_limit,
 )
 from quantkit.cli.common.output import gib, mib, print_json, table
+from quantkit.cli.common.positional import refuse_type
 from quantkit.errors import printable
 
 if TYPE_CHECKING:
@@ -43,11 +44,8 @@ def repack(
         ),
     ] = None,
     runtime: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            help="With --for: the program of that run, ik_llama.cpp or quantkit. Its GPUs must take the types there.",
-        ),
+        Literal["ik_llama.cpp", "quantkit"],
+        typer.Option(help="With --for: the program of that run. Its GPUs must take the types there."),
     ] = "ik_llama.cpp",
     split_max_size: SplitMaxSize = None,
     split_max_tensors: SplitMaxTensors = None,
@@ -77,6 +75,7 @@ def run_repacking(source: Path, out: Path, options: RepackOptions, json: bool, *
     """Repack or unpack a file; print the changes first, then what was written."""
     from quantkit.pipelines import api
 
+    refuse_type(str(out), "OUT", "the types follow from those of IN")
     job = api.prepare_repack(source, options, unpack=unpack)
     for rule in job.placement.idle if job.placement else ():
         print(f"warning: {printable(rule.text)} decides no tensor", file=sys.stderr)

@@ -4,31 +4,37 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from quantkit.cli.bench import FastNumerics, bench_conditions_line, record, shares
+from quantkit.cli.common.command import takes_model
 from quantkit.cli.common.launch import Launch, runs_a_model
 from quantkit.cli.common.options import Json, Threads
 from quantkit.cli.common.output import print_json
-from quantkit.errors import UnknownNameError, UnsupportedError
+from quantkit.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from quantkit.evaluate.bench import MeasuredSpeed
 
 _HEADER = "|    PP |     TG |   N_KV |   T_PP s | S_PP t/s |   T_TG s | S_TG t/s | TG GB/s | of mem |"
 _MEMORY = "  RSS HWM |"
-_FORMATS = ("md", "jsonl")
 
 
+@takes_model()
 @runs_a_model
 def sweep_bench(
-    model: Annotated[Path, typer.Argument(help="GGUF file, or any shard of a split one.")],
+    model: Annotated[
+        Path, typer.Argument(metavar="MODEL", help="A GGUF file, or any shard of a split one.", show_default=False)
+    ],
     ctx_size: Annotated[int, typer.Option("--ctx-size", "-c", help="Tokens of the cache to fill.", min=5)] = 2048,
-    batch_size: Annotated[int, typer.Option("--batch-size", "-b", "-ub", help="Tokens per step.", min=4)] = 512,
+    batch_size: Annotated[
+        int, typer.Option("--batch-size", "-b", help="Tokens per step, if fewer than -ub.", min=4)
+    ] = 2048,
+    ubatch_size: Annotated[int, typer.Option("--ubatch-size", "-ub", help="Tokens per step.", min=4)] = 512,
     n_predict: Annotated[
-        int, typer.Option("--n-predict", "-n", help="Tokens to generate per step; 0: a quarter of --batch-size.", min=0)
+        int, typer.Option("--n-predict", "-n", help="Tokens to generate per step; 0: a quarter of a step.", min=0)
     ] = 0,
     repeat: Annotated[
         int, typer.Option("--repeat", "-nrep", metavar="N", help="Repetitions per step; the median is reported.", min=1)
@@ -46,29 +52,28 @@ def sweep_bench(
     numerics: FastNumerics = "fast",
     launch: Launch = None,  # type: ignore[assignment]  # the decorator gives it
     threads: Threads = None,
-    output_format: Annotated[str, typer.Option("--output-format", metavar="md|jsonl", help="Output format.")] = "md",
+    output_format: Annotated[Literal["md", "jsonl"], typer.Option("--output-format", help="Output format.")] = "md",
     json: Json = False,
 ) -> None:
     """Time prompt and generation as the cache fills.
 
-    Each step times a prompt of -b tokens, then generation (by default of a quarter as many tokens) at the same depth.
+    Each step times a prompt of -ub tokens, then generation (by default of a quarter as many tokens) at the same depth.
     The last columns are the GB/s that generation reads, and its share of the bandwidth that the same threads reach when
     they only sum the model's bytes. Rows are printed as they are measured.
     """
     from quantkit.evaluate import bench as measure
     from quantkit.evaluate.conditions import run_conditions
 
-    if output_format not in _FORMATS:
-        raise UnknownNameError("output format", output_format, _FORMATS)
     if sweep_memory and sys.platform == "win32":
         raise UnsupportedError("--sweep-memory: Windows does not tell a program its peak memory; drop the option")
+    step = min(batch_size, ubatch_size)
     if plot is not None:
         from quantkit.evaluate.report.plots import require_plot_file
 
         require_plot_file(plot)
     loaded = launch.open(model, numerics=numerics, threads=threads, n_ctx=ctx_size)
     memory = measure.read_speed(loaded)
-    about = run_conditions(loaded) | {"n_kv_max": ctx_size, "n_ubatch": batch_size, "repeat": repeat}
+    about = run_conditions(loaded) | {"n_kv_max": ctx_size, "n_ubatch": step, "repeat": repeat}
     about["warmup"] = "a batch" if warmup_batch else "a token"
     print(f"{model}: {bench_conditions_line(about, memory)}", file=sys.stderr)
     rows, steps = [], []
@@ -78,7 +83,7 @@ def sweep_bench(
         "stride": sweep_stride,
         "warmup_batch": warmup_batch,
     }
-    for row in measure.sweep(loaded, ctx_size, batch_size, **how):
+    for row in measure.sweep(loaded, ctx_size, step, **how):
         rows.append(row)
         steps.append(_step(*row, memory))
         if output_format == "jsonl":

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from quantkit.cli.common.command import takes_model
 from quantkit.cli.common.options import Json, Threads
 from quantkit.cli.common.output import print_json
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 _SHOWN = 10
 
 
+@takes_model("file")
 def verify(
     file: Annotated[
         Path, typer.Argument(metavar="FILE", help="A GGUF file, or any shard of a split one.", show_default=False)

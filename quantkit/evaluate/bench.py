@@ -1,4 +1,5 @@
-"""Measure a model's speed: prompts and generation at given depths (`bench`), and while the KV cache fills (`sweep`).
+"""Measure a model's speed: prompts and generation at given depths (`bench`), while the KV cache fills (`sweep`), and
+of several sequences at once (`batched`).
 
     tokens/s   prompt: tokens of one batch divided by its time, logits of the last token only
                generation: one token at a time
@@ -83,6 +84,54 @@ class MeasuredSpeed:
     def gb_per_second(self) -> float | None:
         """Memory traffic of generation, in 10^9 bytes/s; None for prompts."""
         return None if self.bytes_read is None else self.bytes_read * self.tokens_per_second / 1e9
+
+
+@dataclass(frozen=True)
+class BatchedCase:
+    """A test of several sequences: `prompt` tokens each, then `generate` tokens each, one of all sequences at a time.
+
+    `shared`: the prompt is computed once, for all sequences.
+    """
+
+    prompt: int
+    generate: int
+    sequences: int
+    shared: bool = False
+
+    @property
+    def n_kv(self) -> int:
+        """Tokens in the caches at the end, a shared prompt counted once, as in llama-batched-bench."""
+        return self.prompt * (1 if self.shared else self.sequences) + self.generate * self.sequences
+
+
+@dataclass(frozen=True)
+class BatchedSpeed:
+    """A row of `batched`: seconds of the prompts and of the generation of all sequences."""
+
+    case: BatchedCase
+    prompt_seconds: float
+    generation_seconds: float
+
+    @property
+    def prompt_rate(self) -> float:
+        """Prompt tokens per second, of all sequences."""
+        prompts = 1 if self.case.shared else self.case.sequences
+        return self.case.prompt * prompts / self.prompt_seconds
+
+    @property
+    def generation_rate(self) -> float:
+        """Generated tokens per second, of all sequences."""
+        return self.case.generate * self.case.sequences / self.generation_seconds
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of both."""
+        return self.prompt_seconds + self.generation_seconds
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second, of prompts and generation together."""
+        return self.case.n_kv / self.seconds
 
 
 def bytes_per_token(model: Model, n_kv: int) -> int:
@@ -188,6 +237,32 @@ def sweep(
             MeasuredSpeed(f"pp{n_batch}", n_kv, n_batch, filled),
             MeasuredSpeed(f"tg{n_generate}", n_kv, n_generate, generated, read),
         )
+
+
+def batched(model: Model, cases: Sequence[BatchedCase], *, seed: int = 0) -> Iterator[BatchedSpeed]:
+    """Time each case once, as llama-batched-bench does, after a short prompt and token that compile the kernels."""
+    random = np.random.default_rng(seed)
+    _batched(model, BatchedCase(min(16, min(case.prompt for case in cases)), 1, 2), random)
+    for case in cases:
+        yield _batched(model, case, random)
+
+
+def _batched(model: Model, case: BatchedCase, random: np.random.Generator) -> BatchedSpeed:
+    caches = [model.new_cache(case.prompt + case.generate) for _ in range(case.sequences)]
+    prompts = random.integers(0, model.vocab_size, (case.sequences, case.prompt))
+    first = 1 if case.shared else case.sequences
+    begin = time.perf_counter()
+    model.forward_batch(list(zip(prompts[:first], caches[:first])))
+    prompted = time.perf_counter()
+    if case.shared and case.sequences > 1:
+        state = caches[0].save()
+        for cache in caches[1:]:
+            cache.restore(state)
+    tokens = random.integers(0, model.vocab_size, (case.generate, case.sequences, 1))
+    resumed = time.perf_counter()
+    for step in tokens:
+        model.forward_batch(list(zip(step, caches)))
+    return BatchedSpeed(case, prompted - begin, time.perf_counter() - resumed)
 
 
 def _run(model: Model, cache: Cache, case: Case, tokens: np.ndarray) -> float:

@@ -8,6 +8,8 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from quantkit.evaluate.text import text_bytes
+
 _MAX_WHOLE = 64 << 20  # bytes; of larger files only samples are hashed
 _SAMPLES, _SAMPLE_BYTES = 1024, 16 << 10
 
@@ -20,6 +22,9 @@ def fingerprint(paths: Sequence[Path], settings: Mapping[str, object]) -> str:
     """
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
     for path in paths:
+        if os.fspath(path) == "-":  # stdin
+            digest.update(text_bytes(path))
+            continue
         size = path.stat().st_size
         digest.update(os.fsencode(f"{path.name} {size}"))
         with path.open("rb") as file:

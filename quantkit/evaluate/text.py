@@ -10,11 +10,13 @@ cut like any text.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
 
@@ -61,13 +63,25 @@ class Chunks:
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
-    """Read a UTF-8 text file, without the newline at its end. Raises DataError for other bytes."""
-    with os_errors(Path(path), "read"):
-        data = Path(path).read_bytes().removesuffix(b"\n")
+    """Read a UTF-8 text file, `-` for stdin, without the newline at its end. Raises DataError for other bytes."""
+    data = text_bytes(path).removesuffix(b"\n")
     try:
         return data.decode()
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: offset {error.start}: not UTF-8 ({error.reason}); convert the text first") from None
+
+
+def text_bytes(path: str | os.PathLike[str]) -> bytes:
+    """The bytes of a text file; of stdin, which is read once, for the path `-`."""
+    if os.fspath(path) == "-":
+        return _read_stream(sys.stdin)
+    with os_errors(Path(path), "read"):
+        return Path(path).read_bytes()
+
+
+@functools.lru_cache(maxsize=1)
+def _read_stream(stream: TextIO) -> bytes:
+    return stream.buffer.read()
 
 
 def with_bos(tokens: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:

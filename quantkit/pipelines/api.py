@@ -15,6 +15,7 @@ contradict each other, before any weight is read.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from quantkit.pipelines.calibration import Calibration
     from quantkit.pipelines.conversion.plan import Conversion
     from quantkit.pipelines.export import Export
+    from quantkit.pipelines.parts import Part
     from quantkit.pipelines.planning import PlanInput
     from quantkit.pipelines.repack_file import Repacking
     from quantkit.pipelines.verify import Verified
@@ -62,7 +64,8 @@ def convert(
     """Convert the Hugging Face checkpoint in directory `source` to the GGUF file `output`.
 
     `type` is the type of matrices: "bf16", "f16", "f32", "q8_0", or "auto" for the checkpoint's own 16-bit type. Norms,
-    biases and vectors are f32. `options` are the command's flags, and `progress` reports bytes. The file appears under
+    biases and vectors are f32. In the name `output`, {name} stands for the directory's name and {ftype} for the type
+    of matrices. `options` are the command's flags, and `progress` reports bytes. The file appears under
     its name when it is complete.
 
     Returns the Conversion: `paths` (the output files), `specs` (name, shape and type of each tensor), `metadata`,
@@ -81,6 +84,7 @@ def convert(
         metadata=options.metadata,
         model_name=options.model_name,
         split_max_bytes=options.split_max_size,
+        split_max_tensors=options.split_max_tensors,
         dry_run=options.dry_run,
         threads=options.threads,
         progress=progress,
@@ -190,7 +194,8 @@ class QuantizeResult:
 class Quantization:
     """A planned quantization: the opened input, the plan, the importance matrix. `write` executes it.
 
-    With a `calibration`, importance is measured while the file is written, and `imatrix` only has the names.
+    With a `calibration`, importance is measured while the file is written, and `imatrix` only has the names. With a
+    `part`, only its tensors are written.
     """
 
     model: PlanInput
@@ -198,6 +203,7 @@ class Quantization:
     imatrix: Imatrix | None
     options: QuantizeOptions
     calibration: Calibration | None = None
+    part: Part | None = None
 
     def write(
         self,
@@ -232,10 +238,12 @@ class Quantization:
             fresh=options.fresh,
             old=resume.open_old_file(Path(options.reuse)) if options.reuse else None,
             partial_requant=options.partial_requant,
+            part=self.part,
             on_message=on_message,
         )
         seconds = time.perf_counter() - started
-        return QuantizeResult(self.plan, written.paths, written.size, written.resumed, written.reused, seconds)
+        plan = self.plan if self.part is None else self.part.of(self.plan)
+        return QuantizeResult(plan, written.paths, written.size, written.resumed, written.reused, seconds)
 
 
 def prepare_quantize(
@@ -250,7 +258,7 @@ def prepare_quantize(
     Without `weights`, `source` may be a config.json, and the plan can only be read.
     """
     from quantkit.errors import FormatError, OptionError
-    from quantkit.pipelines import planning
+    from quantkit.pipelines import parts, planning
     from quantkit.pipelines.quantize import Override
     from quantkit.types import effort_level
 
@@ -262,6 +270,8 @@ def prepare_quantize(
         raise OptionError("TYPE is missing: give a file type such as Q4_K_M, its number, or COPY")
     if type is not None and options.plan is not None:
         raise planning.conflicts_with_plan("TYPE")
+    if isinstance(source, (str, os.PathLike)):
+        source = parts.open_source(Path(source), options) or source
     model = planning.open_model(source, weights, options)
     if model.file is None and weights:
         raise FormatError(f"{source} contains no weights; pass its directory or a GGUF file")
@@ -273,7 +283,8 @@ def prepare_quantize(
     else:
         type_plan = planning.plan_types(model, type, options, matrix)
     type_plan.require_codecs()
-    return Quantization(model, type_plan, matrix, options)
+    part = parts.choose(type_plan, model.file, options)
+    return Quantization(model, type_plan, matrix, options, part=part)
 
 
 def quantize(

@@ -33,13 +33,14 @@ class ConvertOptions:
 
     The fields are flags of `quantkit convert`:
 
-        pre             value of `tokenizer.ggml.pre`, if the tokenizer is not recognised
-        mtp             MTP (multi-token prediction) layers: "keep", "drop", or "auto" for the architecture's default
-        metadata        a JSON file of `general.*` keys that override what the checkpoint states
-        model_name      value of `general.name`
-        split_max_size  maximum bytes of tensors in a shard; None writes one file
-        dry_run         check everything and write nothing
-        threads         number of threads; None: the CPUs that this process may use
+        pre                value of `tokenizer.ggml.pre`, if the tokenizer is not recognised
+        mtp                MTP (multi-token prediction) layers: "keep", "drop", or "auto" for the architecture's default
+        split_max_size     maximum bytes of tensors in a shard; None: no limit
+        dry_run            check everything and write nothing
+        threads            number of threads; None: the CPUs that this process may use
+        metadata           a JSON file of `general.*` keys that override what the checkpoint states
+        model_name         value of `general.name`
+        split_max_tensors  maximum number of tensors in a shard; None: no limit
     """
 
     pre: str | None = None
@@ -49,6 +50,7 @@ class ConvertOptions:
     threads: int | None = None
     metadata: PathLike | None = None
     model_name: str | None = None
+    split_max_tensors: int | None = None
 
 
 @dataclass(frozen=True)
@@ -204,6 +206,12 @@ class QuantizeOptions(TypeOptions):
         split_max_size     maximum bytes of tensors in a shard
         split_max_tensors  maximum number of tensors in a shard
         keep_split         split the output into the same shards as the input
+
+    Parts (pipelines/parts.py):
+
+        only               write only tensors whose name matches one of these regexes, as a part for `merge`
+        individual_tensors  with `keep_split`: write only these shards, numbers from 1, and the first one
+        skip_first_shard   with `individual_tensors`: do not write the first shard unless it is one of them
     """
 
     plan: PathLike | Mapping[str, Any] | None = None
@@ -220,6 +228,9 @@ class QuantizeOptions(TypeOptions):
     split_max_size: int | None = None
     split_max_tensors: int | None = None
     keep_split: bool = False
+    only: Sequence[str] = ()
+    individual_tensors: Sequence[int] | Sequence[str] = ()
+    skip_first_shard: bool = False
 
 
 @dataclass(frozen=True)

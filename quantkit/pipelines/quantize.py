@@ -33,6 +33,7 @@ from quantkit.formats.owned import followed
 from quantkit.formats.pipeline import Bar, Job, Progress, pump
 from quantkit.pipelines import resume
 from quantkit.pipelines.calibration import Calibration, Stage
+from quantkit.pipelines.parts import Part
 from quantkit.pipelines.second_moments import PreparedMoments
 from quantkit.recipe import Plan, PlannedTensor
 from quantkit.recipe.planning.interleaving import FILE_TYPE_BEFORE, rename_repacked
@@ -136,6 +137,7 @@ def quantize_with_plan(
     fresh: bool = False,
     old: resume.OldFile | None = None,
     partial_requant: bool = False,
+    part: Part | None = None,
     on_message: Callable[[str], None] = lambda text: None,
 ) -> Written:
     """Write `source` to `out` with every tensor in the type that `plan` gives it.
@@ -148,6 +150,7 @@ def quantize_with_plan(
     fresh            restart instead of resuming an interrupted run
     old              an older file: tensors that would come out unchanged are copied from it
     partial_requant  use the existing output as `old`
+    part             write only these tensors of the plan (`parts.py`)
     on_message       called with a line of text that says how many tensors are resumed or reused
 
     Raises DataError that names file, tensor, row and column of a value that is not finite. After an error or an
@@ -162,18 +165,24 @@ def quantize_with_plan(
     metadata = output_metadata(source.metadata, plan, imatrix, imatrix_file, overrides, effort, hide_imatrix)
     if calibration is not None:
         _set_calibration(metadata, calibration, hide_imatrix)
+    if part is not None:
+        part.set_keys(metadata, plan)
+        plan = part.of(plan)
     expected = _expected_records(plan, imatrix, effort, calibration)
     job = resume.ResumableJob(out, source.paths, expected, whole_source=calibration is not None)
-    if has_records := plan.file_type.number is not None:
+    has_records = plan.file_type.number is not None and (part is None or part.shards is None)
+    if has_records:
         _set_records(metadata, job.expected.values(), hide_imatrix)
     specs = [TensorSpec(t.name, t.shape, t.type) for t in plan.tensors]
-    limits = (split_max_bytes, split_max_tensors, _shards(source) if keep_split else None)
-    job.layouts = layouts(out, metadata, specs, *limits)
+    counts = (part.counts if part is not None else _shards(source)) if keep_split else None
+    limits = (split_max_bytes, split_max_tensors, counts)
+    chosen = part.shards if part is not None else None
+    job.layouts = layouts(out, metadata, specs, *limits, chosen=chosen)
     refuse_inputs([layout.path for layout in job.layouts], source.paths)
     job.find_interrupted(_settings(metadata, source), fresh)
     if partial_requant and (existing := [layout.path for layout in job.layouts if layout.path.exists()]):
         old = resume.open_old_shards(existing)
-    with Writer(out, metadata, specs, *limits, resumable=True) as writer:
+    with Writer(out, metadata, specs, *limits, resumable=True, chosen=chosen) as writer:
         try:
             for message in job.find_unchanged(source.tensors, plan.tensors, old, threads=threads, progress=progress):
                 on_message(message)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quantkit.archs.common import validate
@@ -13,6 +15,7 @@ from quantkit.placement import fit as fitting
 from quantkit.placement.devices import CPU, Device, parse_devices
 from quantkit.placement.offload import Offload
 from quantkit.placement.rules import Flags, place_model
+from quantkit.runtime import repacking, residency
 from quantkit.runtime.blocks.float_attention import AttentionOptions
 from quantkit.runtime.kv.cache_type import CacheType
 from quantkit.runtime.model import SEQUENCE_TOKENS, Model, ModelFile, cache_type_of
@@ -53,6 +56,9 @@ def load(
     profile: bool = False,
     offload: Offload | None = None,
     tokenizer: Tokenizer | None = None,
+    mmap: bool = True,
+    huge_pages: bool = False,
+    mlock: bool = False,
 ) -> Model:
     """Open the GGUF file `path`, or any shard of a set, as a Model. Tensors are read when they are needed.
 
@@ -85,6 +91,9 @@ def load(
                 (placement/offload.py).
     profile     count time and bytes in `split.ledger`. The model then runs layer by layer, on one device too.
     tokenizer   a Tokenizer that the caller has already made of this file; default: made when it is needed.
+    mmap, huge_pages, mlock   `--no-mmap`, `-thp` and `--mlock` (runtime/residency.py): whether weights are mapped or
+                read into memory, in huge pages if the kernel has them (which reads them too), and locked there; the
+                model's `read` and `locked` say what was done.
 
     Raises DataError where a device has too little memory for its weights, the cache of `n_ctx` and working memory.
 
@@ -121,6 +130,12 @@ def load(
             flags = fitted.flags
         budget.require_memory(file.tensors, file.metadata, flags, cache, file.path)
     placement = place_model(file.tensors, flags, file.metadata, available)
+    read_weights = None
+    if huge_pages or not mmap:
+        tensors, read_weights = residency.read(
+            file.tensors, lambda tensor: not (repack and repacking.is_repacked(tensor, placement)), huge_pages
+        )
+        file = _Loaded(file.path, file.metadata, tensors, file.size)
     model = Model(
         file, described, placement, numerics=numerics, threads=threads, cache_type=kind, attention=attention,
         n_ctx=n_ctx, repack=repack, fused_experts=fused_experts, expert_reduction=expert_reduction, mla=mla,
@@ -128,7 +143,20 @@ def load(
         tokenizer=tokenizer,
     )  # fmt: skip
     model.fitted = fitted.text if fitted else None
+    model.read = read_weights
+    if mlock:
+        model.locked = residency.lock(model.weights.values())
     return model
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """A ModelFile with other tensors than the file's."""
+
+    path: Path
+    metadata: gguf.Metadata
+    tensors: dict[str, gguf.Tensor]
+    size: int
 
 
 def _with_memory(devices: Sequence[Device]) -> tuple[Device, ...]:

@@ -36,6 +36,7 @@ from quantkit.runtime.kv.cache import Cache, CacheShape
 from quantkit.runtime.kv.cache_type import CacheType
 from quantkit.runtime.locking import Locked, one_at_a_time, restore_lengths
 from quantkit.runtime.repacking import Repacked
+from quantkit.runtime.residency import LockedWeights, ReadWeights
 from quantkit.runtime.scale_check import ScaleChecks
 
 if TYPE_CHECKING:
@@ -117,6 +118,7 @@ class Model(BlockRunner, Locked):
     tripwire                as given to `load`
     split                   the parallel.split.Split that runs it; None on one device without profiling
     fitted                  the flags that `fit` chose; None without it
+    read, locked            what --no-mmap or -thp, and --mlock did (runtime/residency.py); None without them
     fallback_reason         why a model with `fast` numerics runs layer by layer; None where it does not
     observer                called with (name, float32[tokens, n]) for what enters each weight matrix, and of experts
                             with (name, float32[tokens, n], expert, experts); None by default
@@ -188,6 +190,8 @@ class Model(BlockRunner, Locked):
             self.split.caches.require(kind)
         self._cache_shape = CacheShape.of(self._cached) if self.split is None else self.split.caches.shape
         self.fitted: str | None = None
+        self.read: ReadWeights | None = None
+        self.locked: LockedWeights | None = None
         self._fast: CompiledModel | None = None
         self.fallback_reason: str | None = None
         if numerics == "fast":

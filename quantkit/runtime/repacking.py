@@ -54,11 +54,20 @@ def repack(tensors: Mapping[str, Tensor], placement: Placement, threads: int) ->
     started = time.perf_counter()
     result, changed = dict(tensors), {}
     for name, tensor in tensors.items():
-        if not placement.on_cpu(name):
-            continue
-        form, _ = interleaved(name, tensor.shape, tensor.type, named=True)
-        if form is not None:
+        if (form := _form(tensor, placement)) is not None:
             result[name] = _InMemory(tensor, form, threads)
             changed[name] = tensor.type, form
     nbytes = sum(result[name].nbytes for name in changed)
     return result, Repacked(changed, nbytes, time.perf_counter() - started)
+
+
+def is_repacked(tensor: Tensor, placement: Placement) -> bool:
+    """Whether `repack` interleaves a tensor, and so copies it to memory."""
+    return _form(tensor, placement) is not None
+
+
+def _form(tensor: Tensor, placement: Placement) -> Interleaved | None:
+    """The interleaved type of a tensor on the CPU; None if it has none or is elsewhere."""
+    if not placement.on_cpu(tensor.name):
+        return None
+    return interleaved(tensor.name, tensor.shape, tensor.type, named=True)[0]

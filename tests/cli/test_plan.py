@@ -160,7 +160,6 @@ def test_strict(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (("-c", "128", "-ctk", "q9_0"), "cache type"),
         (("-c", "128", "-ctk", "q8_KV", "-ot", "x=GPU"), "is not a device"),
         (("-ts", "a,b"), "shares must be numbers"),
         (("--tensor-type", "ffn_up"), "not REGEX=TYPE"),
@@ -170,6 +169,10 @@ def test_what_is_wrong_is_said(
     config: Path, flags: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert said in refused(capsys, "plan", config, "Q4_0", *flags)
+
+
+def test_an_unknown_choice_is_bad_usage(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "'q9_0' is not one of 'f32'" in refused(capsys, "plan", config, "Q4_0", "-ctk", "q9_0", status=2)
 
 
 @pytest.mark.parametrize(
@@ -212,7 +215,7 @@ def test_recipes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "has 2 of 128, as expert 3" in seen
     lacking = ("recipe", "lint", "blk.1.ffn_up=iq2_xxs", path, "--imatrix", tmp_path / "i.gguf")
     assert "blk.1.ffn_up_exps.weight" in refused(capsys, *lacking)
-    assert "did you mean custom-q" in refused(capsys, "recipe", "show", "dense-iq4_k", "--as", "custm-q")
+    assert "'custom-q'" in refused(capsys, "recipe", "show", "dense-iq4_k", "--as", "custm-q", status=2)
 
 
 # ------------------------------------------------------------------------------------------------ what is asked for
@@ -273,4 +276,5 @@ def test_a_warning_of_several_lines_is_printed_line_by_line(tmp_path: Path, caps
     assert not any("\\n" in line for line in lines)
     said = printed(capsys, "plan", path, "Q4_K_R4", "-ngl", "99", "--runtime", "quantkit")
     assert "no CUDA kernel" not in said
-    assert "--runtime" in refused(capsys, "plan", path, "Q4_K_R4", "-ngl", "99", "--runtime", "llama.cpp")
+    about = ("plan", path, "Q4_K_R4", "-ngl", "99", "--runtime", "llama.cpp")
+    assert "--runtime" in refused(capsys, *about, status=2)

@@ -27,6 +27,12 @@ class Room:
         assert length in (0, self.marked, self.length)
         self.length = length
 
+    def save(self):
+        return self.length
+
+    def restore(self, saved: int) -> None:
+        self.length = saved
+
 
 class Recorder:
     """A model that remembers (tokens in the cache before, tokens run) of each call; a token takes a second."""
@@ -46,6 +52,13 @@ class Recorder:
 
     def new_cache(self, n_ctx):
         return Room(n_ctx)
+
+    def forward_batch(self, parts):
+        self.calls.append([(cache.length, len(tokens)) for tokens, cache in parts])
+        for tokens, cache in parts:
+            assert cache.length + len(tokens) <= cache.room
+            cache.length += len(tokens)
+            self.now += len(tokens)
 
     def forward(self, tokens, cache, logits):
         assert logits == "last"
@@ -119,3 +132,24 @@ def test_a_picture_of_a_sweep(tmp_path):
     rows = [(MeasuredSpeed("pp8", n, 8, (1.0, 2.0)), MeasuredSpeed("tg2", n, 2, (1.0, 1.5), 100)) for n in (0, 8)]
     plots.plot_sweep(tmp_path / "sweep.svg", rows, 1e3, "tiny")
     assert (tmp_path / "sweep.svg").stat().st_size > 5000
+
+
+def test_several_sequences_take_their_steps_together(monkeypatch):
+    """Each prompt, then a token of every sequence at a time; the warm-up before the first case does not count."""
+    model = Recorder(monkeypatch)
+    cases = [bench.BatchedCase(3, 2, 2), bench.BatchedCase(20, 1, 1)]
+    both, alone = bench.batched(model, cases)
+    warmup = [[(0, 3), (0, 3)], [(3, 1), (3, 1)]]
+    first = [[(0, 3), (0, 3)], [(3, 1), (3, 1)], [(4, 1), (4, 1)]]
+    assert model.calls == [*warmup, *first, [(0, 20)], [(20, 1)]]
+    assert (both.case.n_kv, both.prompt_seconds, both.generation_seconds) == (10, 6, 4)
+    assert (both.prompt_rate, both.generation_rate, both.rate) == (1, 1, 1)
+    assert (alone.case.n_kv, alone.seconds) == (21, 21)
+
+
+def test_a_shared_prompt_is_computed_once(monkeypatch):
+    model = Recorder(monkeypatch)
+    (speed,) = bench.batched(model, [bench.BatchedCase(4, 2, 3, shared=True)])
+    assert model.calls[2:] == [[(0, 4)], [(4, 1)] * 3, [(5, 1)] * 3]
+    assert (speed.case.n_kv, speed.prompt_seconds, speed.generation_seconds) == (10, 4, 6)
+    assert (speed.prompt_rate, speed.generation_rate, speed.rate) == (1, 1, 1)

@@ -73,7 +73,7 @@ def test_commands_say_what_was_repacked(tiny: Path, tmp_path: Path, capsys: pyte
     assert "-ot" not in message.err
     assert main(["sweep-bench", path, "-c", "8", "-b", "4", "--run-time-repack"]) == 0
     assert f"repacked {MATRICES} tensors, " in capsys.readouterr().err
-    assert main(["bench", path, "-ngl", "3"]) == 1
+    assert main(["bench", path, "-ngl", "3", "--devices", "cpu=8GiB"]) == 1
     assert "-ngl 3: there is no GPU device" in capsys.readouterr().err
 
 

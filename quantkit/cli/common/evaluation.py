@@ -5,24 +5,41 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from quantkit.cli.common.options import checked_threads
 from quantkit.errors import QuantkitError
 
 if TYPE_CHECKING:
     from quantkit.evaluate.progress import ChunkProgress
 
-TextFile = Annotated[Path | None, typer.Option("--file", "-f", help="Text file, UTF-8.", show_default=False)]
-Context = Annotated[int, typer.Option("--ctx-size", "-c", help="Tokens per chunk.", min=4)]
+TextFile = Annotated[
+    Path | None,
+    typer.Option("--file", "-f", metavar="FILE", help="Text file, UTF-8; - is stdin.", show_default=False),
+]
+Context = Annotated[int, typer.Option("--ctx-size", "-c", metavar="N", help="Tokens per chunk.", min=4)]
 ChunkLimit = Annotated[int | None, typer.Option("--chunks", metavar="N", help="Evaluate at most N chunks.", min=1)]
-Batch = Annotated[int, typer.Option("--batch-size", "-b", help="Tokens per batch, in whole chunks.", min=1)]
+Batch = Annotated[
+    int, typer.Option("--batch-size", "-b", metavar="N", help="Tokens per batch, in whole chunks.", min=1)
+]
+ThreadsBatch = Annotated[
+    int | None,
+    typer.Option(
+        "--threads-batch",
+        "-tb",
+        metavar="N",
+        help="Number of threads, in place of -t: evaluations compute batches only.",
+        min=1,
+        callback=checked_threads,
+        show_default=False,
+    ),
+]
 Numerics = Annotated[
-    str,
+    Literal["exact", "fast"],
     typer.Option(
         "--numerics",
-        metavar="exact|fast",
         help="exact: decoded weights, float32 activations; fast: packed weights, as in generate.",
     ),
 ]

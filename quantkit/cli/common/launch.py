@@ -1,4 +1,4 @@
-"""Shared parts of the commands that run a model: options, loading, --profile."""
+"""Shared parts of the commands that run a model: loading by the options of `run_options`, --profile."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import functools
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
+from quantkit.cli.common import bench_lists, without_effect
 from quantkit.cli.common.options import with_options
 from quantkit.cli.common.output import mib, table
-from quantkit.errors import UnknownNameError, printable
+from quantkit.cli.common.run_options import PLACEMENT, RUN_OPTIONS
+from quantkit.errors import printable
 
 if TYPE_CHECKING:
     from quantkit.placement.rules import Flags
@@ -22,237 +24,17 @@ if TYPE_CHECKING:
     from quantkit.runtime.repacking import Repacked
     from quantkit.tokenizers.tokenizer import Tokenizer
 
-GpuLayers = Annotated[
-    int | None,
-    typer.Option(
-        "--gpu-layers", "-ngl", metavar="N", help="Put the last N layers on the GPU.", min=0, show_default=False
-    ),
-]
-OverrideTensor = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--override-tensor",
-        "-ot",
-        metavar="REGEX=DEVICE,…",
-        help="Device of tensors by name; the first match decides. Repeatable.",
-    ),
-]
-CpuMoe = Annotated[bool, typer.Option("--cpu-moe", "-cmoe", help="Keep all experts on the CPU.")]
-NCpuMoe = Annotated[
-    int,
-    typer.Option("--n-cpu-moe", "-ncmoe", metavar="N", help="Keep the experts of the last N layers on the CPU.", min=0),
-]
-TensorSplit = Annotated[
-    str | None,
-    typer.Option(
-        "--tensor-split",
-        "-ts",
-        metavar="N,N,…",
-        help="Proportion of each GPU; default: by memory if known, else equal.",
-    ),
-]
-SplitMode = Annotated[
-    str,
-    typer.Option(
-        "--split-mode",
-        "-sm",
-        metavar="none|layer|graph",
-        help="none: one GPU; layer: layers split over GPUs (pipeline); graph: tensor parallel.",
-    ),
-]
-MainGpu = Annotated[
-    int | None, typer.Option("--main-gpu", "-mg", metavar="N", help="The GPU to use with -sm none.", show_default=False)
-]
-MaxGpu = Annotated[
-    int | None, typer.Option(metavar="N", help="With -sm graph: number of GPUs per layer.", show_default=False)
-]
-NoKvOffload = Annotated[bool, typer.Option("--no-kv-offload", "-nkvo", help="Keep the KV cache on the CPU.")]
-Devices = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME=SIZE,…",
-        help="Devices and their memory, for example cuda:0=24GiB; cpu:0=2GiB,cpu:1 are simulated on the CPU.",
-        show_default=False,
-    ),
-]
-Fit = Annotated[bool, typer.Option("--fit", help="Fill the devices to their memory and print the equivalent flags.")]
-OffloadThreshold = Annotated[
-    int,
-    typer.Option(metavar="TOKENS", help="Minimum batch size per matrix to offload products of CPU tensors to GPUs."),
-]
-OffloadPolicy = Annotated[
-    str | None,
-    typer.Option(
-        "--offload-policy", "-op", metavar="OP,0,…", help="Operations, by name, to offload to GPUs (1) or not (0)."
-    ),
-]
-
-PLACEMENT: dict[str, tuple[Any, Any]] = {  # options for the devices of tensors, with their defaults
-    "gpu_layers": (GpuLayers, None),
-    "override_tensor": (OverrideTensor, None),
-    "cpu_moe": (CpuMoe, False),
-    "n_cpu_moe": (NCpuMoe, 0),
-    "split_mode": (SplitMode, "layer"),
-    "tensor_split": (TensorSplit, None),
-    "main_gpu": (MainGpu, None),
-    "max_gpu": (MaxGpu, None),
-    "no_kv_offload": (NoKvOffload, False),
-    "devices": (Devices, None),
-}
-
-_OPTIONS: dict[str, tuple[Any, Any]] = {  # options of every command that runs a model, with their defaults
-    **PLACEMENT,
-    "fit": (Fit, False),
-    "fit_margin": (
-        Annotated[float, typer.Option(metavar="MIB", help="With --fit: memory of each device to leave free.")],
-        1024,
-    ),
-    "reduce_type": (
-        Annotated[str, typer.Option(metavar="f32|f16|bf16", help="With -sm graph: all-reduce data type.")],
-        "f32",
-    ),
-    "offload_threshold": (OffloadThreshold, 32),
-    "offload_policy": (OffloadPolicy, None),
-    "profile": (
-        Annotated[
-            bool,
-            typer.Option(
-                "--profile", help="Print the time of each device by kind of work; the model runs layer by layer."
-            ),
-        ],
-        False,
-    ),
-    "run_time_repack": (
-        Annotated[
-            bool,
-            typer.Option(
-                "--run-time-repack", "-rtr", help="Interleave rows in memory, as `quantkit repack` does in a file."
-            ),
-        ],
-        False,
-    ),
-    "fused_moe": (
-        Annotated[
-            bool,
-            typer.Option(
-                "--fused-moe/--no-fused-moe",
-                "-fmoe/-no-fmoe",
-                help="Compute gate, up and activation of experts in one operation.",
-            ),
-        ],
-        True,
-    ),
-    "smart_expert_reduction": (
-        Annotated[
-            str | None,
-            typer.Option(
-                "--smart-expert-reduction",
-                "-ser",
-                metavar="K,T",
-                help="Use the first K experts of a token, and others only above T times the first one's probability.",
-            ),
-        ],
-        None,
-    ),
-    "cache_type": (
-        Annotated[
-            str | None,
-            typer.Option(
-                "--cache-type",
-                metavar="TYPE",
-                help="Type of the KV cache: f32 f16 bf16 q8_0 q8_KV q6_0 q5_0 q5_1 q4_0 q4_1 iq4_nl; default: f16 with "
-                "numerics fast, f32 with exact.",
-            ),
-        ],
-        None,
-    ),
-    "cache_type_k": (
-        Annotated[str | None, typer.Option("--cache-type-k", "-ctk", metavar="TYPE", help="Type of the K cache.")],
-        None,
-    ),
-    "cache_type_v": (
-        Annotated[str | None, typer.Option("--cache-type-v", "-ctv", metavar="TYPE", help="Type of the V cache.")],
-        None,
-    ),
-    "k_cache_hadamard": (
-        Annotated[
-            bool,
-            typer.Option(
-                "--k-cache-hadamard", "-khad", help="Apply a Hadamard transform to keys before they are quantized."
-            ),
-        ],
-        False,
-    ),
-    "v_cache_hadamard": (
-        Annotated[
-            bool,
-            typer.Option(
-                "--v-cache-hadamard", "-vhad", help="Apply a Hadamard transform to values before they are quantized."
-            ),
-        ],
-        False,
-    ),
-    "flash_attn": (
-        Annotated[
-            str,
-            typer.Option(
-                "--flash-attn",
-                "-fa",
-                metavar="on|off|auto|1|0",
-                help="Flash attention (online softmax); off: compute all scores first.",
-            ),
-        ],
-        "on",
-    ),
-    "attention_max_batch": (
-        Annotated[
-            int,
-            typer.Option(
-                "--attention-max-batch",
-                "-amb",
-                metavar="MIB",
-                help="Memory for scores with -fa off, and for keys and values that -mla 2 and 3 expand; 0: no limit.",
-                min=0,
-            ),
-        ],
-        256,
-    ),
-    "mla": (
-        Annotated[
-            int,
-            typer.Option(
-                "-mla",
-                help="MLA: 0 caches full heads; 1 caches latents (absorbed); 2 and 3 also expand long prompts.",
-                min=0,
-                max=3,
-            ),
-        ],
-        3,
-    ),
-}
-_OPTIONS["tripwire"] = (
-    Annotated[
-        str,
-        typer.Option(
-            help="Check for bad scales at load, and for NaN and Inf after each layer or operation (full).",
-            metavar="layer|full|off",
-        ),
-    ],
-    "layer",
-)
 _FLASH = {"on": True, "auto": True, "1": True, "off": False, "0": False}
 
 
 class Launch:
-    """The parsed options of `runs_a_model`: how a command runs its models."""
+    """The parsed options of `runs_a_model`: how a command runs its models. `given` are the values by name."""
 
-    def __init__(self, given: dict[str, Any]):
+    def __init__(self, given: Mapping[str, Any]):
         from quantkit.placement.offload import parse_ops
 
-        self._given = given
+        self.given = given
         self._profiled: list[Ledger] = []
-        if given["flash_attn"] not in _FLASH:
-            raise UnknownNameError("choice for -fa", given["flash_attn"], _FLASH)
         self._check_cache_type()  # an impossible cache type fails before any file is read
         self._options = {
             "repack": given["run_time_repack"],
@@ -262,6 +44,9 @@ class Launch:
             "tripwire": given["tripwire"],
             "attention_mib": given["attention_max_batch"],
             "mla": given["mla"],
+            "mmap": given["mmap"],
+            "huge_pages": given["huge_pages"],
+            "mlock": given["mlock"],
             "offload": parse_ops(given["offload_policy"] or "", given["offload_threshold"]),
         }
         _require_gpus(given["devices"])
@@ -284,7 +69,7 @@ class Launch:
         """
         from quantkit.runtime.loading import load
 
-        flags = placement_flags({name: self._given[name] for name in PLACEMENT})
+        flags = self._placement_flags()
         model = load(
             path,
             numerics=numerics,
@@ -300,22 +85,28 @@ class Launch:
             main_gpu=flags.main_gpu,
             max_gpus=flags.max_gpus,
             kv_on_cpu=flags.kv_on_cpu,
-            fit=self._given["fit"],
-            fit_margin=int(self._given["fit_margin"] * 2**20),
-            reduce_type=self._given["reduce_type"],
-            profile=self._given["profile"],
+            fit=self.given["fit"],
+            fit_margin=int(self.given["fit_margin"] * 2**20),
+            reduce_type=self.given["reduce_type"],
+            profile=self.given["profile"],
             tokenizer=tokenizer,
             **(self._options if repack is None else self._options | {"repack": repack}),
         )
         if model.fitted is not None:
             print(f"--fit: equivalent to {model.fitted}", file=sys.stderr)
-        if self._given["profile"] and model.split is not None:
+        if self.given["profile"] and model.split is not None:
             self._profiled.append(model.split.ledger)  # not the model: the next one may need its memory
         for rule in model.placement.idle:
             print(f"warning: {printable(rule.text)} decides no tensor", file=sys.stderr)
         if model.repacked is not None:
             _print_repacked(model.repacked, model.numerics)
+        _print_residency(model)
         return model
+
+    def _placement_flags(self) -> Flags:
+        """The placement. Without --devices there is no GPU, and -ngl is ignored, as in llama.cpp (`_print_notes`)."""
+        given = {name: self.given[name] for name in PLACEMENT}
+        return placement_flags(given if given["devices"] else given | {"gpu_layers": None})
 
     def print_profiles(self) -> None:
         """Print the tables of --profile to stderr."""
@@ -329,12 +120,12 @@ class Launch:
             from quantkit.runtime.blocks.float_attention import AttentionOptions
             from quantkit.runtime.model import cache_type_of
 
-            cache_type_of(kind, "exact", AttentionOptions(_FLASH[self._given["flash_attn"]], 0))
+            cache_type_of(kind, "exact", AttentionOptions(_FLASH[self.given["flash_attn"]], 0))
 
     def _cache_type(self, numerics: str) -> CacheType | None:
         """The CacheType; None if no option sets it."""
-        both, k, v = (self._given[name] for name in ("cache_type", "cache_type_k", "cache_type_v"))
-        khad, vhad = self._given["k_cache_hadamard"], self._given["v_cache_hadamard"]
+        both, k, v = (self.given[name] for name in ("cache_type", "cache_type_k", "cache_type_v"))
+        khad, vhad = self.given["k_cache_hadamard"], self.given["v_cache_hadamard"]
         if not (both or k or v or khad or vhad):
             return None
         from quantkit.runtime.kv.cache_type import CacheType
@@ -351,7 +142,43 @@ def runs_a_model(command: Callable[..., None]) -> Callable[..., None]:
         command(**own, launch=launch)
         launch.print_profiles()
 
-    return with_options(run, "launch", _OPTIONS, Launch)
+    return with_options(run, "launch", RUN_OPTIONS, _launch)
+
+
+def runs_variants(command: Callable[..., None]) -> Callable[..., None]:
+    """Decorator: as `runs_a_model`, with lists of values for some options; the command gets a list of Launch.
+
+    They are all combinations of the values, the first option's values changing slowest, as in llama-bench.
+    """
+
+    @functools.wraps(command)
+    def run(launches: list[Launch], **own: object) -> None:
+        command(**own, launches=launches)
+        for launch in launches:
+            launch.print_profiles()
+
+    return with_options(run, "launches", RUN_OPTIONS | bench_lists.OPTIONS, _launches)
+
+
+def _launch(given: Mapping[str, Any]) -> Launch:
+    _print_notes(given)
+    return Launch(given)
+
+
+def _launches(given: Mapping[str, Any]) -> list[Launch]:
+    _print_notes(given)
+    return [Launch(values) for values in bench_lists.combinations(given)]
+
+
+def _print_notes(given: Mapping[str, Any]) -> None:
+    """Print to stderr which of the options have no effect, and why."""
+    notes = list(without_effect.notes(given))
+    if given["gpu_layers"] and not given["devices"]:
+        notes.append(
+            f"-ngl {given['gpu_layers']} has no effect: the model runs on the CPU; for a GPU pass --devices cuda:0"
+        )
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
 
 
 def _require_gpus(devices: str | None) -> None:
@@ -384,6 +211,26 @@ def _print_repacked(done: Repacked, numerics: str) -> None:
             f"warning: -rtr makes {count} tensors slower: {after} has no fast kernel here, {before} has one",
             file=sys.stderr,
         )
+
+
+def _print_residency(model: Model) -> None:
+    """Print to stderr what -thp and --mlock did, with both numbers where they did not do all."""
+    if model.read is not None and (huge := model.read.huge_bytes) is not None:
+        if huge:
+            print(f"-thp: {mib(huge)} in huge pages, {mib(model.read.nbytes)} of weights read", file=sys.stderr)
+        else:
+            print(f"note: -thp has no effect: {model.read.why_no_huge_pages()}", file=sys.stderr)
+    if model.locked is None:
+        return
+    if model.locked.complete:
+        print(f"--mlock: {mib(model.locked.locked)} locked", file=sys.stderr)
+        return
+    limit = "unlimited" if model.locked.limit is None else mib(model.locked.limit)
+    print(
+        f"warning: --mlock: {mib(model.locked.locked)} of {mib(model.locked.nbytes)} are locked: {model.locked.error}; "
+        f"the limit (RLIMIT_MEMLOCK) is {limit}; raise it: ulimit -l unlimited",
+        file=sys.stderr,
+    )
 
 
 def _profile(ledger: Ledger) -> str:

@@ -32,7 +32,7 @@ Threads = Annotated[
     typer.Option(
         "--threads",
         "-t",
-        help="Number of threads; default: the CPUs this process may use.",
+        help="Number of threads; default: QUANTKIT_THREADS, else the CPUs this process may use.",
         min=1,
         callback=checked_threads,
     ),
@@ -73,9 +73,11 @@ def with_options(
 ) -> Callable[..., None]:
     """Replace one parameter of a command by options, given as name: (annotation, default).
 
-    `make` builds the parameter's value from the values of the options.
+    An option that the command has itself is left out. `make` builds the parameter's value from the values of the
+    others.
     """
     signature = inspect.signature(command, eval_str=True)  # evaluated here, in the command's own namespace
+    options = {name: option for name, option in options.items() if name not in signature.parameters}
     parameters: list[inspect.Parameter] = []
     for own in signature.parameters.values():
         if own.name != parameter:

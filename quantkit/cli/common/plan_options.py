@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
-from quantkit.cli.common.launch import PLACEMENT, Fit, OffloadPolicy, OffloadThreshold, placement_flags
+from quantkit.cli.common.command import in_section
+from quantkit.cli.common.launch import placement_flags
 from quantkit.cli.common.options import RepackPattern, with_options
+from quantkit.cli.common.run_options import PLACEMENT, CacheTypeName, Fit, OffloadPolicy, OffloadThreshold
 from quantkit.pipelines.options import PlanOptions
 
 Type = Annotated[str | None, typer.Option(metavar="TYPE", show_default=False)]
@@ -63,19 +65,23 @@ Context = Annotated[
     int | None,
     typer.Option("--ctx-size", "-c", metavar="N", help="Include a KV cache for N tokens.", min=1, show_default=False),
 ]
-CacheTypeK = Annotated[str, typer.Option("--cache-type-k", "-ctk", metavar="TYPE", help="Type of the K cache.")]
-CacheTypeV = Annotated[str, typer.Option("--cache-type-v", "-ctv", metavar="TYPE", help="Type of the V cache.")]
+CacheTypeK = Annotated[
+    CacheTypeName,
+    typer.Option("--cache-type-k", "-ctk", metavar="TYPE", help="Type of the K cache.", case_sensitive=False),
+]
+CacheTypeV = Annotated[
+    CacheTypeName,
+    typer.Option("--cache-type-v", "-ctv", metavar="TYPE", help="Type of the V cache.", case_sensitive=False),
+]
 Mla = Annotated[
-    int, typer.Option("-mla", help="KV cache of MLA: 0 stores full heads, 1 to 3 the latent.", min=0, max=3)
+    int,
+    typer.Option("--mla-use", "-mla", help="KV cache of MLA: 0 stores full heads, 1 to 3 the latent.", min=0, max=3),
 ]
 Vram = Annotated[str | None, typer.Option(metavar="GIB,…", help="Memory of each GPU, to check whether the model fits.")]
 Ram = Annotated[float | None, typer.Option(metavar="GIB", help="Main memory of the CPU.", show_default=False)]
 Runtime = Annotated[
-    str,
-    typer.Option(
-        metavar="NAME",
-        help="Program that will run the model, ik_llama.cpp or quantkit: which interleaved types its GPUs take.",
-    ),
+    Literal["ik_llama.cpp", "quantkit"],
+    typer.Option(help="Program that will run the model: which interleaved types its GPUs take."),
 ]
 FitMargin = Annotated[float, typer.Option(metavar="MIB", help="Memory of each GPU to reserve for compute buffers.")]
 Bandwidth = Annotated[
@@ -131,6 +137,21 @@ _ANNOTATIONS: dict[str, Any] = {
     "runtime": Runtime,
 }
 
+# The sections of the help page; what is not listed is in "Options".
+_SECTIONS = {
+    "Importance matrix": ("imatrix", "include_weights", "exclude_weights", "no_second_moments", "ignore_imatrix_rules"),
+    "Types of tensors": (
+        "custom_q", "tensor_type", "tensor_type_file", "recipe", "settings", "pure", "output_tensor_type",
+        "token_embedding_type", "ffn_gate_inp_type", "attn_q_type", "attn_k_type", "attn_v_type", "attn_qkv_type",
+        "attn_output_type", "ffn_gate_type", "ffn_down_type", "ffn_up_type", "leave_output_tensor", "repack",
+        "repack_pattern",
+    ),
+    "Placement": ("fit", "offload_threshold", "offload_policy", "vram", "ram", "fit_margin", "runtime"),
+    "KV cache": ("ctx_size", "cache_type_k", "cache_type_v", "mla"),
+    "Predicted speed": ("bandwidth", "compute"),
+}  # fmt: skip
+_SECTION_OF = {name: section for section, names in _SECTIONS.items() for name in names}
+
 
 def takes_plan_options(*without: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorator: replace a command's parameter `options` by the options of PlanOptions, except those named."""
@@ -140,7 +161,10 @@ def takes_plan_options(*without: str) -> Callable[[Callable[..., None]], Callabl
             options |= PLACEMENT
         elif field.name not in without:
             is_collection = field.default in ((), dataclasses.MISSING)
-            options[field.name] = _ANNOTATIONS[field.name], None if is_collection else field.default
+            annotation = _ANNOTATIONS[field.name]
+            if field.name in _SECTION_OF:
+                annotation = in_section(annotation, _SECTION_OF[field.name])
+            options[field.name] = annotation, None if is_collection else field.default
     return lambda command: with_options(command, "options", options, _plan_options)
 
 

@@ -18,12 +18,14 @@ from pathlib import Path
 
 from quantkit.errors import DataError, FormatError
 from quantkit.formats.atomic import refuse_inputs
+from quantkit.formats.gguf.metadata import Metadata
 from quantkit.formats.gguf.reader import GGUF, Tensor, TensorSpec, Writer
 from quantkit.formats.gguf.writer import ALIGNMENT
 from quantkit.formats.mapping import release
-from quantkit.formats.pipeline import spread
+from quantkit.formats.pipeline import Progress, spread
 
 _PIECE_BYTES = 4 << 20
+_NUMBERED = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
 
 
 def split_counts(
@@ -71,13 +73,58 @@ def merge(file: GGUF, out: str | os.PathLike[str], *, threads: int | None = None
     return _copy(file, Path(out), [len(file.tensors)], False, threads, progress)[0]
 
 
+def copy_to(
+    out: str | os.PathLike[str],
+    metadata: Metadata,
+    tensors: Sequence[Tensor],
+    inputs: Sequence[Path],
+    *,
+    threads: int | None = None,
+    progress: Progress | bool = False,
+) -> Path:
+    """Copy tensors of any files, whose paths are `inputs`, into the one file `out`; returns its path."""
+    return _copy_tensors(metadata, tensors, inputs, Path(out), [len(tensors)], False, threads, progress)[0]
+
+
+def set_paths(path: Path, count: int) -> list[Path]:
+    """The paths of all shards of the set of `count` that `path` is of, whether they exist or not.
+
+    FormatError if its name is not that of a shard of such a set.
+    """
+    match = _NUMBERED.fullmatch(path.name)
+    if match is None or int(match[3]) != count:
+        raise FormatError(f"{path}: split.count is {count}; a shard's name ends in -NNNNN-of-{count:05d}.gguf")
+    return [path.with_name(f"{match[1]}-{number:05d}-of-{match[3]}.gguf") for number in range(1, count + 1)]
+
+
+def number_of(path: Path) -> tuple[int, int]:
+    """(number from 1, number of all) of a shard, by its name. FormatError for another name."""
+    match = _NUMBERED.fullmatch(path.name)
+    if match is None:
+        raise FormatError(f"{path}: a shard's name ends in -NNNNN-of-NNNNN.gguf")
+    return int(match[2]), int(match[3])
+
+
 def _copy(
-    file: GGUF, out: Path, counts: Sequence[int], numbered: bool, threads: int | None, progress: bool
+    file: GGUF, out: Path, counts: Sequence[int], numbered: bool, threads: int | None, progress: Progress | bool
 ) -> list[Path]:
     tensors = list(file.tensors.values())
+    return _copy_tensors(file.metadata, tensors, file.paths, out, counts, numbered, threads, progress)
+
+
+def _copy_tensors(
+    metadata: Metadata,
+    tensors: Sequence[Tensor],
+    inputs: Sequence[Path],
+    out: Path,
+    counts: Sequence[int],
+    numbered: bool,
+    threads: int | None,
+    progress: Progress | bool,
+) -> list[Path]:
     specs = [TensorSpec(t.name, t.shape, t.type) for t in tensors]
-    with Writer(out, file.metadata, specs, shards=counts, numbered=numbered) as writer:
-        refuse_inputs(writer.paths, file.paths)
+    with Writer(out, metadata, specs, shards=counts, numbered=numbered) as writer:
+        refuse_inputs(writer.paths, inputs)
         tasks = (task for tensor in tensors for task in _tasks(tensor, writer))
         spread(tasks, sum(t.nbytes for t in tensors), threads=threads, progress=progress)
         return list(writer.paths)

@@ -12,6 +12,7 @@ import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -82,6 +83,14 @@ class TensorSpec:
         return self.n_rows * self.row_bytes
 
 
+class ShardsOfSet(NamedTuple):
+    """Some shards of a set: their numbers from 0, the number of all shards, and of the tensors in all of them."""
+
+    numbers: tuple[int, ...]
+    shards: int
+    tensors: int
+
+
 def partition(sizes: Sequence[int], max_bytes: int | None = None, max_tensors: int | None = None) -> list[int]:
     """Divide tensors, given by their sizes in bytes, into shards: the number of tensors of each.
 
@@ -130,6 +139,7 @@ class Writer(StreamWriter):
     split_max_bytes  limit on the tensor bytes of a shard (padded to 32, without the header)
     split_max_tensors  limit on the tensors of a shard
     shards           instead of limits: the number of tensors of each shard, such as `GGUF.shards` of another file
+    chosen           with `shards`: these are only some shards of a set
     numbered         name and mark even a single file as shard 1 of 1
     durable          whether the files are synced before they appear (stream.py)
     resumable        whether the partial files stay when the block is left early (stream.py)
@@ -149,16 +159,17 @@ class Writer(StreamWriter):
         durable: bool = True,
         numbered: bool = False,
         resumable: bool = False,
+        chosen: ShardsOfSet | None = None,
     ):
         path = Path(path)
-        self.specs, self._numbered = list(specs), numbered
-        found = layouts(path, metadata, self.specs, split_max_bytes, split_max_tensors, shards, numbered)
+        self.specs, self._numbered, self._chosen = list(specs), numbered, chosen
+        found = layouts(path, metadata, self.specs, split_max_bytes, split_max_tensors, shards, numbered, chosen)
         super().__init__(path, found, durable, resumable)
 
     def rewrite(self, metadata: Mapping[str, object]) -> None:
         """Replace the metadata by others of the same size."""
         counts = [len(layout.slots) for layout in self._layouts]
-        self.rewrite_headers(_headers(metadata, self.specs, counts, self._numbered))
+        self.rewrite_headers(_headers(metadata, self.specs, counts, self._numbered, self._chosen))
 
 
 def layouts(
@@ -169,11 +180,16 @@ def layouts(
     max_tensors: int | None = None,
     shards: Sequence[int] | None = None,
     numbered: bool = False,
+    chosen: ShardsOfSet | None = None,
 ) -> list[Layout]:
     """The layout of every file that a Writer with these arguments writes: name, header, offsets of the tensors."""
     counts = _counts(path, specs, max_bytes, max_tensors, shards)
-    paths = [path] if len(counts) == 1 and not numbered else shard_names(path, len(counts))
-    headers = _headers(metadata, specs, counts, numbered)
+    if chosen is not None:
+        names = shard_names(path, chosen.shards)
+        paths = [names[number] for number in chosen.numbers]
+    else:
+        paths = [path] if len(counts) == 1 and not numbered else shard_names(path, len(counts))
+    headers = _headers(metadata, specs, counts, numbered, chosen)
     stops = np.cumsum(counts).tolist()
     parts = [specs[stop - count : stop] for stop, count in zip(stops, counts)]
     return [_layout(*part) for part in zip(paths, headers, parts)]
@@ -231,17 +247,22 @@ def _bare(metadata: Mapping[str, object]) -> Metadata:
 
 
 def _headers(
-    metadata: Mapping[str, object], specs: Sequence[TensorSpec], counts: Sequence[int], numbered: bool
+    metadata: Mapping[str, object],
+    specs: Sequence[TensorSpec],
+    counts: Sequence[int],
+    numbered: bool,
+    chosen: ShardsOfSet | None = None,
 ) -> list[bytes]:
     """The header of every file: all metadata in the first shard, split keys in each; none in a single file."""
-    if len(counts) == 1 and not numbered:
+    if len(counts) == 1 and not numbered and chosen is None:
         return [_header(_bare(metadata), specs)]
     headers, first = [], 0
-    for number, count in enumerate(counts):
+    chosen = chosen or ShardsOfSet(tuple(range(len(counts))), len(counts), len(specs))
+    for number, count in zip(chosen.numbers, counts, strict=True):
         own = _bare(metadata) if number == 0 else Metadata()
         own.set("split.no", number, "u16")
-        own.set("split.count", len(counts), "u16")
-        own.set("split.tensors.count", len(specs), "i32")
+        own.set("split.count", chosen.shards, "u16")
+        own.set("split.tensors.count", chosen.tensors, "i32")
         headers.append(_header(own, specs[first : first + count]))
         first += count
     return headers

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from quantkit.formats.pipeline import Progress
 from quantkit.pipelines.conversion.plan import Conversion, plan_conversion
@@ -24,29 +25,45 @@ def convert_checkpoint(
     metadata: str | os.PathLike[str] | None = None,
     model_name: str | None = None,
     split_max_bytes: int | None = None,
+    split_max_tensors: int | None = None,
     dry_run: bool = False,
     threads: int | None = None,
     progress: Progress | bool = False,
 ) -> Conversion:
-    """Write the checkpoint in directory `source` as the GGUF `out`, or as shards of at most `split_max_bytes`.
+    """Write the checkpoint in directory `source` as the GGUF `out`, or as shards of at most `split_max_bytes` or
+    `split_max_tensors`.
 
-    `pre` names the pre-tokenizer if it is not recognised. `mtp` says whether MTP (multi-token prediction) layers are
-    kept: "keep", "drop", or "auto" for the architecture's default. `metadata`, a JSON file, and `model_name` override
-    `general.*` keys. Image and audio encoders are skipped. The file appears under its name when it is complete. With
-    `dry_run` everything is checked and nothing is written. A QuantkitError names the file, the tensor or the setting
-    that cannot be converted.
+    `out` may be a template (`filled_name`). `pre` names the pre-tokenizer if it is not recognised. `mtp` says whether
+    MTP (multi-token prediction) layers are kept: "keep", "drop", or "auto" for the architecture's default. `metadata`,
+    a JSON file, and `model_name` override `general.*` keys. Image and audio encoders are skipped. The file appears
+    under its name when it is complete. With `dry_run` everything is checked and nothing is written. A QuantkitError
+    names the file, the tensor or the setting that cannot be converted.
     """
     conversion = plan_conversion(source, outtype, pre, mtp, metadata, model_name)
     if not dry_run:
         paths = write_gguf(
-            out,
+            filled_name(out, source, conversion.outtype.name),
             conversion.metadata,
             conversion.specs,
             conversion.tasks,
             inputs=conversion.checkpoint.paths,
             split_max_bytes=split_max_bytes,
+            split_max_tensors=split_max_tensors,
             threads=threads,
             progress=progress,
         )
         conversion.paths.extend(paths)
     return conversion
+
+
+def filled_name(out: str | os.PathLike[str], source: str | os.PathLike[str], outtype: str) -> Path:
+    """The name of the output: in `out`, {name} is the directory's name, {ftype} and {outtype} the type of matrices.
+
+    Names in capitals give it in capitals, as in convert_hf_to_gguf.py: {FTYPE} is BF16.
+    """
+    text = os.fspath(out)
+    values = {"name": Path(source).resolve().name, "ftype": outtype.lower(), "outtype": outtype.lower()}
+    values |= {"FTYPE": outtype.upper(), "OUTTYPE": outtype.upper()}
+    for key, value in values.items():
+        text = text.replace("{" + key + "}", value)
+    return Path(text)

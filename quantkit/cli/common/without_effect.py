@@ -1,0 +1,68 @@
+"""Options of llama.cpp's tools that the commands accept so that pasted lines run, and that change nothing in quantkit.
+
+None is silent: `notes` gives the line that says why. An option belongs here only if the result without it is what the
+other program would give with it; anything else is an unknown option.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal, NamedTuple
+
+import typer
+
+PANEL = "Accepted from llama.cpp, without effect"
+
+
+class _Option(NamedTuple):
+    """An option: its flags, the type of its value, its metavar, and why it has no effect."""
+
+    flags: tuple[str, ...]
+    kind: Any
+    metavar: str | None
+    reason: str
+
+    def annotation(self) -> Any:
+        """The option for typer. None stands for one that is not given."""
+        about = typer.Option(
+            *self.flags, metavar=self.metavar, help=self.reason, show_default=False, rich_help_panel=PANEL
+        )
+        return Annotated[self.kind | None, about]
+
+
+TOKENS_AT_A_TIME = "quantkit chooses how many tokens it computes at a time."
+_FUSED = "quantkit's plan of operations is fixed; the numbers are the same."
+_ALL: dict[str, _Option] = {
+    "batch_size": _Option(("--batch-size", "-b"), int, "N", TOKENS_AT_A_TIME),
+    "ubatch_size": _Option(("--ubatch-size", "-ub"), int, "N", TOKENS_AT_A_TIME),
+    "threads_batch": _Option(
+        ("--threads-batch", "-tb"), int, "N", "Prompts and generation use the threads of -t; evaluations use -tb."
+    ),
+    "numa": _Option(
+        ("--numa",),
+        Literal["distribute", "isolate", "numactl"],
+        None,
+        "quantkit leaves threads and pages to the operating system; run it under numactl.",
+    ),
+    "merge_up_gate": _Option(("--merge-up-gate-experts", "-muge"), bool, None, _FUSED),
+    "merge_qkv": _Option(("--merge-qkv", "-mqkv"), bool, None, _FUSED),
+    "no_fused_up_gate": _Option(("--no-fused-up-gate", "-no-fug"), bool, None, _FUSED),
+    "no_fused_mul_multiadd": _Option(("--no-fused-mul-multiadd", "-no-mmad"), bool, None, _FUSED),
+    "verbosity": _Option(("--verbosity", "-lv"), int, "N", "quantkit has no log levels."),
+    "seed": _Option(("--seed", "-s"), int, "N", "Nothing is sampled at random."),
+}
+OPTIONS: dict[str, tuple[Any, Any]] = {name: (option.annotation(), None) for name, option in _ALL.items()}
+
+
+def notes(given: Mapping[str, Any]) -> Iterator[str]:
+    """A line for each option of `OPTIONS` that is given."""
+    for name, option in _ALL.items():
+        value = given.get(name)
+        if value is not None:
+            flag = option.flags[-1] if value is True else f"{option.flags[-1]} {value}"
+            yield line(flag, option.reason)
+
+
+def line(flag: str, reason: str) -> str:
+    """What is said about an option that is given; `reason` is its help, a sentence."""
+    return f"{flag} has no effect: {reason[0].lower()}{reason[1:].rstrip('.')}"

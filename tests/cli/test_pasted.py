@@ -1,0 +1,329 @@
+"""Command lines as users of ik_llama.cpp and llama.cpp write them, pasted behind `quantkit`.
+
+Only names of files, and numbers of threads and of chunks, are replaced by what the tiny models and this machine allow.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import shlex
+import shutil
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from quantkit import cli
+from quantkit.formats import gguf
+from tests.cli.running import refused
+from tests.documentation import make_world
+
+
+class Line(NamedTuple):
+    """A command line, patterns that its output and its messages must have, and the files that it writes."""
+
+    line: str
+    out: tuple[str, ...] = ()
+    err: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()
+
+
+CUSTOM = "'blk\\.\\d+\\.ffn_down_exps\\.weight=iq3_k_r4,blk\\.\\d+\\.ffn_(gate|up)_exps\\.weight=iq2_k_r4,.*=q8_0'"
+LINES = [
+    # llama-quantize
+    Line(
+        f"./llama-quantize --imatrix moe.dat --custom-q {CUSTOM} moe-bf16.gguf moe-IQ2_K_R4.gguf IQ2_K_R4 2",
+        ("iq3_k_r4", "iq2_k_r4"),
+        files=("moe-IQ2_K_R4.gguf",),
+    ),
+    Line("./build/bin/llama-quantize model-bf16.gguf Q4_0", ("OUT is not given",), files=("ggml-model-Q4_0.gguf",)),
+    Line(
+        "llama-quantize --allow-requantize --output-tensor-type q6_0 --token-embedding-type Q8_0 --pure "
+        "model-q8_0.gguf model-q4.gguf q4_0 2",
+        files=("model-q4.gguf",),
+    ),
+    Line("llama-quantize --dry-run model-bf16.gguf dry.gguf Q4_0", ("q4_0",)),
+    Line(
+        "llama-quantize --keep-split set-00001-of-00005.gguf kept.gguf Q4_0",
+        files=("kept-00001-of-00005.gguf", "kept-00005-of-00005.gguf"),
+    ),
+    Line(
+        "./llama-quantize --keep-split --individual-tensors 2,3 set-00001-of-00005.gguf some.gguf q4_0 2",
+        ("5 of 21|10 of 21|15 of 21",),
+        files=("some-00001-of-00005.gguf", "some-00002-of-00005.gguf", "some-00003-of-00005.gguf"),
+    ),
+    Line(
+        "llama-quantize --repack --repack-pattern ffn_down,ffn_up model-q8_0.gguf repacked.gguf Q8_0 2",
+        ("q8_0_r8",),
+        files=("repacked.gguf",),
+    ),
+    Line("quantize --override-kv general.name=str:Mine model-bf16.gguf mine.gguf Q8_0", files=("mine.gguf",)),
+    # llama-imatrix
+    Line(
+        "llama-imatrix -m model-bf16.gguf -f calibration.txt -o imatrix.dat -c 512 --chunks 2 -ngl 99 -fa -t 2 "
+        "-b 2048 -ub 512 --no-mmap --verbosity 1",
+        (r"\[2\]\d+\.\d+,", "Final estimate: PPL = "),
+        ("-ngl 99 has no effect", "-ub 512 has no effect", "-lv 1 has no effect"),
+        ("imatrix.dat",),
+    ),
+    Line(
+        "./build/bin/llama-imatrix --model moe-bf16.gguf --file calibration.txt --output-file moe.gguf --chunks 1 "
+        "--process-output --threads 2 -mla 1 -fmoe",
+        files=("moe.gguf",),
+    ),
+    Line(
+        "llama-imatrix -m model-q8_0.gguf -f - -o stdin.dat --chunks 1",
+        ("Final estimate",),
+        ("of -, batch",),
+        ("stdin.dat",),
+    ),
+    # llama-perplexity
+    Line(
+        "./llama-perplexity -m moe-bf16.gguf -f wiki.txt -fa -fmoe -mla 3 -amb 512 -ctk f16 -c 512 --seed 1337 "
+        "-ngl 99 -ot exps=CPU --threads 2 -ub 4096 -b 4096 --no-mmap --chunks 2",
+        (r"Final estimate: PPL over 2 chunks for n_ctx=512 = \d+\.\d+ \+/- ",),
+        ("-s 1337 has no effect", "-ub 4096 has no effect", "cache_type f16"),
+    ),
+    Line(
+        "llama-perplexity --model model-bf16.gguf --file - --ctx-size 512 --batch-size 512 --chunks 1 --flash-attn on",
+        ("Final estimate",),
+        ("text -,",),
+    ),
+    Line(
+        "llama-perplexity -m model-bf16.gguf -f wiki.txt --chunks 2 --kl-divergence-base logits.kld --mlock",
+        ("Final estimate",),
+        ("--mlock: ",),
+        ("logits.kld",),
+    ),
+    Line(
+        "llama-perplexity -m model-q8_0.gguf --kl-divergence-base base.kld --kl-divergence -fa 1 -tb 2",
+        ("====== KL divergence statistics ======", "Same top p"),
+    ),
+    Line(
+        "perplexity -m model-q8_0.gguf -f wiki.txt --chunks 1 --flash_attn off -rtr --cpu-moe --ppl-output-type 1",
+        (r"^\s+0\s+\d", "Final estimate"),
+        ("repacked", "flash_attention off"),
+    ),
+    # llama-sweep-bench
+    Line(
+        "./llama-sweep-bench -m moe-bf16.gguf -c 256 -ub 64 -b 128 -ctk q8_0 -ctv q8_0 -fa -fmoe -mla 3 -amb 512 "
+        "-ngl 99 --threads 2 --warmup-batch --no-mmap -n 8 -muge -mqkv",
+        (r"\|\s+64 \|\s+8 \|\s+128 \|",),
+        ("-muge has no effect", "-mqkv has no effect"),
+    ),
+    Line(
+        "llama-sweep-bench --model model-q8_0.gguf -c 64 -b 32 -ub 512 -rtr -t 2 -thp --numa distribute -nrep 2",
+        (r"\|\s+32 \|",),
+        ("-thp", "--numa distribute has no effect"),
+    ),
+    # llama-bench
+    Line(
+        "./llama-bench -m model-q8_0.gguf -p 64 -n 4 -r 1 -t 2 -fa 0,1 -rtr 0,1 -ngl 99",
+        (r"\| flash_attn \| repack \|", r"\| 0 \| 0 \| pp64 \|", r"\| 1 \| 1 \| tg4 \|"),
+    ),
+    Line(
+        "llama-bench -m model-q8_0.gguf -m moe-bf16.gguf -p 32 -n 0 -r 1 -ctk f16,q8_0 -ctv f16 -mmp 0 -fmoe 1 "
+        "-b 2048 -ub 512,1024 -o jsonl",
+        ('"test": "pp32"', '"type_k": "q8_0"', '"use_mmap": false'),
+        ("-ub 512,1024 has no effect",),
+    ),
+    Line(
+        "llama-bench -m moe-bf16.gguf -pg 32,4 -p 0 -n 0 -r 1 -fmoe 0,1 -mla 1,3 -amb 256,512 -o csv", ("pp32\\+tg4",)
+    ),
+    # llama-batched-bench
+    Line(
+        "llama-batched-bench -m model-q8_0.gguf -c 1024 -b 2048 -ub 512 -npp 16,64 -ntg 4 -npl 1,2,20 -fa -ngl 0",
+        (r"\|\s+16 \|\s+4 \|\s+20 \|\s+400 \|", r"\|\s+64 \|\s+4 \|\s+2 \|\s+136 \|"),
+        ("skipped: 64 \\+ 4 tokens of 20 sequences are 1360", "-b 2048 has no effect"),
+    ),
+    Line("batched-bench -m model-q8_0.gguf -npp 32 -ntg 4 -npl 3 -pps", (r"\|\s+32 \|\s+4 \|\s+3 \|\s+44 \|",)),
+    # llama-cli
+    Line(
+        'llama-cli -m model-q8_0.gguf -p "The capital of France is" -n 4 -c 256 -t 2 --temp 0 -no-cnv '
+        "--no-display-prompt -fa -s 42",
+        err=("generation [0-4] tokens", "seed 42"),
+    ),
+    Line(
+        "llama-cli -m moe-bf16.gguf -f prompt.txt -n 3 -fa on -ctk q8_0 -ctv q8_0 -ser 1,0.5 -tb 4 --display-prompt",
+        ("^A recipe",),
+        ("-tb 4 has no effect", "cache q8_0"),
+    ),
+    # llama-gguf-split
+    Line(
+        "./llama-gguf-split --split --split-max-tensors 8 model-q8_0.gguf eight",
+        ("eight-00003-of-00003.gguf",),
+        files=("eight-00001-of-00003.gguf",),
+    ),
+    Line("llama-gguf-split --split-max-size 1M model-bf16.gguf mega", files=("mega-00001-of-00003.gguf",)),
+    Line("llama-gguf-split --merge set-00001-of-00005.gguf merged.gguf", files=("merged.gguf",)),
+    # convert_hf_to_gguf.py
+    Line(
+        "python convert_hf_to_gguf.py HF_DIR --outfile conv/{name}-{ftype}.gguf --outtype bf16",
+        files=("conv/HF_DIR-bf16.gguf",),
+    ),
+    Line("python3 ./convert_hf_to_gguf.py --outtype q8_0 MOE_DIR/", files=("MOE_DIR/MOE_DIR-Q8_0.gguf",)),
+    Line(
+        "convert_hf_to_gguf.py --outtype bf16 --outfile conv/big.gguf HF_DIR/ --split-max-size 1M --no-lazy --verbose",
+        err=("--no-lazy has no effect", "--verbose has no effect: the command has no log levels"),
+        files=("conv/big-00001-of-00003.gguf",),
+    ),
+    # what the other programs have no tool for, with their flags
+    Line(
+        "plan -m moe-bf16.gguf IQ2_K_R4 -ngl 99 -ot 'blk\\.(0)\\.ffn_.*=CUDA0' -ot exps=CPU -c 1024 -ctk q8_0",
+        ("CUDA0", "CPU"),
+    ),
+    Line(
+        "compare model-bf16.gguf -m model-q8_0.gguf,ggml-model-Q4_0.gguf -f - -c 128 --chunks 2 -b 512 -tb 2",
+        ("model-q8_0", "ggml-model-Q4_0"),
+    ),
+    Line("quantize model-bf16.gguf part.gguf Q4_0 --only 'blk\\.0\\.'", ("9 of 21 tensors",), files=("part.gguf",)),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tiny models and texts under the names in `LINES`."""
+    folder = tmp_path_factory.mktemp("pasted")
+    make_world(folder)
+    (folder / "prompt.txt").write_text("A recipe names a type\n", encoding="utf-8")
+    (folder / "conv").mkdir()
+    model = str(folder / "model-bf16.gguf")
+    for words in (
+        ["quantize", model, str(folder / "model-q8_0.gguf"), "Q8_0"],
+        ["split", model, str(folder / "set"), "--split-max-tensors", "5"],
+        ["imatrix", str(folder / "moe-bf16.gguf"), "-f", str(folder / "calibration.txt"), "--chunks", "1",
+         "-o", str(folder / "moe.dat")],
+        ["perplexity", model, "-f", str(folder / "wiki.txt"), "--chunks", "1",
+         "--kl-divergence-base", str(folder / "base.kld")],
+    ):  # fmt: skip
+        assert cli.main([*words, "--json"]) == 0, words
+    return folder
+
+
+class _Stdin:
+    """A stand-in for sys.stdin that holds a text."""
+
+    def __init__(self, text: bytes):
+        self.buffer = io.BytesIO(text)
+
+
+@pytest.mark.parametrize("pasted", LINES, ids=[re.sub(r"\W+", "-", each.line)[:50] for each in LINES])
+def test_a_pasted_line_runs(
+    pasted: Line, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "stdin", _Stdin((folder / "wiki.txt").read_bytes()))
+    for name in pasted.files:
+        Path(name).unlink(missing_ok=True)
+    status = cli.main(shlex.split(pasted.line))
+    out, err = capsys.readouterr()
+    assert status == 0, err
+    for pattern in pasted.out:
+        assert re.search(pattern, out, re.M), f"{pattern} is not in\n{out}"
+    for pattern in pasted.err:
+        assert re.search(pattern, err, re.M), f"{pattern} is not in\n{err}"
+    for name in pasted.files:
+        assert Path(name).stat().st_size > 0
+
+
+def test_nothing_is_said_about_options_that_are_not_given(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    for line in ("sweep-bench model-q8_0.gguf -c 16 -b 8", "generate model-q8_0.gguf -p x -n 1 -s 1 -ngl 0"):
+        assert cli.main(shlex.split(line)) == 0
+        assert "note:" not in capsys.readouterr().err
+
+
+def test_there_are_thirty() -> None:
+    assert len(LINES) >= 30
+    assert len({each.line for each in LINES}) == len(LINES)
+
+
+# ---------------------------------------------------------------------------------------------------- what is not taken
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("perplexity -m model-bf16.gguf -mqkvx -f wiki.txt", "No such option: -mqkvx"),
+        ("perplexity -m model-bf16.gguf -uge -f wiki.txt", "No such option: -uge"),
+        ("bench -m model-bf16.gguf -fa 0,maybe", "'maybe' is not valid"),
+        ("bench -m model-bf16.gguf -ctk f16,q9_0", "'q9_0' is not valid"),
+        ("bench -m model-bf16.gguf -mla 1,4", "'4' is not valid"),
+        ("perplexity -f wiki.txt", "MODEL is missing"),
+        ("perplexity model-bf16.gguf -m moe-bf16.gguf -f wiki.txt", "the model is given twice"),
+        ("convert HF_DIR a.gguf --outfile b.gguf", "the output is given twice"),
+        ("sweep-bench -m model-bf16.gguf --numa spread", "'spread' is not one of"),
+        ("repack model-bf16.gguf Q4_0", "'Q4_0' is a type, and OUT is missing"),
+        ("quantize model-bf16.gguf a.gguf Q4_0 --individual-tensors 2", "numbers of shards"),
+        ("quantize set-00001-of-00005.gguf a.gguf Q4_0 --keep-split --individual-tensors 6", "write 1 to 5"),
+        ("quantize model-bf16.gguf a.gguf Q4_0 --only nothing", "found in none of 21 tensor names"),
+        ("quantize model-bf16.gguf a.gguf Q4_0 --only blk --keep-split", "--only writes one file"),
+        ("quantize model-bf16.gguf a.gguf Q4_0 --skip-first-shard", "goes with --individual-tensors"),
+        ("merge a.gguf", "OUT is missing"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(
+    line: str, said: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    message = refused(capsys, *shlex.split(line), status=2)
+    assert re.search(said, " ".join(message.split())), message
+    assert not Path("a.gguf").exists()
+
+
+def test_the_model_may_be_given_twice_if_it_is_the_same(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    assert cli.main(["inspect", "model-q8_0.gguf", "-m", "model-q8_0.gguf", "--no-tensors"]) == 0
+    assert "model-q8_0.gguf" in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------------------------------------------------------- parts
+
+
+def test_parts_join_to_the_bytes_of_a_whole_run(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    source = str(folder / "model-bf16.gguf")
+    assert cli.main(["quantize", source, "whole.gguf", "Q4_0"]) == 0
+    for out, *patterns in (("b.gguf", "blk\\.1"), ("a.gguf", "blk\\.0"), ("c.gguf", "^output", "token_embd")):
+        flags = [word for pattern in patterns for word in ("--only", pattern)]
+        assert cli.main(["quantize", source, out, "Q4_0", *flags]) == 0
+    assert "quantkit.part.numbers" in gguf.open("a.gguf").metadata
+    assert cli.main(["merge", "b.gguf", "c.gguf", "a.gguf", "joined.gguf"]) == 0
+    assert Path("joined.gguf").read_bytes() == Path("whole.gguf").read_bytes()
+    assert "3 parts, 21 tensors" in capsys.readouterr().out
+    assert "the parts hold 12 of 21 tensors" in refused(capsys, "merge", "b.gguf", "c.gguf", "d.gguf")
+    assert "is also in" in refused(capsys, "merge", "a.gguf", "a.gguf", "d.gguf")
+    assert "not a part" in refused(capsys, "merge", "whole.gguf", "a.gguf", "d.gguf")
+    assert cli.main(["quantize", source, "other.gguf", "Q5_0", "--only", "blk\\.1"]) == 0
+    assert "not of one plan" in refused(capsys, "merge", "a.gguf", "other.gguf", "d.gguf")
+    assert not Path("d.gguf").exists()
+
+
+def test_shards_made_one_by_one_are_those_of_one_run(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also with only the shards that are asked for, and the first one, of the input at hand."""
+    monkeypatch.chdir(tmp_path)
+    for path in folder.glob("set-*.gguf"):
+        shutil.copy(path, tmp_path)
+    first = "set-00001-of-00005.gguf"
+    flags = ["Q4_0", "--pure", "--keep-split"]
+    assert cli.main(["quantize", first, "whole.gguf", *flags]) == 0
+    assert cli.main(["quantize", first, "one.gguf", *flags, "--individual-tensors", "1,3"]) == 0
+    for path in ("set-00002-of-00005.gguf", "set-00003-of-00005.gguf"):
+        Path(path).unlink()
+    rest = ["--individual-tensors", "4,5", "--skip-first-shard"]
+    assert "add --pure" in refused(capsys, "quantize", first, "one.gguf", "Q4_0", "--keep-split", *rest, status=2)
+    assert cli.main(["quantize", first, "one.gguf", *flags, *rest]) == 0
+    assert sorted(Path().glob("one-*")) == [Path(f"one-0000{n}-of-00005.gguf") for n in (1, 3, 4, 5)]
+    for n in (3, 4, 5):
+        name = f"0000{n}-of-00005.gguf"
+        assert Path(f"one-{name}").read_bytes() == Path(f"whole-{name}").read_bytes()

@@ -19,7 +19,7 @@ PACKAGE = Path(quantkit.__file__).parent
 # packages of one line do not import each other.
 LAYERS = """
 errors
-inputs
+inputs progress
 codegen
 types
 repack

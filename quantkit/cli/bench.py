@@ -13,10 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from quantkit.cli.common.evaluation import on_message
 from quantkit.cli.common.launch import Launch, runs_a_model
 from quantkit.cli.common.options import Json, checked_threads
 from quantkit.cli.common.output import gib, print_json
+from quantkit.cli.common.progress_options import shows_progress
 from quantkit.errors import QuantkitError, UnknownNameError
+from quantkit.progress import ProgressBar
 
 if TYPE_CHECKING:
     from quantkit.evaluate.bench import Case, MeasuredSpeed
@@ -32,6 +35,7 @@ _FORMATS = ("md", "csv", "json", "jsonl")
 _COLUMNS = ("model", "size", "params", "backend", "threads", "test", "t/s", "GB/s", "of memory")
 
 
+@shows_progress
 @runs_a_model
 def bench(
     models: Annotated[list[Path], typer.Argument(help="GGUF files, or any shard of a split one.")],
@@ -84,19 +88,24 @@ def bench(
     counts = [checked_threads(count) for count in (_numbers("-t", threads, 1) if threads else [None])]
     rows: list[dict[str, Any]] = []
 
+    def show_repetition(test: str, rate: float) -> None:
+        bar.show(bar.done + 1, total, values=f"{test} {rate:.2f} tok/s")
+
     def timed(path: Path, model: Model) -> None:
         memory = measure.read_speed(model)
         about = run_conditions(model) | {"repetitions": repetitions}
-        print(f"{path}: {bench_conditions_line(about, memory)}", file=sys.stderr)
-        for speed in measure.bench(model, cases, repetitions, warmup=warmup):
+        on_message(f"{path}: {bench_conditions_line(about, memory)}")
+        for speed in measure.bench(model, cases, repetitions, warmup=warmup, progress=show_repetition):
             row = _model_record(model, path) | about | record(speed, memory)
             rows.append(row)
             _show(row, form, first=len(rows) == 1)
 
-    for path in models:
-        for count in counts:
-            timed(path, launch.open(path, numerics=numerics, threads=count, n_ctx=longest))
-            gc.collect()  # a model has reference cycles; the next one needs its memory
+    total = len(models) * len(counts) * len(cases) * (repetitions + warmup)
+    with ProgressBar("bench", ticks=False) as bar:  # nothing is drawn while a test is timed
+        for path in models:
+            for count in counts:
+                timed(path, launch.open(path, numerics=numerics, threads=count, n_ctx=longest))
+                gc.collect()  # a model has reference cycles; the next one needs its memory
     if form == "json":
         print_json("quantkit.bench/1", {"runs": rows})
 

@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quantkit.cli.common.options import Json, Threads, parse_size
-from quantkit.cli.common.output import gib, print_json, print_left_out, table
+from quantkit.cli.common.output import gib, print_json, print_left_out, print_table
 from quantkit.cli.common.positional import refuse_type
+from quantkit.cli.common.progress_options import shows_progress
 from quantkit.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from quantkit.pipelines.conversion.plan import Conversion
 
 
+@shows_progress
 def convert(
     source: Annotated[
         Path,
@@ -66,13 +68,13 @@ def convert(
         raise UnsupportedError(f"--vision {vision}: image and audio encoders are not converted; only drop is supported")
     size = None if split_max_size is None else parse_size(split_max_size)
     started = time.monotonic()
-    done = api.convert(source, out, outtype, ConvertOptions(pre, mtp, size, dry_run, threads), progress=not json)
+    done = api.convert(source, out, outtype, ConvertOptions(pre, mtp, size, dry_run, threads), progress=True)
     record = _record(done, time.monotonic() - started)
     if json:
         print_json("quantkit.convert/1", record)
         return
     rows = [(row["type"], row["tensors"], gib(row["bytes"])) for row in record["types"]]
-    print(table(("type", "tensors", "size"), rows))
+    print_table(("type", "tensors", "size"), rows)
     print(
         f"{done.arch.name}, {record['parameters'] / 1e6:.2f} M parameters, {len(done.specs)} tensors, "
         f"{gib(done.nbytes)}, {8 * done.nbytes / done.n_params:.3f} bits per weight, "

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import secrets
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from quantkit import progress
+from quantkit.cli.common.evaluation import on_message
 from quantkit.cli.common.launch import Launch, runs_a_model
 from quantkit.cli.common.options import Json, Threads
 from quantkit.cli.common.output import print_json
+from quantkit.cli.common.progress_options import shows_progress
 from quantkit.errors import QuantkitError
 
 if TYPE_CHECKING:
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from quantkit.tokenizers.tokenizer import Tokenizer
 
 
+@shows_progress
 @runs_a_model
 def generate(
     model: Annotated[Path, typer.Argument(help="A GGUF file, or any shard of a split one.")],
@@ -72,12 +75,13 @@ def generate(
     if ctx_size is None and n_predict >= 0:  # do not allocate the model's whole context
         n_ctx = max(1, min(n_ctx, len(tokens) + n_predict))
     loaded = launch.open(model, numerics=numerics, threads=threads, n_ctx=n_ctx, tokenizer=tokenizer)
+    progress.end()  # the reply is printed piece by piece
     result = loaded.generate(tokens, n_predict, sampling, None if json else _show)
     if json:
         print_json("quantkit.generate/1", _record(model, loaded, result, sampling))
         return
     print()
-    print(_summary(loaded, result, sampling), file=sys.stderr)
+    on_message(_summary(loaded, result, sampling))
 
 
 def _read(model: Path) -> tuple[Tokenizer, int]:

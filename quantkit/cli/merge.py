@@ -11,9 +11,11 @@ import typer
 
 from quantkit.cli.common.options import Json, Out, Threads
 from quantkit.cli.common.output import gib, print_json
+from quantkit.cli.common.progress_options import shows_progress
 from quantkit.errors import QuantkitError
 
 
+@shows_progress
 def merge(
     first: Annotated[Path, typer.Argument(metavar="SHARD", help="Any shard of a split file.", show_default=False)],
     out: Out,
@@ -32,7 +34,7 @@ def merge(
         raise QuantkitError(f"{out} already exists, and merge does not overwrite files; remove it or give another name")
     started = time.perf_counter()
     file = gguf.open(first)
-    path = shards.merge(file, out, threads=threads, progress=not json)
+    path = shards.merge(file, out, threads=threads, progress=True)
     size = path.stat().st_size
     if json:
         print_json(

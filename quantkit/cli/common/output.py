@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-from quantkit.cli.common.terminal import CONTROLS, message
+from quantkit.cli.common.terminal import CONTROLS, EscapingStream, message
 from quantkit.errors import printable
+from quantkit.progress import is_terminal
+
+_MIN_FOLDED = 8  # columns of a text column that is folded
 
 
 def gib(size: float) -> str:
@@ -67,6 +72,66 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Any]], left: int = 1) -
         return "  ".join(f"{c:<{w}}" if i < left else f"{c:>{w}}" for i, (c, w) in enumerate(zip(row, widths))).rstrip()
 
     return "\n".join([line(cells[0]), line(["-" * w for w in widths]), *map(line, cells[1:])])
+
+
+def print_table(
+    header: Sequence[str], rows: Sequence[Sequence[Any]], left: int = 1, *, end: str = "\n", file: TextIO | None = None
+) -> None:
+    """Print a table to stdout, or to `file`. On a terminal rich draws it; elsewhere it is the text of `table`.
+
+    Text columns that do not fit the terminal are folded. Numbers are never cut.
+    """
+    stream = file or sys.stdout
+    if not is_terminal(stream):
+        print(table(header, rows, left), end=end, file=stream)
+        return
+    text = _drawn_table(header, rows, left, _columns(stream))
+    if isinstance(stream, EscapingStream):
+        stream.write_styled(text + end)
+    else:
+        stream.write(text + end)
+
+
+def _drawn_table(header: Sequence[str], rows: Sequence[Sequence[Any]], left: int, columns: int) -> str:
+    """A table as rich draws it: a bold header, without escape sequences if NO_COLOR is set."""
+    import io
+
+    from rich.box import SIMPLE_HEAD
+    from rich.cells import cell_len
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    cells = [[printable(str(cell)) for cell in row] for row in (header, *rows)]
+    widths = [max(cell_len(row[i]) for row in cells) for i in range(len(header))]
+    while sum(widths) + 2 * (len(widths) - 1) > columns:  # fold the widest of the columns that hold text
+        widest = max(range(left), key=lambda i: widths[i])
+        if widths[widest] <= _MIN_FOLDED:
+            break  # the terminal wraps the lines
+        widths[widest] -= 1
+    drawn = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
+    for i, (title, width) in enumerate(zip(cells[0], widths)):
+        drawn.add_column(
+            Text(title), justify="left" if i < left else "right", width=width, overflow="fold", no_wrap=i >= left
+        )
+    for row in cells[1:]:
+        drawn.add_row(*map(Text, row))
+    is_plain = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
+    console = Console(
+        file=io.StringIO(), force_terminal=True, color_system=None if is_plain else "standard",
+        width=sum(widths) + 2 * len(widths), highlight=False, markup=False, emoji=False, legacy_windows=False,
+    )  # fmt: skip
+    with console.capture() as captured:
+        console.print(drawn)
+    return "\n".join(line.rstrip() for line in captured.get().splitlines())
+
+
+def _columns(stream: TextIO) -> int:
+    """Columns of a terminal."""
+    with contextlib.suppress(OSError, ValueError):
+        if columns := os.get_terminal_size(stream.fileno()).columns:
+            return columns
+    return 80
 
 
 def print_left_out(left_out: Mapping[str, Sequence[str]], warnings: Sequence[str] = ()) -> None:

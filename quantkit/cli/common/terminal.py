@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from quantkit import progress
 from quantkit.errors import printable
 
 # C0 but for tab and line ends, DEL, C1; separators of lines; embeddings, overrides and isolates of direction. Joiners
@@ -36,29 +37,37 @@ def message(text: str) -> str:
     return "\n".join(map(printable, re.split(r"\n(?=  )", text)))
 
 
-class _Stream:
-    """A text stream that escapes control characters; everything else is passed to the wrapped stream."""
+class EscapingStream:
+    """A text stream that escapes control characters and moves a progress bar out of the way of what is written.
+
+    Everything else is passed to the wrapped stream.
+    """
 
     def __init__(self, stream: Any):
-        self._stream = stream
+        self.wrapped = stream
 
     def write(self, text: str) -> int:
-        self._stream.write(visible(text))
+        self.write_styled(visible(text))
         return len(text)
+
+    def write_styled(self, text: str) -> None:
+        """Write text with escape sequences of our own, such as bold headers; names in it are escaped already."""
+        with progress.above(self.wrapped, text):
+            self.wrapped.write(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
         for line in lines:
             self.write(line)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+        return getattr(self.wrapped, name)
 
 
 @contextlib.contextmanager
 def escaped_controls() -> Iterator[None]:
     """A context in which stdout and stderr escape control characters."""
     before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = (_Stream(stream) for stream in before)
+    sys.stdout, sys.stderr = (EscapingStream(stream) for stream in before)
     try:
         yield
     finally:

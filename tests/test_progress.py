@@ -240,3 +240,15 @@ def test_the_bar_of_several_runs_counts_all_of_them(terminal: Terminal, monkeypa
         text = terminal.texts()[-1]
     assert text.startswith("q4.gguf   50%|")
     assert text.endswith("| 60/120 [00:10<00:10, 2048 tok/s, KLD 0.01235]")
+
+
+def test_layers_are_in_the_bar_on_a_terminal_and_messages_elsewhere(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ChunkBar("perplexity", "PPL") as bar:
+        assert bar.on_layer is not None
+        bar.on_layer(30, 30)
+    assert re.search(r"^perplexity 100%\|█+\| 30/30 \[\d\d:\d\d<00:00, layer by layer\]$", terminal.texts()[-1])
+    monkeypatch.setattr(terminal, "isatty", lambda: False)
+    with ChunkBar("perplexity", "PPL") as bar:
+        assert bar.on_layer is None

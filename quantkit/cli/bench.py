@@ -7,7 +7,7 @@ import gc
 import math
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,7 +19,7 @@ from quantkit.cli.common.options import Json, checked_threads
 from quantkit.cli.common.output import gib, print_json
 from quantkit.cli.common.progress_options import shows_progress
 from quantkit.errors import QuantkitError, UnknownNameError
-from quantkit.progress import ProgressBar
+from quantkit.progress import ProgressBar, is_terminal
 
 if TYPE_CHECKING:
     from quantkit.evaluate.bench import Case, MeasuredSpeed
@@ -33,6 +33,7 @@ FastNumerics = Annotated[
 ]
 _FORMATS = ("md", "csv", "json", "jsonl")
 _COLUMNS = ("model", "size", "params", "backend", "threads", "test", "t/s", "GB/s", "of memory")
+_WIDTHS = (5, 11, 9, 7, 7, 6, 16, 6, 9)  # of the columns on a terminal, where a row is not wider
 
 
 @shows_progress
@@ -98,7 +99,7 @@ def bench(
         for speed in measure.bench(model, cases, repetitions, warmup=warmup, progress=show_repetition):
             row = _model_record(model, path) | about | record(speed, memory)
             rows.append(row)
-            _show(row, form, first=len(rows) == 1)
+            _show(row, form, max(len(path.name) for path in models), first=len(rows) == 1)
 
     total = len(models) * len(counts) * len(cases) * (repetitions + warmup)
     with ProgressBar("bench", ticks=False) as bar:  # nothing is drawn while a test is timed
@@ -174,7 +175,7 @@ def bench_conditions_line(about: Mapping[str, object], memory: float) -> str:
     return ", ".join(f"{key} {value}" for key, value in about.items()) + f"; memory {memory / 1e9:.1f} GB/s"
 
 
-def _show(row: dict[str, Any], form: str, first: bool) -> None:
+def _show(row: dict[str, Any], form: str, name_columns: int, first: bool) -> None:
     """Print a row as soon as it is measured. JSON is printed as one document at the end."""
     if form == "jsonl":
         print_json("quantkit.bench-run/1", row)
@@ -188,10 +189,17 @@ def _show(row: dict[str, Any], form: str, first: bool) -> None:
         cells = [Path(row["model_filename"]).name, gib(row["model_size"]), f"{row['model_n_params'] / 1e9:.3f} B",
                  row["backend"], row["threads"], row["test"], f"{row['median_ts']:.2f} ± {row['stddev_ts']:.2f}",
                  *shares(row)]  # fmt: skip
-        if first:
-            print("| " + " | ".join(_COLUMNS) + " |\n|" + " --- |" * 4 + " ---: |" * 5)
-        print("| " + " | ".join(map(str, cells)) + " |")
+        lines = [_COLUMNS, ("---",) * 4 + ("---:",) * 5, cells] if first else [cells]
+        for line in lines:
+            aligned = _aligned(line, name_columns) if is_terminal(sys.stdout) else map(str, line)
+            print("| " + " | ".join(aligned) + " |")
     sys.stdout.flush()
+
+
+def _aligned(cells: Sequence[object], name_columns: int) -> list[str]:
+    """Cells padded to the widths of `_WIDTHS`: Markdown that is a table on a terminal too."""
+    widths = (max(name_columns, _WIDTHS[0]), *_WIDTHS[1:])
+    return [f"{cell!s:<{w}}" if i < 4 else f"{cell!s:>{w}}" for i, (cell, w) in enumerate(zip(cells, widths))]
 
 
 def shares(row: dict[str, Any]) -> list[str]:

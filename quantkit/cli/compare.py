@@ -91,7 +91,7 @@ def compare(
         kld = so_far.mean_kld.value if isinstance(so_far, Divergence) else None
         bar.show(state.chunk, kld, run=state.run, runs=state.runs, label=state.model)
 
-    with ChunkBar("compare", "KLD", 5) as bar:
+    with ChunkBar("compare", "KLD", 5, ticks=not speed) as bar:
         found = evaluation.compare(
             reference, models, file, options, progress=show, on_message=on_message, open_model=launch.open
         )

@@ -161,7 +161,9 @@ def _measure(
         bar.show(progress, so_far.value)
 
     with ChunkBar("perplexity", "PPL") as bar:
-        found = measure(model, text, options, progress=show, on_message=on_message, open_model=launch.open)
+        found = measure(
+            model, text, options, progress=show, on_message=on_message, on_layer=bar.on_layer, open_model=launch.open
+        )
         in_bar = bar.replaces_values and style == 0
     if not quiet:
         estimate = f"Final estimate: PPL over {len(found.nll)} chunks for n_ctx={found.n_ctx} = {found}"
@@ -185,7 +187,10 @@ def _diverge(model: Path, base: Path, options: DivergenceOptions, launch: Launch
         bar.show(progress, progress.so_far.mean_kld.value)
 
     with ChunkBar("KL divergence", "KLD", 5) as bar:
-        found = divergence(model, base, None, options, progress=show, on_message=on_message, open_model=launch.open)
+        found = divergence(
+            model, base, None, options, progress=show, on_message=on_message, on_layer=bar.on_layer,
+            open_model=launch.open,
+        )  # fmt: skip
     if quiet:
         return found
     if len(found) >= _MIN_POSITIONS:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -46,8 +46,8 @@ def required_text(path: Path | None, what: str) -> Path:
 class ChunkBar:
     """The bar of a run over chunks: time left, tokens/s, and the running value of a quantity such as "PPL"."""
 
-    def __init__(self, label: str, quantity: str = "", digits: int = 4):
-        self._bar, self._quantity, self._digits = ProgressBar(label), quantity, digits
+    def __init__(self, label: str, quantity: str = "", digits: int = 4, *, ticks: bool = True):
+        self._bar, self._quantity, self._digits = ProgressBar(label, ticks=ticks), quantity, digits
         self._tokens_per_second = ""
         self._text: str | None = None  # of the chunks that are shown
 
@@ -62,6 +62,14 @@ class ChunkBar:
     def replaces_values(self) -> bool:
         """Whether the running values are seen in the bar alone: the results go to the same terminal."""
         return self._bar.mode == "bar" and sys.stdout.isatty()
+
+    @property
+    def on_layer(self) -> Callable[[int, int], None] | None:
+        """Shows the layers of a run by layer; None where messages tell them."""
+        return self._show_layer if self._bar.mode == "bar" else None
+
+    def _show_layer(self, done: int, layers: int) -> None:
+        self._bar.show(done, layers, values="layer by layer")
 
     def print_value(self, progress: ChunkProgress[object], value: float) -> None:
         """Show a chunk's running value: in the bar, or as `[3]11.1929,` on stdout."""

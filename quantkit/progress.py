@@ -90,26 +90,34 @@ class ProgressBar:
     label    what is done; without one, that of the bar below
     unit     "B" prints bytes and their rate, another one only counts
     after    seconds until it is shown
+    spent    seconds that the work has taken already
     ticks    draw it while nothing is reported too; False for a measurement of time
 
     It is shown within `with`. It is itself a callback of the pipelines: `bar(done, total, label)`.
     """
 
     def __init__(
-        self, label: str = "", total: int | None = None, *, unit: str = "", after: float = 0.0, ticks: bool = True
+        self,
+        label: str = "",
+        total: int | None = None,
+        *,
+        unit: str = "",
+        after: float = 0.0,
+        spent: float = 0.0,
+        ticks: bool = True,
     ):
         self.label, self.total, self.unit, self.ticks = label, total, unit, ticks
         self.done = self.initial = 0
         self.values = ""  # further figures, after the time left
         self.rate: float | None = None  # units a second; None: the mean since `started`
         self.mode: Mode = "off"
-        self._after, self._label_columns = after, 0
+        self._after, self._spent, self._label_columns = after, spent, 0
         self.started = self._next_line = 0.0
 
     def __enter__(self) -> ProgressBar:
         self.mode = mode()
-        self.started = time.monotonic()
-        self._next_line = self.started + LINE_SECONDS
+        self.started = time.monotonic() - self._spent
+        self._next_line = time.monotonic() + LINE_SECONDS
         if self.mode == "bar":
             _SCREEN.push(self)
         return self

@@ -164,6 +164,14 @@ def test_a_table_that_is_too_wide_is_folded_and_complete(tmp_path: Path) -> None
     assert table[2].endswith(" 256")
 
 
+def test_a_table_of_many_numbers_is_transposed(tmp_path: Path) -> None:
+    code = """from quantkit.cli.common.output import print_table
+print_table([f"title {i}" for i in range(12)], [["a-file-with-a-name"] + ["123.45678"] * 11] * 2)"""
+    seen = run([], columns=60, program=(sys.executable, "-c", code))
+    assert [line.split() for line in seen.screen[:2]] == [["a-file-wi"] * 2, ["title", "0", *["th-a-name"] * 2]]
+    assert [line.split() for line in seen.screen[3:]] == [["title", str(i), *["123.45678"] * 2] for i in range(1, 12)]
+
+
 def test_what_runs_long_has_the_options() -> None:
     long = {"convert", "convert-mla", "demo", "diff", "export", "merge", "quantize", "repack", "split", "unpack",
             "verify", "bench", "compare", "generate", "imatrix", "perplexity", "sweep-bench"}  # fmt: skip
@@ -218,7 +226,8 @@ def test_compare_imatrix_and_benches_show_theirs(smollm2_q4_1: Path, text: Path,
     seen = run(["compare", smollm2_q4_1, smollm2_q4_1, *about, "--noise-floor", "off"])
     assert seen.status == 0
     assert "| 4/4 [" in bars(seen)[-1]
-    assert values(seen, "KLD")
+    assert values(seen, "KLD")[-1] == "0.00000"
+    assert "\\x1b" not in seen.raw
     seen = run(["imatrix", smollm2_q4_1, *about, "-o", tmp_path / "imatrix.dat"])
     assert f"Final estimate: PPL = {values(seen, 'PPL')[-1]}" in "\n".join(seen.screen)
     seen = run(["bench", smollm2_q4_1, "-p", 16, "-n", 4, "-r", 2])

@@ -90,9 +90,10 @@ class ChunkBar:
             done = before + progress.done - progress.resumed
             self._bar.rate = done / max(1e-9, time.monotonic() - self._bar.started)
             self._tokens_per_second = f"{progress.tokens_per_second:.0f} tok/s"
-        parts = [self._tokens_per_second, "" if value is None else f"{self._quantity} {value:.{self._digits}f}"]
-        values = ", ".join(part for part in parts if part)
-        self._bar.show(before + progress.done, runs * progress.chunks, label=label, values=values)
+        parts = [self._tokens_per_second] if self._tokens_per_second else []
+        if value is not None:
+            parts.append(f"{self._quantity} {round(value, self._digits) + 0.0:.{self._digits}f}")  # not -0.0000
+        self._bar.show(before + progress.done, runs * progress.chunks, label=label, values=", ".join(parts))
 
 
 def markdown(header: Iterable[object], rows: Iterable[Iterable[object]]) -> str:

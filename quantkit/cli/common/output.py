@@ -93,33 +93,60 @@ def print_table(
 
 
 def _drawn_table(header: Sequence[str], rows: Sequence[Sequence[Any]], left: int, columns: int) -> str:
-    """A table as rich draws it: a bold header, without escape sequences if NO_COLOR is set."""
+    """A table as rich draws it, in the first of these forms that fits: as it is, with folded text, transposed.
+
+    If none fits, the terminal wraps the lines.
+    """
+    from rich.cells import cell_len
+
+    def widths(cells: Sequence[Sequence[str]]) -> list[int]:
+        return [max(map(cell_len, column)) for column in zip(*cells)]
+
+    cells = [[printable(str(cell)) for cell in row] for row in (header, *rows)]
+    natural = widths(cells)
+    if folded := _folded(natural, left, columns):
+        return _rendered(cells, folded, left)
+    transposed = [list(row) for row in zip(*cells)]
+    narrow = widths([["0" * _MIN_FOLDED] * len(cells), *transposed[1:]])  # names in the header are folded
+    narrow[0] = max(map(cell_len, cells[0]))
+    if _total(narrow) <= columns:
+        return _rendered(transposed, narrow, 1)
+    return _rendered(cells, natural, left)
+
+
+def _total(widths: Sequence[int]) -> int:
+    return sum(widths) + 2 * (len(widths) - 1)
+
+
+def _folded(widths: Sequence[int], left: int, columns: int) -> list[int] | None:
+    """Widths that fit: the widest of the first `left` columns, which hold text, are made narrower. None: none fit."""
+    found = list(widths)
+    while _total(found) > columns:
+        widest = max(range(left), key=lambda i: found[i])
+        if found[widest] <= _MIN_FOLDED:
+            return None
+        found[widest] -= 1
+    return found
+
+
+def _rendered(cells: Sequence[Sequence[str]], widths: Sequence[int], left: int) -> str:
+    """A table with a bold header; without escape sequences if NO_COLOR is set."""
     import io
 
     from rich.box import SIMPLE_HEAD
-    from rich.cells import cell_len
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    cells = [[printable(str(cell)) for cell in row] for row in (header, *rows)]
-    widths = [max(cell_len(row[i]) for row in cells) for i in range(len(header))]
-    while sum(widths) + 2 * (len(widths) - 1) > columns:  # fold the widest of the columns that hold text
-        widest = max(range(left), key=lambda i: widths[i])
-        if widths[widest] <= _MIN_FOLDED:
-            break  # the terminal wraps the lines
-        widths[widest] -= 1
     drawn = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
     for i, (title, width) in enumerate(zip(cells[0], widths)):
-        drawn.add_column(
-            Text(title), justify="left" if i < left else "right", width=width, overflow="fold", no_wrap=i >= left
-        )
+        drawn.add_column(Text(title), justify="left" if i < left else "right", width=width, overflow="fold")
     for row in cells[1:]:
         drawn.add_row(*map(Text, row))
     is_plain = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
     console = Console(
         file=io.StringIO(), force_terminal=True, color_system=None if is_plain else "standard",
-        width=sum(widths) + 2 * len(widths), highlight=False, markup=False, emoji=False, legacy_windows=False,
+        width=_total(widths) + 2, highlight=False, markup=False, emoji=False, legacy_windows=False,
     )  # fmt: skip
     with console.capture() as captured:
         console.print(drawn)

@@ -52,10 +52,9 @@ def _compiling_shown() -> Iterator[None]:
         if bars:
             bars.pop().close()
         if state.is_running and progress.mode() == "bar":
-            bar = progress.ProgressBar(compile_notice.WHAT)
+            bar = progress.ProgressBar(compile_notice.WHAT, spent=state.seconds)
             bar.values = f"{state.kernels} done"
             bars.append(bar.__enter__())
-            bar.started -= state.seconds
         elif state.is_running and progress.messages_shown():
             before(state)
 

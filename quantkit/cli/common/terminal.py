@@ -20,6 +20,7 @@ from quantkit.errors import printable
 # C0 but for tab and line ends, DEL, C1; separators of lines; embeddings, overrides and isolates of direction. Joiners
 # and marks stay: words of many scripts need them.
 CONTROLS = "\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069"
+_COLOUR = re.compile("\x1b\\[[0-9;]*m")
 _CONTROL = re.compile(f"[{CONTROLS}]")
 
 
@@ -45,9 +46,11 @@ class EscapingStream:
 
     def __init__(self, stream: Any):
         self.wrapped = stream
+        self.has_ended = False
 
     def write(self, text: str) -> int:
-        self.write_styled(visible(text))
+        # colorama, which numba loads where it is installed, resets the colours of the stream that it found, at exit
+        self.write_styled(visible(_COLOUR.sub("", text) if self.has_ended else text))
         return len(text)
 
     def write_styled(self, text: str) -> None:
@@ -67,8 +70,11 @@ class EscapingStream:
 def escaped_controls() -> Iterator[None]:
     """A context in which stdout and stderr escape control characters."""
     before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = (EscapingStream(stream) for stream in before)
+    streams = [EscapingStream(stream) for stream in before]
+    sys.stdout, sys.stderr = streams
     try:
         yield
     finally:
         sys.stdout, sys.stderr = before
+        for stream in streams:
+            stream.has_ended = True

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from quantkit import types
+from quantkit.cli import compare as command
 from quantkit.errors import QuantkitError
 from quantkit.evaluate import compare
 from quantkit.evaluate.bench import Case, MeasuredSpeed
@@ -56,6 +57,25 @@ def compared(files, tmp_path):
     )  # fmt: skip
     assert len(said) == 4
     return found
+
+
+def test_progress_is_told_of_every_chunk_of_every_run(files, tmp_path):
+    text = tmp_path / "letters.txt"
+    text.write_text("pack my box with five dozen liquor jugs " * 12)
+    states: list[compare.CompareProgress] = []
+    found = compare.compare(
+        files["ref"], [files["near"]], text, SHORT, progress=states.append,
+        open_model=lambda path, numerics, **_: FakeModel(noise=0.05 if numerics == "fast" else 0.02),
+        read_vocabulary=fake_vocabulary,
+    )  # fmt: skip
+    runs = [("ref.gguf", 0), ("ref.gguf", 1), ("near.gguf", 2)]  # the second one for the noise floor
+    chunks = range(1, found.chunks + 1)
+    assert [(s.model, s.run, s.runs, s.chunk.done) for s in states] == [(*r, 3, done) for r in runs for done in chunks]
+    assert {s.chunk.chunks for s in states} == {found.chunks}
+    last = [states[(run + 1) * found.chunks - 1].chunk.so_far for run in range(3)]
+    assert last[0].value == found.candidates[0].ppl.value
+    assert last[1].mean_kld == found.noise.paired.divergence.mean_kld
+    assert last[2].mean_kld == found.candidates[1].divergence.mean_kld
 
 
 def test_candidates_are_measured_against_the_reference(compared):
@@ -241,12 +261,18 @@ def test_pictures_are_reproducible(compared, tmp_path):
         assert b"Date" not in made[0]
 
 
-def test_without_matplotlib_the_report_has_no_plots_and_says_so(compared, monkeypatch):
+def test_without_matplotlib_the_report_has_no_plots_and_says_so(compared, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(plots.importlib.util, "find_spec", lambda name: None)
     text = html_page.page(compared)
     assert "<svg" not in text
     assert "no plot without matplotlib: pip install &#x27;quantkit[plots]&#x27;" in text
     assert "<table" in text
+    command._write(None, tmp_path / "report.html", compared, {})
+    assert (tmp_path / "report.html").read_text() == text
+    warning = "report.html: no plot without matplotlib: pip install 'quantkit[plots]'"
+    assert [line for line in capsys.readouterr().err.splitlines() if line.endswith(warning)] == [
+        f"warning: {tmp_path}/{warning}"
+    ]
 
 
 @pytest.fixture(scope="module")

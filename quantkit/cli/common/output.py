@@ -16,6 +16,7 @@ from quantkit.errors import printable
 from quantkit.progress import is_terminal
 
 _MIN_FOLDED = 8  # columns of a text column that is folded
+_MIN_PROSE = 16  # of one with words, which are folded before names are
 
 
 def gib(size: float) -> str:
@@ -104,7 +105,8 @@ def _drawn_table(header: Sequence[str], rows: Sequence[Sequence[Any]], left: int
 
     cells = [[printable(str(cell)) for cell in row] for row in (header, *rows)]
     natural = widths(cells)
-    if folded := _folded(natural, left, columns):
+    prose = [i for i in range(left) if any(" " in row[i] for row in cells[1:])]
+    if folded := _folded(natural, prose, left, columns):
         return _rendered(cells, folded, left)
     transposed = [list(row) for row in zip(*cells)]
     narrow = widths([["0" * _MIN_FOLDED] * len(cells), *transposed[1:]])  # names in the header are folded
@@ -118,15 +120,13 @@ def _total(widths: Sequence[int]) -> int:
     return sum(widths) + 2 * (len(widths) - 1)
 
 
-def _folded(widths: Sequence[int], left: int, columns: int) -> list[int] | None:
-    """Widths that fit: the widest of the first `left` columns, which hold text, are made narrower. None: none fit."""
+def _folded(widths: Sequence[int], prose: Sequence[int], left: int, columns: int) -> list[int] | None:
+    """Widths that fit: the widest columns of prose are made narrower, then names. None if that is not enough."""
     found = list(widths)
-    while _total(found) > columns:
-        widest = max(range(left), key=lambda i: found[i])
-        if found[widest] <= _MIN_FOLDED:
-            return None
-        found[widest] -= 1
-    return found
+    for of_text, minimum in ((prose, _MIN_PROSE), (range(left), _MIN_FOLDED)):
+        while _total(found) > columns and (wide := [i for i in of_text if found[i] > minimum]):
+            found[max(wide, key=lambda i: found[i])] -= 1
+    return found if _total(found) <= columns else None
 
 
 def _rendered(cells: Sequence[Sequence[str]], widths: Sequence[int], left: int) -> str:

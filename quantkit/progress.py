@@ -32,6 +32,7 @@ VARIABLE = "QUANTKIT_PROGRESS"
 LINE_SECONDS = 60.0  # between the lines of QUANTKIT_PROGRESS=1
 _DRAW_SECONDS = 0.1  # between two drawings
 _TICK_SECONDS = 0.5  # between drawings of a bar that nobody updates: its clock goes on
+_SPARE = 3  # columns that stay free: a terminal may wrap after the last one, and shows ^C behind the bar
 _MIN_BAR = 8  # columns of the bar itself
 _MIN_LABEL = 6  # columns; with less space for it, the label is left out
 
@@ -239,7 +240,7 @@ class _Screen:
                 return
             self._last_drawn, self._is_drawn = now, True
             below = next((b.label for b in reversed(self.bars) if b is not bar and b.label), "")
-            self._replace(bar.text(_columns() - 1, _is_ascii(), below))
+            self._replace(bar.text(_columns() - _SPARE, _is_ascii(), below))
 
     def erase(self) -> None:
         """Erase the line."""

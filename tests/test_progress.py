@@ -56,7 +56,7 @@ def test_a_bar_shows_bytes_time_left_and_rate_and_vanishes(terminal: Terminal, m
     assert status == "repack [00:00]"
     assert re.fullmatch(r"blk\.0\.attn_q\.weight  10%\|█+.? *\| 1\.00G/10\.0G \[00:10<01:30, 100MB/s\]", first)
     assert re.fullmatch(r"blk\.0\.attn_q\.weight 100%\|█+\| 10\.0G/10\.0G \[00:10<00:00, 100MB/s\]", last)
-    assert re.search(r"\r {79}\r$", terminal.getvalue())  # erased
+    assert re.search(r"\r {77}\r$", terminal.getvalue())  # erased
 
 
 @pytest.mark.parametrize("label", ["", "x", "blk.10.ffn_down_exps.weight", "a" * 300, "模型" * 100, "\x1b[2Jx\r\n"])

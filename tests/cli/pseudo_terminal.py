@@ -7,7 +7,6 @@ import os
 import pty
 import re
 import select
-import signal
 import struct
 import subprocess
 import sys
@@ -87,6 +86,7 @@ def run(
         [*program, *map(str, argv)], stdin=secondary, stderr=secondary, cwd=cwd, close_fds=True,
         stdout=subprocess.PIPE if pipe_stdout else secondary,
         env=around | {"TERM": "xterm-256color"} | (environment or {}), start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # so that Ctrl-C reaches it
     )  # fmt: skip
     os.close(secondary)
     raw, piped, interrupted, deadline = b"", b"", False, time.monotonic() + timeout
@@ -106,7 +106,7 @@ def run(
                 piped += data
         if interrupt and not interrupted and interrupt(raw.decode(errors="replace")):
             interrupted = True
-            child.send_signal(signal.SIGINT)
+            os.write(primary, b"\x03")
         if time.monotonic() > deadline:
             child.kill()
             raise TimeoutError(f"{argv}: no end after {timeout} s: {raw!r}")

@@ -130,6 +130,7 @@ def test_an_interrupt_leaves_the_terminal_clean(model: Path, tmp_path: Path) -> 
     left = [line for line in seen.screen if "%|" in line]  # how far it came
     assert len(left) == 1
     assert left[0].startswith("repack ")
+    assert left[0].endswith("]^C")
     assert not (tmp_path / "out.gguf").exists()
 
 

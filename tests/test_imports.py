@@ -19,7 +19,7 @@ PACKAGE = Path(quantkit.__file__).parent
 # packages of one line do not import each other.
 LAYERS = """
 errors
-inputs
+inputs progress
 codegen
 types
 repack
@@ -208,3 +208,13 @@ print(sorted({"numba", "llvmlite"} & set(sys.modules)))
     for _ in ("compiled", "from the disk"):
         done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
         assert done.stdout == "['llvmlite']\n"
+
+
+@pytest.mark.parametrize(("library", "module"), [("tqdm", "progress"), ("rich", "cli.common.output")])
+def test_one_module_draws_bars_and_one_tables(library: str, module: str) -> None:
+    using = {
+        name
+        for name in modules()
+        if any(imported.split(".")[0] == library for imported, _ in imports(ast.parse(source(name).read_text("utf-8"))))
+    }
+    assert using == {module}

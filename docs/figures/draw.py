@@ -78,15 +78,15 @@ def packages() -> None:
         [("repack", "row interleaving and back")],
         [("types", "one file per type: byte map, encode, decode")],
         [("codegen", "numba kernels and their disk cache, IR builder, SIMD intrinsics, native functions")],
-        [("inputs", "checks of arguments, JSON and regular expressions from outside")],
+        [("inputs", "checks of arguments, JSON and|regular expressions from outside"),
+         ("progress", "the progress bar")],
         [("errors", "the exceptions")],
     ]  # fmt: skip
     for i, row in enumerate(rows):
         width = (740 - 12 * (len(row) - 1)) // len(row)
         for j, (name, lines) in enumerate(row):
-            colors = (
-                GOLD if name in ("recipe", "placement") else GRAY if name in ("codegen", "inputs", "errors") else TEAL
-            )
+            below = ("codegen", "inputs", "progress", "errors")
+            colors = GOLD if name in ("recipe", "placement") else GRAY if name in below else TEAL
             p.box(20 + j * (width + 12), 16 + i * 72, width, 62, name, lines, colors)
     p.note(390, 753, "Imports point downwards. Within a row: archs imports formats, tokenizers both, placement recipe.")
     p.save("packages")

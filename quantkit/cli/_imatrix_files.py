@@ -11,7 +11,8 @@ import typer
 
 from quantkit.cli.common.evaluation import on_message
 from quantkit.cli.common.options import Json
-from quantkit.cli.common.output import print_json, table
+from quantkit.cli.common.output import print_json, print_table
+from quantkit.cli.common.progress_options import shows_progress
 
 if TYPE_CHECKING:
     from quantkit.evaluate.imatrix.coverage import Coverage
@@ -40,6 +41,7 @@ ModelFile = Annotated[
 ]
 
 
+@shows_progress
 def show(
     file: Annotated[Path, typer.Argument(help="Importance matrix, GGUF or legacy.")],
     model: ModelFile = None,
@@ -103,7 +105,7 @@ def _print_rows(rows: Sequence[Coverage]) -> None:
             "" if r.effective_experts is None else f"{r.effective_experts:.1f}", f"{100 * r.effective_columns:.1f} %",
             "" if r.similarity is None else f"{r.similarity:.3f}", f"{r.mean:.4g}", f"{100 * r.share_of_top:.1f} %",
         ))  # fmt: skip
-    print(table(header, cells), end="\n\n")
+    print_table(header, cells, end="\n\n")
 
 
 def _print_inputs(inputs: Sequence[InputMoments]) -> None:
@@ -121,7 +123,7 @@ def _print_inputs(inputs: Sequence[InputMoments]) -> None:
          i.tokens, f"{i.tokens_per_column:.1f}", f"{i.effective_rank:.1f}", f"{100 * i.first_share:.1f} %")
         for i in inputs
     ]  # fmt: skip
-    print(table(header, cells), end="\n\n")
+    print_table(header, cells, end="\n\n")
     if few := [i for i in inputs if i.tokens_per_column < FEW_PER_COLUMN]:
         print(
             f"{len(few)} of {len(inputs)} inputs saw fewer than {FEW_PER_COLUMN} tokens a column, for example "
@@ -135,6 +137,7 @@ def _summary(found: Imatrix) -> str:
     return f"{len(found)} entries, {found.chunks} chunks{size}, dataset {found.dataset or 'unnamed'}{policy}"
 
 
+@shows_progress
 def merge(
     files: Annotated[list[Path], typer.Argument(help="Importance matrices of the same model, GGUF or legacy.")],
     output: Output = Path("imatrix.dat"),
@@ -157,6 +160,7 @@ def merge(
     print(f"{output}: {len(merged)} entries, {merged.chunks} chunks from {len(files)} files")
 
 
+@shows_progress
 def convert(
     file: Annotated[Path, typer.Argument(metavar="IN", help="Importance matrix, GGUF or legacy.")],
     output: Annotated[Path, typer.Argument(metavar="OUT", help="Output file: GGUF for .gguf, else legacy.")],

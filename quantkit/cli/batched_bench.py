@@ -11,10 +11,13 @@ import typer
 
 from quantkit.cli.bench import FastNumerics, integers
 from quantkit.cli.common.command import takes_model
+from quantkit.cli.common.evaluation import on_message
 from quantkit.cli.common.launch import Launch, runs_a_model
 from quantkit.cli.common.options import Json, Threads
 from quantkit.cli.common.output import print_json
+from quantkit.cli.common.progress_options import shows_progress
 from quantkit.errors import QuantkitError
+from quantkit.progress import ProgressBar
 
 if TYPE_CHECKING:
     from quantkit.evaluate.bench import BatchedCase, BatchedSpeed
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
 _HEADER = "|    PP |     TG |    B |   N_KV |   T_PP s | S_PP t/s |   T_TG s | S_TG t/s |      T s |    S t/s |"
 
 
+@shows_progress
 @takes_model()
 @runs_a_model
 def batched_bench(
@@ -57,15 +61,17 @@ def batched_bench(
     longest = max(case.prompt + case.generate for case in cases)
     loaded = launch.open(model, numerics=numerics, threads=threads, n_ctx=longest)
     about = run_conditions(loaded) | {"n_kv_max": ctx_size, "is_pp_shared": shared}
-    print(f"{model}: {conditions_line(about)}", file=sys.stderr)
+    on_message(f"{model}: {conditions_line(about)}")
     rows = []
-    for speed in measure.batched(loaded, cases):
-        rows.append(_record(speed))
-        if output_format == "jsonl":
-            print_json("quantkit.batched-bench-row/1", about | rows[-1])
-        elif not json:
-            _show(rows[-1], first=len(rows) == 1)
-        sys.stdout.flush()
+    with ProgressBar("batched-bench", ticks=False) as bar:  # nothing is drawn while a test is timed
+        for speed in measure.batched(loaded, cases):
+            rows.append(_record(speed))
+            if output_format == "jsonl":
+                print_json("quantkit.batched-bench-row/1", about | rows[-1])
+            elif not json:
+                _show(rows[-1], first=len(rows) == 1)
+            sys.stdout.flush()
+            bar.show(len(rows), len(cases), values=f"{speed.rate:.1f} tok/s")
     if json:
         print_json("quantkit.batched-bench/1", {"path": model, "bytes": loaded.size_bytes, **about, "rows": rows})
 
@@ -79,10 +85,9 @@ def _cases(prompts: str, generated: str, sequences: str, shared: bool, limit: in
     kept = [case for case in cases if limit is None or case.n_kv <= limit]
     for case in cases:
         if case not in kept:
-            print(
+            on_message(
                 f"note: skipped: {case.prompt} + {case.generate} tokens of {case.sequences} sequences are {case.n_kv} "
-                f"in the caches, -c is {limit}",
-                file=sys.stderr,
+                f"in the caches, -c is {limit}"
             )
     if not kept:
         raise QuantkitError(f"-c {limit} leaves nothing to measure; raise it to {min(case.n_kv for case in cases)}")

@@ -15,10 +15,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from quantkit.cli.common.command import in_sections, takes_model
+from quantkit.cli.common.evaluation import on_message
 from quantkit.cli.common.launch import Launch, runs_variants
 from quantkit.cli.common.options import Json, checked_threads
 from quantkit.cli.common.output import gib, print_json
+from quantkit.cli.common.progress_options import shows_progress
 from quantkit.errors import QuantkitError
+from quantkit.progress import ProgressBar, is_terminal
 
 if TYPE_CHECKING:
     from quantkit.evaluate.bench import Case, MeasuredSpeed
@@ -29,8 +32,10 @@ FastNumerics = Annotated[
     typer.Option("--numerics", help="exact: float32 activations; fast: quantized where that is faster."),
 ]
 _COLUMNS = ("model", "size", "params", "backend", "threads", "test", "t/s", "GB/s", "of memory")
+_WIDTHS = (5, 11, 9, 7, 7, 6, 16, 6, 9)  # of the columns on a terminal, where a row is not wider
 
 
+@shows_progress
 @in_sections(
     Tests=["n_prompt", "n_gen", "n_depth", "prompt_and_gen", "gen_after_prompt", "repetitions", "threads", "warmup",
            "numerics"],
@@ -95,20 +100,27 @@ def bench(
     rows: list[dict[str, Any]] = []
     columns = varying_columns([launch_record(launch.given) for launch in launches])
 
+    name_columns = max(len(path.name) for path in models)
+
+    def show_repetition(test: str, rate: float) -> None:
+        bar.show(bar.done + 1, total, values=f"{test} {rate:.2f} tok/s")
+
     def timed(path: Path, model: Model, options: dict[str, Any]) -> None:
         memory = measure.read_speed(model)
         about = run_conditions(model) | {"repetitions": repetitions}
-        print(f"{path}: {bench_conditions_line(about, memory)}", file=sys.stderr)
-        for speed in measure.bench(model, cases, repetitions, warmup=warmup):
+        on_message(f"{path}: {bench_conditions_line(about, memory)}")
+        for speed in measure.bench(model, cases, repetitions, warmup=warmup, progress=show_repetition):
             row = _model_record(model, path) | about | options | record(speed, memory)
             rows.append(row)
-            _show(row, form, columns, first=len(rows) == 1)
+            _show(row, form, columns, name_columns, first=len(rows) == 1)
 
-    for path, launch, count in itertools.product(models, launches, counts):
-        opened = launch.open(path, numerics=numerics, threads=count, n_ctx=longest)
-        timed(path, opened, launch_record(launch.given))
-        del opened
-        gc.collect()  # a model has reference cycles; the next one needs its memory
+    total = len(models) * len(launches) * len(counts) * len(cases) * (repetitions + warmup)
+    with ProgressBar("bench", ticks=False) as bar:  # nothing is drawn while a test is timed
+        for path, launch, count in itertools.product(models, launches, counts):
+            opened = launch.open(path, numerics=numerics, threads=count, n_ctx=longest)
+            timed(path, opened, launch_record(launch.given))
+            del opened
+            gc.collect()  # a model has reference cycles; the next one needs its memory
     if form == "json":
         print_json("quantkit.bench/1", {"runs": rows})
 
@@ -197,7 +209,7 @@ def bench_conditions_line(about: Mapping[str, object], memory: float) -> str:
     return ", ".join(f"{key} {value}" for key, value in about.items()) + f"; memory {memory / 1e9:.1f} GB/s"
 
 
-def _show(row: dict[str, Any], form: str, columns: Sequence[str], first: bool) -> None:
+def _show(row: dict[str, Any], form: str, columns: Sequence[str], name_columns: int, first: bool) -> None:
     """Print a row as soon as it is measured. JSON is printed as one document at the end."""
     if form == "jsonl":
         print_json("quantkit.bench-run/1", row)
@@ -209,19 +221,26 @@ def _show(row: dict[str, Any], form: str, columns: Sequence[str], first: bool) -
         writer.writerow(flat)
     elif form == "md":
         model = [Path(row["model_filename"]).name, gib(row["model_size"]), f"{row['model_n_params'] / 1e9:.3f} B"]
-        options = [row["backend"], row["threads"], *(_cell(row[key]) for key in columns)]
+        options = [_cell(row[key]) for key in columns]
         speed = [row["test"], f"{row['median_ts']:.2f} ± {row['stddev_ts']:.2f}", *shares(row)]
-        cells = [*model, *options, *speed]
-        if first:
-            header = [*_COLUMNS[:5], *columns, *_COLUMNS[5:]]
-            print("| " + " | ".join(header) + " |\n|" + " --- |" * 4 + " ---: |" * (len(header) - 4))
-        print("| " + " | ".join(map(str, cells)) + " |")
+        cells = [*model, row["backend"], row["threads"], *options, *speed]
+        header = [*_COLUMNS[:5], *columns, *_COLUMNS[5:]]
+        widths = [max(name_columns, _WIDTHS[0]), *_WIDTHS[1:5], *(max(len(key), 5) for key in columns), *_WIDTHS[5:]]
+        lines = [header, ["---"] * 4 + ["---:"] * (len(header) - 4), cells] if first else [cells]
+        for line in lines:
+            aligned = _aligned(line, widths) if is_terminal(sys.stdout) else map(str, line)
+            print("| " + " | ".join(aligned) + " |")
     sys.stdout.flush()
 
 
 def _cell(value: object) -> str:
     """A value of an option: a switch as 0 or 1, a default as a dash."""
     return "-" if value is None else str(int(value) if isinstance(value, bool) else value)
+
+
+def _aligned(cells: Sequence[object], widths: Sequence[int]) -> list[str]:
+    """Cells padded to widths: Markdown that is a table on a terminal too."""
+    return [f"{cell!s:<{w}}" if i < 4 else f"{cell!s:>{w}}" for i, (cell, w) in enumerate(zip(cells, widths))]
 
 
 def shares(row: dict[str, Any]) -> list[str]:

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from quantkit.cli.common.command import in_sections, takes_model
-from quantkit.cli.common.evaluation import Batch, ChunkLimit, Context, Numerics, ThreadsBatch, markdown, on_message
+from quantkit.cli.common.evaluation import (
+    Batch,
+    ChunkBar,
+    ChunkLimit,
+    Context,
+    Numerics,
+    ThreadsBatch,
+    markdown,
+    on_message,
+)
 from quantkit.cli.common.launch import Launch, runs_a_model
 from quantkit.cli.common.options import Json, Threads
-from quantkit.cli.common.output import json_text, print_json, table, with_schema
+from quantkit.cli.common.output import json_text, print_json, print_table, with_schema
+from quantkit.cli.common.progress_options import shows_progress
 from quantkit.errors import QuantkitError
 
 if TYPE_CHECKING:
@@ -20,6 +32,7 @@ if TYPE_CHECKING:
 _SCHEMA = "quantkit.compare/1"
 
 
+@shows_progress
 @in_sections(
     Evaluation=["file", "ctx_size", "chunks", "batch_size", "noise_floor", "layers", "speed", "numerics"],
     Reports=["plot", "html", "output", "as_markdown", "json"],
@@ -79,6 +92,7 @@ def compare(
     so their errors are much smaller than those of the PPLs. Models whose difference is not significant share a rank.
     """
     from quantkit.evaluate import compare as evaluation
+    from quantkit.evaluate.divergence import Divergence
     from quantkit.formats import gguf
     from quantkit.formats.atomic import check_outputs
 
@@ -93,7 +107,16 @@ def compare(
         ctx_size=ctx_size, chunks=chunks, batch_size=batch_size, noise_floor=noise_floor, layers=layers, speed=speed,
         numerics=numerics, threads=threads_batch or threads,
     )  # fmt: skip
-    found = evaluation.compare(reference, models, file, options, on_message=on_message, open_model=launch.open)
+
+    def show(state: evaluation.CompareProgress) -> None:
+        so_far = state.chunk.so_far
+        kld = so_far.mean_kld.value if isinstance(so_far, Divergence) else None
+        bar.show(state.chunk, kld, run=state.run, runs=state.runs, label=state.model)
+
+    with ChunkBar("compare", "KLD", 5, ticks=not speed) as bar:
+        found = evaluation.compare(
+            reference, models, file, options, progress=show, on_message=on_message, open_model=launch.open
+        )
     record = found.record()
     _write(output, html, found, record)
     if plot is not None:
@@ -111,15 +134,22 @@ def _print(found: Comparison, as_markdown: bool, speed: bool) -> None:
     from quantkit.evaluate.conditions import conditions_line
     from quantkit.evaluate.report.tables import domain_rows, model_card, table_header, table_rows, verdicts
 
-    form = markdown if as_markdown else table
-    print(form(table_header(found), table_rows(found)))
+    def show(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        if as_markdown:
+            print(markdown(header, rows))
+        else:
+            print_table(header, rows)
+
+    show(table_header(found), table_rows(found))
     header, rows = domain_rows(found)
     if rows:
-        print("\n" + form(header, rows))
+        print()
+        show(header, rows)
     for name, tensors in found.layers.items():
         worst = sorted(tensors, key=lambda a: -a.error)[:20]
         rows = [[a.name, a.type, f"{a.error:.3g}", f"{100 * a.share:.1f}"] for a in worst]
-        print(f"\n{name}: error that each tensor adds\n" + form(["tensor", "type", "error", "share %"], rows))
+        print(f"\n{name}: error that each tensor adds")
+        show(["tensor", "type", "error", "share %"], rows)
     lines = verdicts(found)
     if lines:
         print("\n" + "\n".join(f"- {line}" for line in lines))
@@ -133,6 +163,7 @@ def _print(found: Comparison, as_markdown: bool, speed: bool) -> None:
 def _write(output: Path | None, html: Path | None, found: Comparison, record: dict[str, Any]) -> None:
     """Write the files of --output and --html."""
     from quantkit.evaluate.report.html_page import page
+    from quantkit.evaluate.report.plots import MissingPlots, require_matplotlib
     from quantkit.formats.atomic import writing
 
     if output is not None:
@@ -143,3 +174,7 @@ def _write(output: Path | None, html: Path | None, found: Comparison, record: di
         with writing(html) as stream:
             stream.write(page(found).encode(errors="backslashreplace"))
         on_message(f"report: {html}")
+        try:
+            require_matplotlib()
+        except MissingPlots as error:
+            print(f"warning: {html}: {error}", file=sys.stderr)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from quantkit.cli.common import without_effect
+from quantkit.cli.common.evaluation import on_message
 from quantkit.cli.common.options import (
     Json,
     MetadataFile,
@@ -20,8 +20,9 @@ from quantkit.cli.common.options import (
     Threads,
     parse_size,
 )
-from quantkit.cli.common.output import gib, print_json, print_left_out, table
+from quantkit.cli.common.output import gib, print_json, print_left_out, print_table
 from quantkit.cli.common.positional import refuse_type
+from quantkit.cli.common.progress_options import shows_progress
 from quantkit.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ _BOUNDED_MEMORY = "Memory use does not grow with the model."
 _NO_LOG_LEVELS = "The command has no log levels."
 
 
+@shows_progress
 def convert(
     source: Annotated[
         Path,
@@ -103,19 +105,19 @@ def convert(
         ("--verbose", verbose, _NO_LOG_LEVELS),
     ):
         if given:
-            print(f"note: {without_effect.line(flag, reason)}", file=sys.stderr)
+            on_message(f"note: {without_effect.line(flag, reason)}")
     if vision != "drop":
         raise UnsupportedError(f"--vision {vision}: image and audio encoders are not converted; only drop is supported")
     size = None if split_max_size is None else parse_size(split_max_size)
     started = time.monotonic()
     options = ConvertOptions(pre, mtp, size, dry_run, threads, metadata, model_name, split_max_tensors)
-    done = api.convert(source, target, outtype, options, progress=not json)
+    done = api.convert(source, target, outtype, options, progress=True)
     record = _record(done, time.monotonic() - started)
     if json:
         print_json("quantkit.convert/1", record)
         return
     rows = [(row["type"], row["tensors"], gib(row["bytes"])) for row in record["types"]]
-    print(table(("type", "tensors", "size"), rows))
+    print_table(("type", "tensors", "size"), rows)
     print(
         f"{done.arch.name}, {record['parameters'] / 1e6:.2f} M parameters, {len(done.specs)} tensors, "
         f"{gib(done.nbytes)}, {8 * done.nbytes / done.n_params:.3f} bits per weight, "

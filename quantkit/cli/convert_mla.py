@@ -20,12 +20,14 @@ from quantkit.cli.common.options import (
     Threads,
     split_limit,
 )
-from quantkit.cli.common.output import gib, mib, print_json, table
+from quantkit.cli.common.output import gib, mib, print_json, print_table
+from quantkit.cli.common.progress_options import shows_progress
 
 if TYPE_CHECKING:
     from quantkit.pipelines.convert_mla import Relayout
 
 
+@shows_progress
 def convert_mla(
     source: Source,
     out: Out,
@@ -67,7 +69,7 @@ def convert_mla(
             split_max_tensors=split_max_tensors,
             keep_split=keep_split,
             threads=threads,
-            progress=not json,
+            progress=True,
         )
     seconds = time.perf_counter() - started
     if json:
@@ -76,7 +78,7 @@ def convert_mla(
     if not job.changed:
         print(f"nothing to do: {source} already has the layout {layout}; no file is written")
         return
-    print(_summary(job))
+    _print_changes(job)
     if job.errors:
         worst = max(job.errors, key=lambda name: job.errors[name])
         print(f"largest error of quantizing again: {job.errors[worst]:.3g} of the root mean square, {worst}")
@@ -86,8 +88,8 @@ def convert_mla(
         print(f"{gib(job.nbytes)} in {seconds:.1f} s")
 
 
-def _summary(job: Relayout) -> str:
-    """The changes as a table, one row per class of tensors."""
+def _print_changes(job: Relayout) -> None:
+    """Print the changes as a table, one row per class of tensors."""
     classes: dict[tuple[str, str, str, str], list[int]] = defaultdict(list)
     for change in job.new_tensors:
         kind = change.spec.name.split(".")[-2]
@@ -97,7 +99,7 @@ def _summary(job: Relayout) -> str:
         tensor = job.source.tensors[name]
         classes[name.split(".")[-2], tensor.type.name, "", "left out"].append(tensor.nbytes)
     rows = [(*key, len(sizes), mib(sum(sizes))) for key, sizes in classes.items()]
-    return table(("tensor", "from", "to", "how", "tensors", "size"), rows, left=4)
+    print_table(("tensor", "from", "to", "how", "tensors", "size"), rows, left=4)
 
 
 def _record(job: Relayout, paths: list[Path], seconds: float) -> dict[str, object]:

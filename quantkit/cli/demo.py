@@ -20,7 +20,8 @@ from typing import Annotated, Any
 import typer
 
 from quantkit.cli.common.options import Json, Threads
-from quantkit.cli.common.output import print_json, table
+from quantkit.cli.common.output import print_json, print_table, table
+from quantkit.cli.common.progress_options import shows_progress
 from quantkit.errors import FormatError, QuantkitError
 from quantkit.inputs import json_input
 
@@ -30,6 +31,7 @@ _NO_MODEL = (
     "or use a model of your own with demo --model FILE.gguf"
 )
 _NO_PLOT = "no plot without matplotlib: pip install 'quantkit[plots]'"
+_HEADER = ("file", "GiB", "bpw", "PPL", "KLD", "top-1", "PP", "TG")
 _TEXT_CHARACTERS = 60_000  # of each text; the commands use a number of chunks of it
 _CALIBRATION_CHUNKS = 10
 _EVALUATION_CHUNKS = 8
@@ -215,6 +217,7 @@ def demo_steps(model: Path, folder: Path, calibration: Path, test: Path, picture
                [results, *([folder / "comparison.png"] if picture else [])])  # fmt: skip
 
 
+@shows_progress
 def demo(
     model: Annotated[
         Path | None, typer.Option(help="A GGUF of your own instead of SmolLM2-135M.", show_default=False)
@@ -236,7 +239,9 @@ def demo(
     if json:
         print_json("quantkit.compare/1", results)
         return
-    print(f"\n{summary(results)}")
+    print()
+    print_table(_HEADER, _rows(results))
+    print(f"\n{_conditions(results)}")
     picture = directory / "comparison.png"
     print(f"plot: {picture}" if _can_draw() else _NO_PLOT)
 
@@ -261,9 +266,12 @@ def _can_draw() -> bool:
 
 def summary(results: dict[str, Any]) -> str:
     """The table and the conditions of its figures; README.md shows it for docs/demo.json."""
+    return f"{results_table(results)}\n\n{_conditions(results)}"
+
+
+def _conditions(results: dict[str, Any]) -> str:
     how = results["conditions"]
     return (
-        f"{results_table(results)}\n\n"
         f"PPL, KLD (nats per token) and top-1 (same most likely token as BF16) over {how['chunks']} chunks of "
         f"{how['n_ctx']} tokens,\n± one standard error, numerics {how['numerics']}. PP and TG: tokens per second, "
         f"prompt of 512 and generation,\nnumerics fast, {how['threads']} threads, {how['isa']}."
@@ -272,6 +280,11 @@ def summary(results: dict[str, Any]) -> str:
 
 def results_table(results: dict[str, Any]) -> str:
     """The table: file, GiB, bpw, PPL, KLD, top-1, PP, TG."""
+    return table(_HEADER, _rows(results))
+
+
+def _rows(results: dict[str, Any]) -> list[list[str]]:
+    """The rows of the table, below `_HEADER`."""
     rows = []
     for r in results["models"]:
         compared = "kld" in r
@@ -282,4 +295,4 @@ def results_table(results: dict[str, Any]) -> str:
             f"{100 * r['same_top']:.2f} %" if compared else "",
             f"{r['prompt_tokens_per_second']:.0f}", f"{r['generation_tokens_per_second']:.1f}",
         ])  # fmt: skip
-    return table(("file", "GiB", "bpw", "PPL", "KLD", "top-1", "PP", "TG"), rows)
+    return rows

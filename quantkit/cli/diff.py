@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quantkit.cli.common.options import Json, Threads
-from quantkit.cli.common.output import print_json, table
+from quantkit.cli.common.output import print_json, print_table
+from quantkit.cli.common.progress_options import shows_progress
 from quantkit.errors import printable
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from quantkit.formats.gguf.difference import Difference, KeyDifference, Weights
 
 
+@shows_progress
 def diff(
     a: Annotated[Path, typer.Argument(help="A GGUF file.", show_default=False)],
     b: Annotated[Path, typer.Argument(help="The file to compare; errors are relative to A.", show_default=False)],
@@ -47,7 +49,7 @@ def diff(
     first, second = quantkit.open(a), quantkit.open(b)
     weights = _weights(imatrix) if imatrix else None
     keys = difference.of_metadata(first.metadata, second.metadata)
-    found = difference.of_tensors(first, second, values=values, weights=weights, threads=threads, progress=not json)
+    found = difference.of_tensors(first, second, values=values, weights=weights, threads=threads, progress=True)
     differing = [d for d in found if d.status != "same"]
     if json:
         print_json(
@@ -105,13 +107,13 @@ def _record(d: Difference) -> dict[str, Any]:
 def _print(keys: list[KeyDifference], differing: list[Difference], count: int, top: int | None, weighted: bool) -> None:
     if keys:
         rows = [(printable(k.key), k.status, _side(k.a, k.kinds[0]), _side(k.b, k.kinds[1])) for k in keys]
-        print(table(("key", "differs", "A", "B"), rows, left=4), end="\n\n")
+        print_table(("key", "differs", "A", "B"), rows, left=4, end="\n\n")
     if differing:
         header = ["tensor", "differs", "A", "B", "weighted", "rms", "largest", "cosine"]
         listed = [_row(d, weighted) for d in differing[:top]]
         if not weighted:
             del header[4]
-        print(table(header, listed, left=4), end="\n\n")
+        print_table(header, listed, left=4, end="\n\n")
         if top is not None and len(differing) > top:
             print(f"and {len(differing) - top} tensors with smaller differences")
     for d in differing:

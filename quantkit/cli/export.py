@@ -9,9 +9,11 @@ from typing import Annotated, Literal
 import typer
 
 from quantkit.cli.common.options import Json, Threads, parse_size
-from quantkit.cli.common.output import gib, print_json, table
+from quantkit.cli.common.output import gib, print_json, print_table
+from quantkit.cli.common.progress_options import shows_progress
 
 
+@shows_progress
 def export(
     source: Annotated[
         Path, typer.Argument(metavar="IN.gguf", help="A GGUF file, or any shard of a split one.", show_default=False)
@@ -46,7 +48,7 @@ def export(
 
     started = time.monotonic()
     options = ExportOptions(dtype, parse_size(max_shard_size), dry_run, threads)
-    done = api.export(source, directory, options, progress=not json)
+    done = api.export(source, directory, options, progress=True)
     seconds = time.monotonic() - started
     sizes: dict[str, list[int]] = {}
     for spec in done.specs:
@@ -58,7 +60,7 @@ def export(
         record = {"tensors": len(done.specs), "bytes": done.nbytes, "dtypes": dtypes, "paths": done.paths}
         print_json("quantkit.export/1", record | {"seconds": seconds})
         return
-    print(table(("dtype", "tensors", "size"), [(name, count, gib(size)) for name, (count, size) in sizes.items()]))
+    print_table(("dtype", "tensors", "size"), [(name, count, gib(size)) for name, (count, size) in sizes.items()])
     print(f"{len(done.specs)} tensors, {gib(done.nbytes)}; {', '.join(done.files)}")
     if done.paths:
         print(f"wrote {done.directory} in {seconds:.1f} s")

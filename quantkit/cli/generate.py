@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import secrets
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from quantkit import progress
 from quantkit.cli.common.command import in_sections, takes_model
+from quantkit.cli.common.evaluation import on_message
 from quantkit.cli.common.launch import Launch, runs_a_model
 from quantkit.cli.common.options import Json, Threads
 from quantkit.cli.common.output import print_json
+from quantkit.cli.common.progress_options import shows_progress
 from quantkit.errors import QuantkitError
 
 if TYPE_CHECKING:
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from quantkit.tokenizers.tokenizer import Tokenizer
 
 
+@shows_progress
 @in_sections(Sampling=["temp", "top_k", "top_p", "min_p", "repeat_penalty", "repeat_last_n", "seed"])
 @takes_model()
 @runs_a_model
@@ -106,6 +109,7 @@ def generate(
     if ctx_size is None and n_predict >= 0:  # do not allocate the model's whole context
         n_ctx = max(1, min(n_ctx, len(tokens) + n_predict))
     loaded = launch.open(model, numerics=numerics, threads=threads, n_ctx=n_ctx, tokenizer=tokenizer)
+    progress.end()  # the reply is printed piece by piece
     if display_prompt and not json:
         _show(text)
     result = loaded.generate(tokens, n_predict, sampling, None if json else _show)
@@ -113,7 +117,7 @@ def generate(
         print_json("quantkit.generate/1", _record(model, loaded, result, sampling))
         return
     print()
-    print(_summary(loaded, result, sampling), file=sys.stderr)
+    on_message(_summary(loaded, result, sampling))
 
 
 def _read(model: Path) -> tuple[Tokenizer, int]:

@@ -18,18 +18,11 @@ from quantkit.cli._imatrix_files import (
     show,
 )
 from quantkit.cli.common.command import in_sections, takes_model
-from quantkit.cli.common.evaluation import (
-    Batch,
-    ChunkLimit,
-    ChunkPrinter,
-    Context,
-    Numerics,
-    ThreadsBatch,
-    on_message,
-)
+from quantkit.cli.common.evaluation import Batch, ChunkBar, ChunkLimit, Context, Numerics, ThreadsBatch, on_message
 from quantkit.cli.common.launch import Launch, runs_a_model
 from quantkit.cli.common.options import Json, Threads, parse_size
-from quantkit.cli.common.output import print_json
+from quantkit.cli.common.output import print_json, print_table
+from quantkit.cli.common.progress_options import shows_progress
 from quantkit.errors import QuantkitError
 
 if TYPE_CHECKING:
@@ -38,6 +31,7 @@ if TYPE_CHECKING:
     from quantkit.evaluate.progress import ChunkProgress
 
 
+@shows_progress
 @in_sections(
     Text=["file", "shares", "chat", "ctx_size", "chunks", "from_chunk"],
     Saving=["output", "in_file", "output_frequency", "save_frequency", "restart"],
@@ -150,20 +144,23 @@ def imatrix(
         restart=restart, second_moments=second_moments or "", second_moments_size=limit, batch_size=batch_size,
         numerics=numerics, threads=threads_batch or threads,
     )  # fmt: skip
-    printer, complete = ChunkPrinter(), set()  # texts whose perplexity is printed
+    complete: set[str] = set()  # texts whose perplexity is printed
 
     def show_chunk(progress: ChunkProgress[Perplexity | None]) -> None:
         if progress.so_far is None or json:
-            printer.show_eta(progress)
+            bar.show(progress, None if progress.so_far is None else progress.so_far.value)
             return
-        printer.value(progress, progress.so_far.value)
+        bar.print_value(progress, progress.so_far.value)
         if progress.done == progress.chunks:
-            print(f"\nFinal estimate: PPL = {progress.so_far}")
+            if not bar.replaces_values:
+                print()
+            print(f"Final estimate: PPL = {progress.so_far}")
             complete.add(progress.text)
 
-    found = run.imatrix(
-        model, texts, output, options, progress=show_chunk, on_message=on_message, open_model=launch.open
-    )
+    with ChunkBar("imatrix", "PPL") as bar:
+        found = run.imatrix(
+            model, texts, output, options, progress=show_chunk, on_message=on_message, open_model=launch.open
+        )
     for text, ppl in found.perplexities.items():
         if text not in complete and not json:  # an earlier run had completed it
             print(f"Final estimate: PPL = {ppl}")
@@ -172,7 +169,6 @@ def imatrix(
 
 def _print_sizes(model: Path, form: str | None, limit: int | None, json: bool) -> None:
     """What --second-moments takes, in each form or in the one that is asked for."""
-    from quantkit.cli.common.output import table
     from quantkit.evaluate.imatrix.second_moments import MomentsForm, measured_shapes, plan_forms, sizes
     from quantkit.pipelines import planning
 
@@ -188,7 +184,7 @@ def _print_sizes(model: Path, form: str | None, limit: int | None, json: bool) -
         print_json("quantkit.imatrix-sizes/1", {"path": model, "weights": len(shapes), "forms": forms})
         return
     cells = [(text, f"{memory / 1e9:,.2f} GB", f"{stored / 1e9:,.2f} GB") for text, memory, stored in rows]
-    print(table(("second moments", "memory, a text", "in the file"), cells))
+    print_table(("second moments", "memory, a text", "in the file"), cells)
 
 
 def _report(found: ImatrixRun, json: bool) -> None:

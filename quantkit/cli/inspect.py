@@ -12,7 +12,7 @@ import typer
 
 from quantkit.cli.common.command import takes_model
 from quantkit.cli.common.options import Json
-from quantkit.cli.common.output import gib, print_json, table
+from quantkit.cli.common.output import gib, print_json, print_table
 from quantkit.errors import printable
 
 if TYPE_CHECKING:
@@ -106,16 +106,16 @@ def _print_text(file: GGUF, tensors: bool) -> None:
         print(path)
     print(f"GGUF version {file.version}, {gib(file.size)}, {len(file.tensors)} tensors\n")
     rows = [(printable(key), *_value_text(_value_record(file, key))) for key in file.metadata]
-    print(table(("key", "kind", "value"), rows, left=3), end="\n\n")
+    print_table(("key", "kind", "value"), rows, left=3, end="\n\n")
     if tensors:
         listed = [(printable(t.name), t.type.name, _shape(t.shape), t.nbytes) for t in file.tensors.values()]
-        print(table(("tensor", "type", "shape", "bytes"), listed, left=2), end="\n\n")
+        print_table(("tensor", "type", "shape", "bytes"), listed, left=2, end="\n\n")
     header = ("type", "tensors", "elements", "GiB", "bpw")
     summed = [
         (t["type"], t["tensors"], t["elements"], f"{t['bytes'] / 2**30:.3f}", f"{t['bits_per_weight']:.4f}")
         for t in totals(file)
     ]
-    print(table(header, summed))
+    print_table(header, summed)
     _print_problems(file)
 
 

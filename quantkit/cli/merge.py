@@ -11,9 +11,11 @@ import typer
 
 from quantkit.cli.common.options import Json, Threads
 from quantkit.cli.common.output import gib, print_json
+from quantkit.cli.common.progress_options import shows_progress
 from quantkit.errors import QuantkitError
 
 
+@shows_progress
 def merge(
     files: Annotated[
         list[Path],
@@ -43,10 +45,10 @@ def merge(
         raise QuantkitError(f"{out} already exists, and merge does not overwrite files; remove it or give another name")
     started = time.perf_counter()
     if len(inputs) == 1 and PART not in (file := gguf.open(inputs[0])).metadata:
-        path, joined = shards.merge(file, out, threads=threads, progress=not json), file.paths
+        path, joined = shards.merge(file, out, threads=threads, progress=True), file.paths
         tensors, kind = len(file.tensors), "shards"
     else:
-        path, tensors = parts.join(inputs, out, threads=threads, progress=not json)
+        path, tensors = parts.join(inputs, out, threads=threads, progress=True)
         joined, kind = inputs, "parts"
     size = path.stat().st_size
     if json:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quantkit.cli.common.options import DryRun, Json
-from quantkit.cli.common.output import print_json, table
+from quantkit.cli.common.output import print_json, print_table
+from quantkit.cli.common.progress_options import shows_progress
 from quantkit.errors import DataError, QuantkitError
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ def get(path: File, keys: Keys, json: Json = False) -> None:
         _print_raw(_text(_short(found, key)))
 
 
+@shows_progress
 def set_(
     path: File,
     values: Annotated[
@@ -98,6 +100,7 @@ def set_(
     _apply(file.paths[0], file.metadata, changed, [], force, dry_run, json)
 
 
+@shows_progress
 def remove(path: File, keys: Keys, force: Force = False, dry_run: DryRun = False, json: Json = False) -> None:
     """Remove keys of a GGUF file."""
     from quantkit.formats import gguf
@@ -121,13 +124,13 @@ def _apply(
 
     if not force:
         _check(path, old, changed, removed)
-    in_place = None if dry_run else rewrite(path, changed, removed, progress=not json)
+    in_place = None if dry_run else rewrite(path, changed, removed, progress=True)
     rows = [(key, _side(old, key), _side(changed, key)) for key in (*changed, *removed)]
     if json:
         records = [{"key": key, "before": _record(old, key), "after": _record(changed, key)} for key, *_ in rows]
         print_json("quantkit.metadata-edit/1", {"path": path, "in_place": in_place, "changes": records})
         return
-    print(table(("key", "before", "after"), rows, left=3))
+    print_table(("key", "before", "after"), rows, left=3)
     how = {None: "nothing is written", True: "changed in place", False: "rewritten"}[in_place]
     print(f"\n{path}: {how}")
 

@@ -10,8 +10,8 @@ import typer
 from quantkit.cli.common.command import in_sections, takes_model
 from quantkit.cli.common.evaluation import (
     Batch,
+    ChunkBar,
     ChunkLimit,
-    ChunkPrinter,
     Context,
     Numerics,
     TextFile,
@@ -22,7 +22,9 @@ from quantkit.cli.common.evaluation import (
 from quantkit.cli.common.launch import Launch, runs_a_model
 from quantkit.cli.common.options import Json, Threads
 from quantkit.cli.common.output import print_json
+from quantkit.cli.common.progress_options import shows_progress
 from quantkit.errors import QuantkitError
+from quantkit.progress import ProgressBar
 
 if TYPE_CHECKING:
     from quantkit.evaluate.divergence import Divergence, DivergenceOptions
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 _MIN_POSITIONS = 100
 
 
+@shows_progress
 @in_sections(
     Evaluation=["file", "ctx_size", "chunks", "batch_size", "ppl_stride", "jsonl", "ppl_output_type", "by_layer",
                 "numerics"],
@@ -160,24 +163,28 @@ def _measure(
     """Measure the perplexity and print it, unless quiet; `style` is --ppl-output-type."""
     from quantkit.evaluate.perplexity import perplexity as measure
 
-    printer = ChunkPrinter()
-
     def show(progress: ChunkProgress[Perplexity]) -> None:
         so_far = progress.so_far
-        if quiet:
-            printer.show_eta(progress)
-        elif style == 0:
-            printer.value(progress, so_far.value)
-        else:
+        if not quiet and style == 0:
+            bar.print_value(progress, so_far.value)
+            return
+        if not quiet:
             mean, error = so_far.nll.mean(), so_far.mean_error
             tokens = (progress.done - 1) * so_far.n_ctx
             print(f"{tokens:8d}  {so_far.value:.4f}  {mean:4f}  {error:4f}", flush=True)
-            printer.show_eta(progress)
+        bar.show(progress, so_far.value)
 
-    found = measure(model, text, options, progress=show, on_message=on_message, open_model=launch.open)
+    with ChunkBar("perplexity", "PPL") as bar:
+        found = measure(
+            model, text, options, progress=show, on_message=on_message, on_layer=bar.on_layer, open_model=launch.open
+        )
+        in_bar = bar.replaces_values and style == 0
     if not quiet:
         estimate = f"Final estimate: PPL over {len(found.nll)} chunks for n_ctx={found.n_ctx} = {found}"
-        print("" if options.ppl_stride else f"\n{estimate}")
+        if options.ppl_stride:  # llama-perplexity prints no estimate for windows
+            print(f"[{len(found.nll)}]{found.value:.4f}" if in_bar else "")
+        else:
+            print(estimate if in_bar else f"\n{estimate}")
     return found
 
 
@@ -186,16 +193,18 @@ def _diverge(model: Path, base: Path, options: DivergenceOptions, launch: Launch
     from quantkit.evaluate.divergence import divergence
     from quantkit.evaluate.report import divergence_text
 
-    printer = ChunkPrinter()
-
     def show(progress: ChunkProgress[Divergence]) -> None:
         if not quiet:
             if progress.done == 1 + progress.resumed:
                 print(f"\n{divergence_text.CHUNK_HEADER}")
             print(divergence_text.chunk_line(progress.done, progress.so_far), flush=True)
-        printer.show_eta(progress)
+        bar.show(progress, progress.so_far.mean_kld.value)
 
-    found = divergence(model, base, None, options, progress=show, on_message=on_message, open_model=launch.open)
+    with ChunkBar("KL divergence", "KLD", 5) as bar:
+        found = divergence(
+            model, base, None, options, progress=show, on_message=on_message, on_layer=bar.on_layer,
+            open_model=launch.open,
+        )  # fmt: skip
     if quiet:
         return found
     if len(found) >= _MIN_POSITIONS:
@@ -218,14 +227,16 @@ def _score(
     """Score the tasks of a file and print the score, unless quiet."""
     from quantkit.evaluate.tasks import score_tasks
 
-    def show(score: Score) -> None:
+    def show(score: Score, tasks: int) -> None:
         if not quiet:
             print(f"{score.tasks}\t{100 * score.accuracy:.8f}", flush=True)
+        bar.show(score.tasks, tasks, values=f"accuracy {100 * score.accuracy:.2f} %")
 
-    score = score_tasks(
-        model, name, file, limit, numerics=numerics, threads=threads, progress=show, on_message=on_message,
-        open_model=launch.open,
-    )  # fmt: skip
+    with ProgressBar(name) as bar:
+        score = score_tasks(
+            model, name, file, limit, numerics=numerics, threads=threads, progress=show, on_message=on_message,
+            open_model=launch.open,
+        )  # fmt: skip
     value, error = 100 * score.accuracy, 100 * score.error
     if not quiet and name == "winogrande" and score.tasks >= _MIN_POSITIONS:
         print(f"\nFinal Winogrande score({score.tasks} tasks): {value:.4f} +/- {error:.4f}")

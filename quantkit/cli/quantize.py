@@ -26,6 +26,7 @@ from quantkit.cli.common.plan_options import Verbose, takes_plan_options
 from quantkit.cli.common.plan_tables import print_imatrix, print_plan
 from quantkit.cli.common.positional import default_out
 from quantkit.cli.common.positional import read as read_positional
+from quantkit.cli.common.progress_options import shows_progress
 from quantkit.errors import OptionError
 from quantkit.pipelines.options import PlanOptions, QuantizeOptions
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from quantkit.pipelines.api import QuantizeResult
 
 
+@shows_progress
 @in_sections(
     Calibration=[
         "calibrate", "calibrate_ctx", "calibrate_chunks", "propagate", "second_moments", "second_moments_size"

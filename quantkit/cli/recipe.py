@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from quantkit.cli.common.options import Json
-from quantkit.cli.common.output import print_json, table
+from quantkit.cli.common.output import print_json, print_table
 from quantkit.cli.common.plan_options import ImatrixFile, Set, Strict, read_settings
 from quantkit.cli.common.plan_tables import print_imatrix
 from quantkit.cli.common.terminal import message
@@ -43,7 +43,7 @@ def recipe(json: Json = False) -> None:
             "quantkit.recipe-list/1", {"recipes": [{"name": name, **_document(made)} for name, made in found.items()]}
         )
         return
-    print(table(("recipe", "rules", "description"), [_row(name, made) for name, made in found.items()], left=3))
+    print_table(("recipe", "rules", "description"), [_row(name, made) for name, made in found.items()], left=3)
 
 
 def show(

@@ -21,8 +21,9 @@ from quantkit.cli.common.options import (
     Threads,
     split_limit,
 )
-from quantkit.cli.common.output import gib, mib, print_json, table
+from quantkit.cli.common.output import gib, mib, print_json, print_table
 from quantkit.cli.common.positional import refuse_type
+from quantkit.cli.common.progress_options import shows_progress
 from quantkit.errors import printable
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from quantkit.pipelines.repack_file import Repacking
 
 
+@shows_progress
 def repack(
     source: Source,
     out: Out,
@@ -80,8 +82,8 @@ def run_repacking(source: Path, out: Path, options: RepackOptions, json: bool, *
     for rule in job.placement.idle if job.placement else ():
         print(f"warning: {printable(rule.text)} decides no tensor", file=sys.stderr)
     if not json:
-        print(_summary(job), end="\n\n")
-    done = api.write_repacking(job, out, options, progress=not json)
+        _print_changes(job)
+    done = api.write_repacking(job, out, options, progress=True)
     if json:
         print_json(f"quantkit.{'unpack' if unpack else 'repack'}/1", _record(done))
     elif not job.changed:
@@ -93,15 +95,16 @@ def run_repacking(source: Path, out: Path, options: RepackOptions, json: bool, *
         print(f"{len(job.changed)} tensors changed; {gib(done.bytes)} in {done.seconds:.1f} s, {speed:.0f} MiB/s")
 
 
-def _summary(job: Repacking) -> str:
-    """The changes as a table, with the reason for tensors that are copied."""
+def _print_changes(job: Repacking) -> None:
+    """Print the changes as a table, with the reason for tensors that are copied."""
     classes: dict[tuple[str, str, str], list[int]] = defaultdict(list)
     for change in job.changes:
         classes[change.tensor.type.name, change.type.name, change.reason].append(change.tensor.nbytes)
     rows = [(old, new, reason, len(sizes), mib(sum(sizes))) for (old, new, reason), sizes in classes.items()]
-    text = table(("from", "to", "why not", "tensors", "size"), rows, left=3)
+    print_table(("from", "to", "why not", "tensors", "size"), rows, left=3, end="\n\n")
     before, after = _file_types(job)
-    return text if before == after else f"{text}\n\ngeneral.file_type {before} -> {after}"
+    if before != after:
+        print(f"general.file_type {before} -> {after}", end="\n\n")
 
 
 def _file_types(job: Repacking) -> list[object]:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quantkit.cli.common.options import Json, Source, SplitMaxSize, SplitMaxTensors, Threads, parse_size
-from quantkit.cli.common.output import gib, print_json, table
+from quantkit.cli.common.output import gib, print_json, print_table
+from quantkit.cli.common.progress_options import shows_progress
 
 if TYPE_CHECKING:
     from quantkit.formats.gguf import GGUF
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 DEFAULT_TENSORS = 128  # as in gguf-split
 
 
+@shows_progress
 def split(
     source: Source,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Prefix of the shards' names.", show_default=False)],
@@ -48,12 +50,12 @@ def split(
     if dry_run:
         paths = shard_names(out, len(counts))
     else:
-        paths = shards.split(file, out, counts, threads=threads, progress=not json)
+        paths = shards.split(file, out, counts, threads=threads, progress=True)
     rows = _rows(file, paths, counts)
     if json:
         print_json("quantkit.split/1", {"source": source, "written": not dry_run, "shards": rows})
         return
-    print(table(("shard", "tensors", "size"), [(r["path"], r["tensors"], gib(r["bytes"])) for r in rows]))
+    print_table(("shard", "tensors", "size"), [(r["path"], r["tensors"], gib(r["bytes"])) for r in rows])
     if not dry_run:
         print(f"\nwrote {len(paths)} shards in {time.perf_counter() - started:.1f} s")
 

@@ -10,10 +10,13 @@ import typer
 
 from quantkit.cli.bench import FastNumerics, bench_conditions_line, record, shares
 from quantkit.cli.common.command import takes_model
+from quantkit.cli.common.evaluation import on_message
 from quantkit.cli.common.launch import Launch, runs_a_model
 from quantkit.cli.common.options import Json, Threads
 from quantkit.cli.common.output import print_json
+from quantkit.cli.common.progress_options import shows_progress
 from quantkit.errors import UnsupportedError
+from quantkit.progress import ProgressBar
 
 if TYPE_CHECKING:
     from quantkit.evaluate.bench import MeasuredSpeed
@@ -22,6 +25,7 @@ _HEADER = "|    PP |     TG |   N_KV |   T_PP s | S_PP t/s |   T_TG s | S_TG t/s
 _MEMORY = "  RSS HWM |"
 
 
+@shows_progress
 @takes_model()
 @runs_a_model
 def sweep_bench(
@@ -75,7 +79,7 @@ def sweep_bench(
     memory = measure.read_speed(loaded)
     about = run_conditions(loaded) | {"n_kv_max": ctx_size, "n_ubatch": step, "repeat": repeat}
     about["warmup"] = "a batch" if warmup_batch else "a token"
-    print(f"{model}: {bench_conditions_line(about, memory)}", file=sys.stderr)
+    on_message(f"{model}: {bench_conditions_line(about, memory)}")
     rows, steps = [], []
     how: dict[str, Any] = {
         "n_generate": n_predict,
@@ -83,17 +87,20 @@ def sweep_bench(
         "stride": sweep_stride,
         "warmup_batch": warmup_batch,
     }
-    for row in measure.sweep(loaded, ctx_size, step, **how):
-        rows.append(row)
-        steps.append(_step(*row, memory))
-        if output_format == "jsonl":
-            print_json(
-                "quantkit.sweep-bench-step/1",
-                about | {key: value for key, value in steps[-1].items() if key not in ("prompt", "generation")},
-            )
-        elif not json:
-            _show(steps[-1], sweep_memory, first=len(rows) == 1)
-        sys.stdout.flush()
+    with ProgressBar("sweep-bench", ticks=False) as bar:  # nothing is drawn while a step is timed
+        for row in measure.sweep(loaded, ctx_size, step, **how):
+            rows.append(row)
+            steps.append(_step(*row, memory))
+            if output_format == "jsonl":
+                print_json(
+                    "quantkit.sweep-bench-step/1",
+                    about | {key: value for key, value in steps[-1].items() if key not in ("prompt", "generation")},
+                )
+            elif not json:
+                _show(steps[-1], sweep_memory, first=len(rows) == 1)
+            sys.stdout.flush()
+            depth, rates = steps[-1]["n_kv"], f"PP {steps[-1]['speed_pp']:.1f} TG {steps[-1]['speed_tg']:.1f} tok/s"
+            bar.show(depth + step, ctx_size, values=rates)
     if json:
         print_json(
             "quantkit.sweep-bench/1",
@@ -103,7 +110,7 @@ def sweep_bench(
         from quantkit.evaluate.report.plots import plot_sweep
 
         plot_sweep(plot, rows, memory, f"{model.name}: {loaded.threads} threads, {about['isa']}, {about['cache_type']}")
-        print(f"plot: {plot}", file=sys.stderr)
+        on_message(f"plot: {plot}")
 
 
 def _step(prompt: MeasuredSpeed, generation: MeasuredSpeed, memory: float) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quantkit.cli.common.options import Json
-from quantkit.cli.common.output import print_json, table
+from quantkit.cli.common.output import print_json, print_table
 
 if TYPE_CHECKING:
     from quantkit.types import QuantType
@@ -76,7 +76,7 @@ def types(
     if json:
         print_json("quantkit.types/1", {"types": listed})
         return
-    print(table(HEADER, [row(record) for record in listed], left=LEFT))
+    print_table(HEADER, [row(record) for record in listed], left=LEFT)
 
 
 def row(record: dict[str, Any]) -> list[str]:

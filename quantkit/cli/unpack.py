@@ -13,9 +13,11 @@ from quantkit.cli.common.options import (
     Threads,
     split_limit,
 )
+from quantkit.cli.common.progress_options import shows_progress
 from quantkit.cli.repack import run_repacking
 
 
+@shows_progress
 def unpack(
     source: Source,
     out: Out,

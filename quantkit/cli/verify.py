@@ -10,6 +10,7 @@ import typer
 from quantkit.cli.common.command import takes_model
 from quantkit.cli.common.options import Json, Threads
 from quantkit.cli.common.output import print_json
+from quantkit.cli.common.progress_options import shows_progress
 
 if TYPE_CHECKING:
     from quantkit.pipelines.verify import Verified
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 _SHOWN = 10
 
 
+@shows_progress
 @takes_model("file")
 def verify(
     file: Annotated[
@@ -42,7 +44,7 @@ def verify(
     from quantkit.pipelines import api
     from quantkit.pipelines.options import VerifyOptions
 
-    found = api.verify(file, VerifyOptions(source, imatrix, threads), progress=not json)
+    found = api.verify(file, VerifyOptions(source, imatrix, threads), progress=True)
     if json:
         print_json("quantkit.verify/1", found.to_json())
     else:

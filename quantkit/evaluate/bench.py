@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -181,9 +181,18 @@ def read_speed(model: Model, repeat: int = 3) -> float:
 
 
 def bench(
-    model: Model, cases: Sequence[Case], repeat: int, *, warmup: bool = True, seed: int = 0
+    model: Model,
+    cases: Sequence[Case],
+    repeat: int,
+    *,
+    warmup: bool = True,
+    seed: int = 0,
+    progress: Callable[[str, float], None] | None = None,
 ) -> Iterator[MeasuredSpeed]:
-    """Time each case in turn: `repeat` samples, after an untimed run if `warmup` is set."""
+    """Time each case in turn: `repeat` samples, after an untimed run if `warmup` is set.
+
+    `progress` is called after each run, warm-up included, with the test's name and its tokens/s.
+    """
     longest = max(case.n_ctx for case in cases)
     tokens = np.random.default_rng(seed).integers(0, model.vocab_size, longest)
     cache = model.new_cache(longest)
@@ -191,7 +200,12 @@ def bench(
         if case.depth:
             _prompt(model, cache, tokens[: case.depth], 0)
             cache.mark()
-        samples = [_run(model, cache, case, tokens) for _ in range(repeat + warmup)][warmup:]
+        samples = []
+        for _ in range(repeat + warmup):
+            samples.append(_run(model, cache, case, tokens))
+            if progress is not None:
+                progress(case.name, (case.prompt + case.generate) / samples[-1])
+        samples = samples[warmup:]
         read = None if case.prompt else bytes_per_token(model, case.depth + case.generate // 2)
         yield MeasuredSpeed(case.name, case.depth, case.prompt + case.generate, tuple(samples), read)
 

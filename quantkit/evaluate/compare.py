@@ -28,6 +28,7 @@ from quantkit.evaluate.divergence import Divergence, Estimate, divergence_from_b
 from quantkit.evaluate.layers.tensor_errors import TensorError, tensor_errors
 from quantkit.evaluate.models import ChunkModel, OnMessage, OpenModel, no_message, open_model
 from quantkit.evaluate.perplexity import Perplexity, perplexity_of_chunks
+from quantkit.evaluate.progress import ChunkClock, ChunkProgress
 from quantkit.evaluate.statistics import Interval, ModelRank, Sample, rank
 from quantkit.evaluate.text import DEFAULT_BATCH, DEFAULT_CONTEXT, Chunks, chunked, read_text
 from quantkit.formats import gguf
@@ -248,12 +249,28 @@ class CompareOptions:
     threads: int | None = None
 
 
+@dataclass(frozen=True)
+class CompareProgress:
+    """The state of a comparison after a chunk.
+
+    model       name of the model that runs
+    run, runs   its number, from 0, and the number of all: the reference, its noise floor, the models
+    chunk       the state of the run; `so_far` is a Perplexity for the reference and a Divergence for all others
+    """
+
+    model: str
+    run: int
+    runs: int
+    chunk: ChunkProgress[Perplexity | Divergence]
+
+
 def compare(
     reference: str | os.PathLike[str],
     models: Sequence[str | os.PathLike[str]],
     texts: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     options: CompareOptions | None = None,
     *,
+    progress: Callable[[CompareProgress], None] | None = None,
     on_message: OnMessage = no_message,
     open_model: OpenModel = open_model,
     read_vocabulary: Callable[[Path], Vocabulary] = vocabulary_of,
@@ -266,6 +283,7 @@ def compare(
     reference, models   GGUF files; the models must tokenize as the reference does
     texts               one or several text files, UTF-8; each is a domain of its own
     options             the command's flags; None for the defaults
+    progress            called after each chunk of each model, with the perplexity or the divergence so far
     on_message          called with a line of text before each step
     open_model          opens a file
     read_vocabulary     reads the tokenizer and the size of the vocabulary from a file
@@ -281,6 +299,20 @@ def compare(
     chunks, domains = _chunks_of_texts(vocabulary.tokenizer, paths, o.ctx_size, o.chunks)
     longest = max(o.ctx_size, TIMED_TOKENS) if o.speed and o.numerics == "fast" else o.ctx_size
     conditions: dict[str, object] = {}
+    runs = 1 + (noise is not None) + len(models)
+
+    def clock(model: Path, run: int) -> Callable[[int, Perplexity | Divergence], None]:
+        """What to call after each chunk of a run."""
+        clock = ChunkClock(len(chunks), 0, o.batch_size, o.ctx_size, chunks.source)
+
+        def after_chunk(done: int, so_far: Perplexity | Divergence) -> None:
+            def report(chunk: ChunkProgress[Perplexity | Divergence]) -> None:
+                assert progress is not None
+                progress(CompareProgress(model.name, run, runs, chunk))
+
+            clock.report(None if progress is None else report, done, so_far)
+
+        return after_chunk
 
     def open_candidate(path: Path) -> Model:
         model = open_model(path, numerics=o.numerics, threads=o.threads, n_ctx=longest)
@@ -295,19 +327,25 @@ def compare(
         base_path = Path(folder) / "base.kld"
 
         def write_base(model: ChunkModel) -> Perplexity:
+            after_chunk = clock(first, 0)
             with BaseWriter(base_path, chunks.tokens, model.vocab_size) as writer:
-                return perplexity_of_chunks(model, chunks, n_batch=o.batch_size, base=writer)
+                return perplexity_of_chunks(
+                    model, chunks, n_batch=o.batch_size, base=writer,
+                    on_chunk=lambda so_far: after_chunk(len(so_far.nll), so_far),
+                )  # fmt: skip
 
         on_message(f"{first.name}: perplexity over {len(chunks)} chunks of {o.ctx_size} tokens")
         reference_result, speed = _run(first, write_base, open_candidate, timed, on_message)
         base = BaseReader(base_path)
         sample = Sample(len(chunks), reference_result.nll.shape[1])
 
-        def measure_divergence(
-            model: ChunkModel,
-        ) -> Divergence:  # the base rounds each token's probability, by up to 0.0002
-            measured = divergence_from_base(model, base, n_batch=o.batch_size)
-            return replace(measured, nll_base=reference_result.nll.reshape(-1))
+        def measure_divergence(path: Path, run: int) -> Callable[[ChunkModel], Divergence]:
+            def measure(model: ChunkModel) -> Divergence:
+                measured = divergence_from_base(model, base, n_batch=o.batch_size, on_chunk=clock(path, run))
+                # the base rounds each token's probability, by up to 0.0002
+                return replace(measured, nll_base=reference_result.nll.reshape(-1))
+
+            return measure
 
         candidates = [
             Candidate(first, *size_of(first), Estimate(reference_result.value, reference_result.error), None, speed)
@@ -321,11 +359,11 @@ def compare(
                     path, numerics=noise.numerics, threads=o.threads, n_ctx=o.ctx_size, cache_type=noise.cache_type
                 )
 
-            repeated = _run(first, measure_divergence, open_for_noise, None, on_message)[0]
+            repeated = _run(first, measure_divergence(first, 1), open_for_noise, None, on_message)[0]
             noise_floor = NoiseFloor(noise.how, Paired(repeated, sample))
-        for other in map(Path, models):
+        for run, other in enumerate(map(Path, models), runs - len(models)):
             on_message(f"{other.name}: KL divergence from {first.name}")
-            measured, speed = _run(other, measure_divergence, open_candidate, timed, on_message)
+            measured, speed = _run(other, measure_divergence(other, run), open_candidate, timed, on_message)
             candidates.append(Candidate(other, *size_of(other), measured.ppl, Paired(measured, sample), speed))
     names = unique_names([c.path for c in candidates])
     candidates = [replace(c, display_name=name) for c, name in zip(candidates, names)]

@@ -34,7 +34,7 @@ from quantkit.evaluate.base_files import base_reader, is_base_file
 from quantkit.evaluate.chunk_log import run_log
 from quantkit.evaluate.chunk_runs import RunChunks, evaluate_chunks
 from quantkit.evaluate.conditions import Conditions, evaluation_conditions
-from quantkit.evaluate.models import ChunkModel, OnMessage, OpenModel, no_message, open_model
+from quantkit.evaluate.models import ChunkModel, OnLayer, OnMessage, OpenModel, no_message, open_model
 from quantkit.evaluate.nll import first_largest, log_sum_exp_float64
 from quantkit.evaluate.perplexity import PerplexityOptions, chunk_runner, perplexity
 from quantkit.evaluate.progress import ChunkClock, ChunkProgress
@@ -299,6 +299,7 @@ def divergence(
     *,
     progress: Callable[[ChunkProgress[Divergence]], None] | None = None,
     on_message: OnMessage = no_message,
+    on_layer: OnLayer | None = None,
     open_model: OpenModel = open_model,
 ) -> Divergence:
     """KL divergence of a model from a base, token by token, in nats.
@@ -313,6 +314,7 @@ def divergence(
     options      the command's flags; None for the defaults
     progress     called after each chunk, with the divergence so far
     on_message   called with messages for the user: steps, resumed chunks, warnings
+    on_layer     called after each layer of a run by layer with the layers that are done and all; None: `on_message`
 
     Raises DataError if the vocabularies differ in size, and QuantkitError if a text is missing or given twice.
     """
@@ -321,7 +323,7 @@ def divergence(
     if isinstance(base, (str, os.PathLike)) and is_base_file(Path(base)):
         if text is not None:
             raise QuantkitError(f"{os.fspath(base)}: a base file has its own tokens; remove {os.fspath(text)}")
-        return _from_file(model, Path(base), o, progress, on_message, open_model)
+        return _from_file(model, Path(base), o, progress, on_message, on_layer, open_model)
     if text is None:
         raise QuantkitError(f"{path}: the divergence from a model needs a text; name one, or a base file")
     with tempfile.TemporaryDirectory(prefix="quantkit-divergence-") as folder:
@@ -332,9 +334,9 @@ def divergence(
         )  # fmt: skip
         if o.jsonl is not None:
             raise QuantkitError(f"{o.jsonl}: only runs from a base file can be resumed; write one with `perplexity`")
-        perplexity(base, text, base_options, on_message=on_message, open_model=open_model)
+        perplexity(base, text, base_options, on_message=on_message, on_layer=on_layer, open_model=open_model)
         gc.collect()  # a model and its parts refer to each other; the next one needs its memory
-        return _from_file(model, file, o, progress, on_message, open_model)
+        return _from_file(model, file, o, progress, on_message, on_layer, open_model)
 
 
 def _from_file(
@@ -343,6 +345,7 @@ def _from_file(
     o: DivergenceOptions,
     progress: Callable[[ChunkProgress[Divergence]], None] | None,
     on_message: OnMessage,
+    on_layer: OnLayer | None,
     open_model: OpenModel,
 ) -> Divergence:
     """`divergence` from a base file."""
@@ -375,7 +378,7 @@ def _from_file(
                 log.add(**{name: getattr(so_far, name)[-k:] for name in names})
             clock.report(progress, chunks, so_far)
 
-        run = chunk_runner(o.by_layer, on_message)
+        run = chunk_runner(o.by_layer, on_message, on_layer)
         result = divergence_from_base(model, base, n_batch=o.batch_size, on_chunk=after_chunk, run=run, done=done)
     return replace(result, seconds=clock.seconds, conditions=conditions)
 

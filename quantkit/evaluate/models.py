@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from quantkit.runtime.model import Model
     from quantkit.tokenizers.tokenizer import Tokenizer
 
+OnLayer = Callable[[int, int], None]  # called with the number of layers that are done, and of all
 OnMessage = Callable[[str], None]  # called with messages for the user: steps, resumed chunks, warnings
 
 

@@ -27,7 +27,7 @@ from quantkit.evaluate.chunk_log import ChunkLog, run_log
 from quantkit.evaluate.chunk_runs import RunChunks, evaluate_chunks
 from quantkit.evaluate.conditions import Conditions, evaluation_conditions
 from quantkit.evaluate.layers.layer_by_layer import chunks_layer_by_layer
-from quantkit.evaluate.models import ChunkModel, OnMessage, OpenModel, no_message, open_model
+from quantkit.evaluate.models import ChunkModel, OnLayer, OnMessage, OpenModel, no_message, open_model
 from quantkit.evaluate.nll import negative_log_likelihood
 from quantkit.evaluate.progress import ChunkClock, ChunkProgress
 from quantkit.evaluate.statistics import perplexity_of
@@ -125,6 +125,7 @@ def perplexity(
     *,
     progress: Callable[[ChunkProgress[Perplexity]], None] | None = None,
     on_message: OnMessage = no_message,
+    on_layer: OnLayer | None = None,
     open_model: OpenModel = open_model,
 ) -> Perplexity:
     """Perplexity of a model on a text file (UTF-8), by llama-perplexity's protocol.
@@ -136,6 +137,7 @@ def perplexity(
     options      the command's flags; None for the defaults
     progress     called after each chunk, with the perplexity so far
     on_message   called with messages for the user: steps, resumed chunks
+    on_layer     called after each layer of a run by layer with the layers that are done and all; None: `on_message`
 
     Raises DataError for a text that is too short for one chunk, a context longer than the model's, or NaN and Inf, with
     the tensor that they come from.
@@ -180,7 +182,7 @@ def perplexity(
 
         found = perplexity_of_chunks(
             model, chunks, n_batch=o.batch_size, base=base, on_chunk=after_chunk, done=done,
-            run=chunk_runner(o.by_layer, on_message),
+            run=chunk_runner(o.by_layer, on_message, on_layer),
         )  # fmt: skip
     return replace(found, seconds=clock.seconds, conditions=conditions)
 
@@ -195,15 +197,15 @@ def _log(
     return run_log(path, model.path, text, positions, options.batch_size, conditions, settings)
 
 
-def chunk_runner(by_layer: bool, on_message: OnMessage = no_message) -> RunChunks:
+def chunk_runner(by_layer: bool, on_message: OnMessage = no_message, on_layer: OnLayer | None = None) -> RunChunks:
     """The function that runs a model over chunks: all layers at once, or one layer at a time."""
     if not by_layer:
         return evaluate_chunks
 
-    def on_layer(done: int, layers: int) -> None:
+    def print_layer(done: int, layers: int) -> None:
         on_message(f"layer {done} of {layers}")
 
-    return functools.partial(chunks_layer_by_layer, on_layer=on_layer)
+    return functools.partial(chunks_layer_by_layer, on_layer=on_layer or print_layer)
 
 
 def perplexity_of_chunks(

@@ -236,7 +236,7 @@ def score_tasks(
     *,
     numerics: str = "exact",
     threads: int | None = None,
-    progress: Callable[[Score], None] | None = None,
+    progress: Callable[[Score, int], None] | None = None,
     on_message: OnMessage = no_message,
     open_model: OpenModel = open_model,
 ) -> Score:
@@ -244,7 +244,7 @@ def score_tasks(
 
     kind      "hellaswag", "winogrande" or "multiple-choice"
     limit     number of tasks; 0: all
-    progress  called after each task, with the score so far
+    progress  called after each task, with the score so far and the number of all tasks
 
     Raises FormatError for a file of another format and DataError for tasks longer than the model's context.
     """
@@ -263,5 +263,5 @@ def score_tasks(
     score = Score(0, 0, 0.0)
     for score in evaluate(loaded, tasks):
         if progress is not None:
-            progress(score)
+            progress(score, len(tasks))
     return replace(score, name=kind, seconds=time.monotonic() - started, conditions=conditions)

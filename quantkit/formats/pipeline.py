@@ -8,17 +8,16 @@ threads.
 from __future__ import annotations
 
 import math
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from quantkit.codegen import thread_pool
-from quantkit.errors import printable
 from quantkit.formats.mapping import release
+from quantkit.progress import ProgressBar
 
 if TYPE_CHECKING:
     from concurrent.futures import Future, ThreadPoolExecutor
@@ -94,8 +93,8 @@ def spread(
         work()
         for other in others:
             other.join()
-    if failed:
-        raise failed[0]
+        if failed:
+            raise failed[0]
 
 
 def _keep_freed_memory() -> None:
@@ -110,41 +109,32 @@ def _keep_freed_memory() -> None:
 class Bar:
     """Counts the work that is done and reports it: to a `Progress`, to a bar on a terminal, or not at all.
 
-    `total` is the work in all. `progress` is True for a bar on stderr where that is a terminal. tqdm is imported only
-    where it draws, because loading it takes time.
+    `total` is the work in all. `progress` is True for a bar on stderr where that is a terminal (`quantkit.progress`).
     """
 
     def __init__(self, total: int, progress: Progress | bool, unit: str = "B"):
-        self._bar: Any = None
-        self._report = None if isinstance(progress, bool) else progress
+        self._bar = ProgressBar(total=total, unit=unit) if progress is True else None
+        self._report = self._bar if isinstance(progress, bool) else progress
         self._done, self._total = 0, total
-        if progress is True and sys.stderr.isatty():
-            from tqdm import tqdm
-
-            self._bar = tqdm(total=total, unit=unit if unit == "B" else f" {unit}", unit_scale=unit == "B")
 
     def update(self, nbytes: int, name: str = "") -> None:
         """Add `nbytes` (or other units) of the tensor `name`."""
         self._done += nbytes
-        if self._report is not None:
-            self._report(self._done, self._total, name)
-        if self._bar is not None:
-            self._bar.set_description_str(printable(name), refresh=False)
-            self._bar.update(nbytes)
+        self.describe(name)
 
     def describe(self, what: str) -> None:
         """Say what is being done, while nothing is written."""
         if self._report is not None:
             self._report(self._done, self._total, what)
-        if self._bar is not None:
-            self._bar.set_description_str(printable(what))
 
     def __enter__(self) -> Bar:
+        if self._bar is not None:
+            self._bar.__enter__()
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if self._bar is not None:
-            self._bar.close()
+            self._bar.close(failed=kind is not None)
 
 
 def _in_order(pool: ThreadPoolExecutor, jobs: Iterable[Job], ahead: int) -> Iterator[tuple[str, np.ndarray]]:

@@ -109,6 +109,7 @@ def test_streams_are_restored_and_stay_streams(monkeypatch: pytest.MonkeyPatch) 
     out = io.TextIOWrapper(io.BytesIO(), "utf-8")
     monkeypatch.setattr(sys, "stdout", out)
     with escaped_controls():
+        stale = sys.stdout
         assert not sys.stdout.isatty()
         print("a\x1bb", flush=True)
         sys.stdout.writelines(["c\x07", "d\n"])
@@ -116,8 +117,9 @@ def test_streams_are_restored_and_stay_streams(monkeypatch: pytest.MonkeyPatch) 
     with contextlib.suppress(KeyError), escaped_controls():
         raise KeyError
     assert sys.stdout is out
+    stale.write("\x1b[0m\x1b[1;31me\x07")  # as colorama at exit
     out.flush()
-    assert out.buffer.getvalue() == b"a\\x1bb\nc\\x07d\n"  # type: ignore[attr-defined]
+    assert out.buffer.getvalue() == b"a\\x1bb\nc\\x07d\ne\\x07"  # type: ignore[attr-defined]
 
 
 def test_tables_and_json_of_controls(capsys: pytest.CaptureFixture[str]) -> None:

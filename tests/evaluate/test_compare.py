@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from html.parser import HTMLParser
 
 import numpy as np
 import pytest
 
 from quantkit import types
+from quantkit.cli import compare as command
 from quantkit.errors import QuantkitError
 from quantkit.evaluate import compare
 from quantkit.evaluate.bench import Case, MeasuredSpeed
 from quantkit.evaluate.layers.tensor_errors import TensorError
-from quantkit.evaluate.report import html_page, plots, tables
+from quantkit.evaluate.report import html_page, page_plots, plots, tables
 from quantkit.formats.gguf import Metadata, TensorSpec, Writer
 from tests.evaluate import browser
 from tests.evaluate.fake import FakeModel
@@ -55,6 +57,25 @@ def compared(files, tmp_path):
     )  # fmt: skip
     assert len(said) == 4
     return found
+
+
+def test_progress_is_told_of_every_chunk_of_every_run(files, tmp_path):
+    text = tmp_path / "letters.txt"
+    text.write_text("pack my box with five dozen liquor jugs " * 12)
+    states: list[compare.CompareProgress] = []
+    found = compare.compare(
+        files["ref"], [files["near"]], text, SHORT, progress=states.append,
+        open_model=lambda path, numerics, **_: FakeModel(noise=0.05 if numerics == "fast" else 0.02),
+        read_vocabulary=fake_vocabulary,
+    )  # fmt: skip
+    runs = [("ref.gguf", 0), ("ref.gguf", 1), ("near.gguf", 2)]  # the second one for the noise floor
+    chunks = range(1, found.chunks + 1)
+    assert [(s.model, s.run, s.runs, s.chunk.done) for s in states] == [(*r, 3, done) for r in runs for done in chunks]
+    assert {s.chunk.chunks for s in states} == {found.chunks}
+    last = [states[(run + 1) * found.chunks - 1].chunk.so_far for run in range(3)]
+    assert last[0].value == found.candidates[0].ppl.value
+    assert last[1].mean_kld == found.noise.paired.divergence.mean_kld
+    assert last[2].mean_kld == found.candidates[1].divergence.mean_kld
 
 
 def test_candidates_are_measured_against_the_reference(compared):
@@ -180,12 +201,11 @@ class Page(HTMLParser):
         for name, value in attrs:
             assert name not in ("src", "onload")
             assert not (value or "").startswith(("http", "//")), (tag, name, value)
-        if tag not in ("meta", "link", "line", "circle", "polyline", "br"):
+        if tag not in ("meta", "link", "br"):
             self.open.append(tag)
 
     def handle_endtag(self, tag):
-        if tag not in ("line", "circle", "polyline"):
-            assert self.open.pop() == tag
+        assert self.open.pop() == tag
 
 
 def test_report_is_one_file_that_loads_nothing(compared):
@@ -207,6 +227,52 @@ def test_report_is_one_file_that_loads_nothing(compared):
     assert "<b>" not in text
     assert "noise floor: numerics fast" in text
     assert "nan" not in text.lower().replace("financ", "")
+
+
+def test_plots_of_the_report_use_the_page_s_colours(compared):
+    text = html_page.page(compared)
+    assert re.search(r'<g class="s1"><title>far</title>\s*<path [^>]*stroke: var\(--s1\)', text)
+    assert text.count("<title>near</title>") == 3  # one in each plot
+    assert "#fe0" not in text
+    assert text == html_page.page(compared)
+    ids = re.findall(r' id="([^"]*)"', text)
+    assert len(ids) == len(set(ids))
+    assert set(re.findall(r'xlink:href="#([^"]*)"', text)) == set(ids)
+
+
+@pytest.mark.parametrize("kind", ["line", "step", "point"])
+def test_what_a_plot_cannot_show_is_skipped(kind):
+    x, y = [1.0, 2.0, 3.0, np.nan, 5.0], [0.1, 0.0, np.inf, 0.3, 0.2]
+    drawn = page_plots.plot([page_plots.Series("a <&> $b$", x, y, kind, [0.05] * 5)], "x", "y", x_log=True, y_log=True)
+    assert "<title>a &lt;&amp;&gt; $b$</title>" in drawn
+    assert "nan" not in drawn
+    assert "inf" not in drawn
+    nothing = page_plots.plot([page_plots.Series("a", x[1:3], y[1:3], kind)], "x", "y", y_log=True)
+    assert nothing == '<p class="note">no data</p>'
+
+
+def test_pictures_are_reproducible(compared, tmp_path):
+    for form in ("svg", "pdf", "png"):
+        made = []
+        for name in "ab":
+            plots.plot_comparison(tmp_path / f"{name}.{form}", compared)
+            made.append((tmp_path / f"{name}.{form}").read_bytes())
+        assert made[0] == made[1]
+        assert b"Date" not in made[0]
+
+
+def test_without_matplotlib_the_report_has_no_plots_and_says_so(compared, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(plots.importlib.util, "find_spec", lambda name: None)
+    text = html_page.page(compared)
+    assert "<svg" not in text
+    assert "no plot without matplotlib: pip install &#x27;quantkit[plots]&#x27;" in text
+    assert "<table" in text
+    command._write(None, tmp_path / "report.html", compared, {})
+    assert (tmp_path / "report.html").read_text() == text
+    warning = "report.html: no plot without matplotlib: pip install 'quantkit[plots]'"
+    assert [line for line in capsys.readouterr().err.splitlines() if line.endswith(warning)] == [
+        f"warning: {tmp_path}/{warning}"
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -243,7 +309,7 @@ def test_a_browser_shows_the_report_quietly(chromium, compared: compare.Comparis
     hidden = "[...document.querySelectorAll('.wide')].filter(e => e.scrollWidth > e.clientWidth + 1).length"
     assert chromium.value(hidden) == 0
     assert chromium.value("document.querySelectorAll('svg').length") == 4
-    assert chromium.value("getComputedStyle(document.querySelector('circle.s0')).fill") == "rgb(47, 109, 179)"
+    assert chromium.value("getComputedStyle(document.querySelector('g.s0 use')).fill") == "rgb(47, 109, 179)"
     assert chromium.screenshot().startswith(b"\x89PNG")
 
 

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from quantkit.cli.common import bench_lists, without_effect
+from quantkit.cli.common.evaluation import on_message
 from quantkit.cli.common.options import with_options
-from quantkit.cli.common.output import mib, table
+from quantkit.cli.common.output import mib, print_table
 from quantkit.cli.common.run_options import PLACEMENT, RUN_OPTIONS
 from quantkit.errors import printable
 
@@ -93,7 +94,7 @@ class Launch:
             **(self._options if repack is None else self._options | {"repack": repack}),
         )
         if model.fitted is not None:
-            print(f"--fit: equivalent to {model.fitted}", file=sys.stderr)
+            on_message(f"--fit: equivalent to {model.fitted}")
         if self.given["profile"] and model.split is not None:
             self._profiled.append(model.split.ledger)  # not the model: the next one may need its memory
         for rule in model.placement.idle:
@@ -111,7 +112,7 @@ class Launch:
     def print_profiles(self) -> None:
         """Print the tables of --profile to stderr."""
         for ledger in self._profiled:
-            print(_profile(ledger), file=sys.stderr)
+            _print_profile(ledger)
 
     def _check_cache_type(self) -> None:
         """Raise UnsupportedError or UnknownNameError for a cache type that attention cannot read."""
@@ -178,7 +179,7 @@ def _print_notes(given: Mapping[str, Any]) -> None:
             f"-ngl {given['gpu_layers']} has no effect: the model runs on the CPU; for a GPU pass --devices cuda:0"
         )
     for note in notes:
-        print(f"note: {note}", file=sys.stderr)
+        on_message(f"note: {note}")
 
 
 def _require_gpus(devices: str | None) -> None:
@@ -205,7 +206,7 @@ def _reduction(text: str | None) -> tuple[int, float] | None:
 
 def _print_repacked(done: Repacked, numerics: str) -> None:
     """Print to stderr what -rtr did, and a warning for types that it makes slower."""
-    print(f"repacked {len(done)} tensors, {mib(done.nbytes)}, in {done.seconds:.2f} s", file=sys.stderr)
+    on_message(f"repacked {len(done)} tensors, {mib(done.nbytes)}, in {done.seconds:.2f} s")
     for (before, after), count in done.slower.items() if numerics == "fast" else ():
         print(
             f"warning: -rtr makes {count} tensors slower: {after} has no fast kernel here, {before} has one",
@@ -217,24 +218,23 @@ def _print_residency(model: Model) -> None:
     """Print to stderr what -thp and --mlock did, with both numbers where they did not do all."""
     if model.read is not None and (huge := model.read.huge_bytes) is not None:
         if huge:
-            print(f"-thp: {mib(huge)} in huge pages, {mib(model.read.nbytes)} of weights read", file=sys.stderr)
+            on_message(f"-thp: {mib(huge)} in huge pages, {mib(model.read.nbytes)} of weights read")
         else:
-            print(f"note: -thp has no effect: {model.read.why_no_huge_pages()}", file=sys.stderr)
+            on_message(f"note: -thp has no effect: {model.read.why_no_huge_pages()}")
     if model.locked is None:
         return
     if model.locked.complete:
-        print(f"--mlock: {mib(model.locked.locked)} locked", file=sys.stderr)
+        on_message(f"--mlock: {mib(model.locked.locked)} locked")
         return
     limit = "unlimited" if model.locked.limit is None else mib(model.locked.limit)
-    print(
+    on_message(
         f"warning: --mlock: {mib(model.locked.locked)} of {mib(model.locked.nbytes)} are locked: {model.locked.error}; "
-        f"the limit (RLIMIT_MEMLOCK) is {limit}; raise it: ulimit -l unlimited",
-        file=sys.stderr,
+        f"the limit (RLIMIT_MEMLOCK) is {limit}; raise it: ulimit -l unlimited"
     )
 
 
-def _profile(ledger: Ledger) -> str:
-    """The table of --profile: seconds by device and kind of work, transfers, and the bottleneck."""
+def _print_profile(ledger: Ledger) -> None:
+    """Print the table of --profile to stderr: seconds by device and kind of work, transfers, and the bottleneck."""
     from quantkit.runtime.parallel.ledger import KINDS
 
     kinds = [kind for kind in KINDS if any(kind in by_kind for by_kind in ledger.seconds.values())]
@@ -244,11 +244,12 @@ def _profile(ledger: Ledger) -> str:
         read = ledger.weights[device]
         rate = f"{read / total / 1e9:.2f}" if total and read else ""
         rows.append((device, *(f"{by_kind.get(kind, 0):.3f}" for kind in kinds), f"{total:.3f}", mib(read), rate))
-    lines = [table(("seconds", *kinds, "total", "weights read", "GB/s"), rows)]
+    print_table(("seconds", *kinds, "total", "weights read", "GB/s"), rows, file=sys.stderr)
     for (source, target), nbytes in ledger.bytes.items():
-        lines.append(f"{source} -> {target}: {mib(nbytes)} in {ledger.transfers[source, target]} transfers")
-    lines.append(f"{ledger.passes} passes, {ledger.tokens} tokens; --profile runs the model layer by layer")
-    return "\n".join([*lines, ledger.bound()])
+        transfers = ledger.transfers[source, target]
+        print(f"{source} -> {target}: {mib(nbytes)} in {transfers} transfers", file=sys.stderr)
+    print(f"{ledger.passes} passes, {ledger.tokens} tokens; --profile runs the model layer by layer", file=sys.stderr)
+    print(ledger.bound(), file=sys.stderr)
 
 
 def placement_flags(given: Mapping[str, Any]) -> Flags:

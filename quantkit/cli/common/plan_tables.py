@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from quantkit.cli.common.output import gib, mib, table
+from quantkit.cli.common.output import gib, mib, print_table
 from quantkit.cli.common.terminal import message
 
 if TYPE_CHECKING:
@@ -32,18 +32,18 @@ def print_plan(plan: Plan, verbose: bool = False, budget: Budget | None = None, 
     if verbose:
         each = [(t.name, "x".join(map(str, t.shape)), t.source.name, t.type.name, t.reason, mib(t.bytes_after))
                 for t in plan.tensors]  # fmt: skip
-        print(table(("tensor", "shape", "from", "to", "why", "size"), each, left=5), end="\n\n")
-    print(table(("tensors", "from", "to", "why", "count", "size"), _classes(plan), left=4), end="\n\n")
+        print_table(("tensor", "shape", "from", "to", "why", "size"), each, left=5, end="\n\n")
+    print_table(("tensors", "from", "to", "why", "count", "size"), _classes(plan), left=4, end="\n\n")
     if plan.rules:
         rows = [
             (i, str(use.rule), _examples(use.decided), len(use.matched), len(use.decided))
             for i, use in enumerate(plan.rules, 1)
         ]
-        print(table(("rule", "regex=type", "tensors", "matches", "decides"), rows, left=3), end="\n\n")
+        print_table(("rule", "regex=type", "tensors", "matches", "decides"), rows, left=3, end="\n\n")
     if plan.fallbacks:
-        print(table(("does not fit", "type", "columns", "becomes", "count"), _fallbacks(plan), left=2), end="\n\n")
+        print_table(("does not fit", "type", "columns", "becomes", "count"), _fallbacks(plan), left=2, end="\n\n")
     if len(plan.types()) > 1:
-        print(table(("type", "count", "size", "bpw"), _types(plan)), end="\n\n")
+        print_table(("type", "count", "size", "bpw"), _types(plan), end="\n\n")
     if budget:
         print_budget(budget, explain)
     for note in plan.notes:
@@ -63,14 +63,14 @@ def print_budget(budget: Budget, explain: bool = False) -> None:
         limits = ("", "") if load.limit is None else (gib(load.limit), gib(load.left or 0))
         sizes = (mib(load.weights), mib(load.cache), mib(load.buffers) if load.buffers else "", gib(load.total))
         rows.append((load.device, load.tensors, *sizes, *limits))
-    print(table(("device", "tensors", "weights", "cache", "buffers", "total", "of", "left"), rows), end="\n\n")
+    print_table(("device", "tensors", "weights", "cache", "buffers", "total", "of", "left"), rows, end="\n\n")
     if len(budget.loads) > 1:
         kinds = [
             (load.device, *(f"{what} {gib(size)}" for what, size in load.classes.items())) for load in budget.loads
         ]
         print("\n".join(f"{device}: {', '.join(parts)}" for device, *parts in kinds if parts), end="\n\n")
     if explain:
-        print(table(("tensors", "device", "why", "count"), _reasons(budget), left=3), end="\n\n")
+        print_table(("tensors", "device", "why", "count"), _reasons(budget), left=3, end="\n\n")
     for rule, count in zip(budget.placement.rules, budget.placement.decided):
         print(f"{rule.text} places {count} tensors")
     for note in budget.notes:

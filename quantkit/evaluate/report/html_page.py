@@ -1,7 +1,7 @@
 """Write a comparison as one HTML file: tables, plots as inline SVG, verdicts, a model card block, all conditions.
 
 The file is self-contained: no script, no external font or image. It adapts to screens from phones to wide monitors, and
-to the system's dark mode.
+to the system's dark mode. The plots need matplotlib; without it the page says so.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import numpy as np
 from quantkit.evaluate.compare import Comparison
 from quantkit.evaluate.conditions import conditions_line
 from quantkit.evaluate.layers.tensor_errors import TensorError
-from quantkit.evaluate.report.svg import SERIES, Series, plot
+from quantkit.evaluate.report.page_plots import SERIES, Series, plot
+from quantkit.evaluate.report.plots import MissingPlots
 from quantkit.evaluate.report.tables import domain_rows, model_card, table_header, table_rows, verdicts
 
 _LIGHT = ("#2f6db3", "#c9581b", "#2e8450", "#8a4fa3", "#94780a", "#218289", "#c2477d", "#6b6b6b")
@@ -26,9 +27,7 @@ _POSITION_BINS = 24
 
 
 def _colours(values: Sequence[str]) -> str:
-    return "".join(
-        f".s{i}{{stroke:{c};--c:{c}}}circle.s{i}{{fill:{c}}}.key.s{i}{{background:{c}}}" for i, c in enumerate(values)
-    )
+    return ":root{" + "".join(f"--s{i}:{c};" for i, c in enumerate(values)) + "--grid:#8884}"
 
 
 _STYLE = (
@@ -54,8 +53,7 @@ small{display:block;font-size:12px;opacity:.7}
 }
 .plots{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,420px),1fr));gap:20px}
 figure{margin:0;max-width:600px}figcaption{font-size:14px;font-weight:600;margin-bottom:4px}
-svg{width:100%;height:auto;font:12px system-ui,sans-serif;fill:currentColor}
-polyline{fill:none;stroke-width:1.8}line.grid{stroke:#8884;stroke-width:1}line{stroke-width:1.6}
+svg{width:100%;height:auto;font:12px system-ui,sans-serif;fill:currentColor;stroke-linejoin:round}
 .legend{display:flex;flex-wrap:wrap;gap:4px 16px;padding:0;list-style:none;font-size:14px}
 .key{display:inline-block;width:12px;height:12px;border-radius:3px;margin-right:6px}
 pre{white-space:pre-wrap;overflow-wrap:anywhere;padding:12px;background:#8881;border-radius:6px;font-size:13px}
@@ -63,6 +61,7 @@ pre{white-space:pre-wrap;overflow-wrap:anywhere;padding:12px;background:#8881;bo
 dd{margin:0;overflow-wrap:anywhere}
 """
     + _colours(_LIGHT)
+    + "".join(f".key.s{i}{{background:var(--s{i})}}" for i in range(SERIES))
     + "@media(prefers-color-scheme:dark){body,th:first-child,td:first-child{background:#161616;color:#e6e6e6}"
     "th,td{border-color:#383838}.note{color:#aaa}" + _colours(_DARK) + "}"
 )
@@ -78,7 +77,7 @@ def page(comparison: Comparison) -> str:
         "llama-perplexity prints it. KLD in nats. These data cannot distinguish models that share a place.</p>",
         _list("Verdicts", verdicts(comparison)),
         _legend([c.name for c in comparison.candidates[1:]]),
-        f'<div class="plots">{"".join(_figures(comparison))}</div>',
+        _plots(comparison),
     ]
     parts += _texts(*domain_rows(comparison))
     if layers:
@@ -95,6 +94,14 @@ def page(comparison: Comparison) -> str:
         + "\n".join(parts)
         + "</body></html>\n"
     )
+
+
+def _plots(comparison: Comparison) -> str:
+    """The plots, or a sentence if matplotlib is not installed."""
+    try:
+        return f'<div class="plots">{"".join(_figures(comparison))}</div>'
+    except MissingPlots as error:
+        return f'<p class="note">{escape(str(error))}</p>'
 
 
 def _figures(comparison: Comparison) -> list[str]:

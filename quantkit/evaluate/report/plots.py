@@ -5,13 +5,14 @@ matplotlib is an extra; `MissingPlots` tells how to install it.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -48,10 +49,24 @@ def require_plot_file(path: Path) -> None:
         raise QuantkitError(f"{path}: a plot's file name must end in .png, .svg or .pdf")
 
 
+@contextlib.contextmanager
+def reproducible(salt: str, style: Mapping[Any, Any] | None = None) -> Iterator[None]:
+    """A context in which matplotlib gives the same bytes for the same figure, drawn in a style.
+
+    `salt` makes the ids of an SVG: those of another plot on the same page need another one.
+    """
+    import matplotlib
+
+    with matplotlib.rc_context({"svg.hashsalt": salt, **(style or {})}):
+        yield
+
+
 def _save(figure: Figure, path: str | os.PathLike[str]) -> None:
     """Write a figure in the format of the name's extension. The file appears when it is complete."""
-    with writing(path) as file:
-        figure.savefig(file, format=Path(path).suffix[1:].lower())
+    form = Path(path).suffix[1:].lower()
+    undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(form)
+    with writing(path) as file, reproducible("quantkit"):
+        figure.savefig(file, format=form, metadata=undated)
 
 
 def plot_comparison(path: str | os.PathLike[str], comparison: Comparison) -> None:

@@ -1,0 +1,65 @@
+"""--no-progress and --quiet: the decorator `shows_progress` gives them to a command."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Annotated
+
+import typer
+
+from quantkit import progress
+
+NoProgress = Annotated[bool, typer.Option("--no-progress", help="Do not show a progress bar.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Only print results, warnings and errors.")]
+_OPTIONS = {"no_progress": NoProgress, "quiet": Quiet}
+_STATUS_AFTER = 1.0  # seconds
+
+
+def shows_progress(command: Callable[..., None]) -> Callable[..., None]:
+    """Decorator: a command shows what it does while it runs, and gets the options --no-progress and --quiet.
+
+    Its name and the time are shown after a second, and in their place the bars of what it calls.
+    """
+    signature = inspect.signature(command, eval_str=True)  # evaluated here, in the command's own namespace
+    options = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=kind)
+        for name, kind in _OPTIONS.items()
+    ]
+
+    @functools.wraps(command)
+    def run(*, no_progress: bool = False, quiet: bool = False, **given: object) -> None:
+        status = progress.ProgressBar(command.__name__.strip("_").replace("_", "-"), after=_STATUS_AFTER)
+        with progress.settings(bars=not (no_progress or quiet), messages=not quiet), _compiling_shown(), status:
+            command(**given)
+
+    parameters = [*signature.parameters.values(), *options]
+    run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
+
+
+@contextlib.contextmanager
+def _compiling_shown() -> Iterator[None]:
+    """A context in which the compilation of kernels is shown like any other work."""
+    from quantkit.codegen import compile_notice
+
+    before, bars = compile_notice.show, list[progress.ProgressBar]()
+
+    def show(state: compile_notice.Compilation) -> None:
+        if bars:
+            bars.pop().close()
+        if state.is_running and progress.mode() == "bar":
+            bar = progress.ProgressBar(compile_notice.WHAT, spent=state.seconds)
+            bar.values = f"{state.kernels} done"
+            bars.append(bar.__enter__())
+        elif state.is_running and progress.messages_shown():
+            before(state)
+
+    compile_notice.show = show
+    try:
+        yield
+    finally:
+        compile_notice.show = before

@@ -337,6 +337,21 @@ def test_killed_and_gone_on_with(tmp_path: Path) -> None:
     assert max(kill_at_random_moments(tmp_path, 2)) > 0
 
 
+def test_killed_after_the_output_has_its_name(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The journal that is left tells of no unfinished run, and the next run neither trips over it nor keeps it."""
+    out = tmp_path / "out.gguf"
+    with monkeypatch.context() as patch:
+        patch.setattr(resume.ResumableJob, "remove_leftovers", lambda self: None)
+        make(model, out)
+    whole, left = out.read_bytes(), out.with_name(f"{out.name}.partial-job.journal")
+    assert left.exists()
+    assert resume.unfinished(out) is None
+    out.unlink()
+    make(model, out)
+    assert out.read_bytes() == whole
+    assert not left.exists()
+
+
 @pytest.mark.full
 def test_killed_at_twenty_moments(tmp_path: Path) -> None:
     assert sum(done > 0 for done in kill_at_random_moments(tmp_path, 20)) > 5

@@ -316,9 +316,15 @@ def _journal_path(out: Path) -> Path:
 
 
 def unfinished(out: Path) -> tuple[int, int] | None:
-    """(finished tensors, all tensors) of an interrupted run for `out`; None if there is no such run."""
-    found = journal.read(_journal_path(out))
-    return (len(found.entries), int(found.header.get("tensors", 0))) if found else None
+    """(finished tensors, all tensors) of an interrupted run for `out`; None if there is no such run.
+
+    A run that was killed right after its output got its name leaves a journal without a partial file: it is complete.
+    """
+    path = _journal_path(out)
+    found = journal.read(path)
+    if found is None or not any(file.exists() for file in _files(path, found)):
+        return None
+    return len(found.entries), int(found.header.get("tensors", 0))
 
 
 # ----------------------------------------------------------------------------------------------------------- stale jobs

@@ -35,6 +35,10 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return next(out.glob("*.whl"))
 
 
+def test_a_wheel_has_the_version_of_the_package(wheel: Path) -> None:
+    assert wheel.name == f"quantkit-{quantkit.__version__}-py3-none-any.whl"
+
+
 def test_a_wheel_holds_all_modules_and_recipes(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as file:
         held = {name for name in file.namelist() if name.startswith("quantkit/")}

@@ -474,6 +474,32 @@ def test_memory_stays(server: ApiServer) -> None:
     assert resident() - before < 16 << 20  # the bodies have 38 MiB
 
 
+def test_connections_are_bounded(model: Model) -> None:
+    with running(model, waiting=1) as server, contextlib.ExitStack() as stack:
+        address = ("127.0.0.1", httpx.URL(server.url).port)
+        for _ in range(1 + 1 + 64):
+            stack.enter_context(socket.create_connection(address))
+        assert httpx.get(f"{server.url}/models").status_code == 503
+        stack.close()
+
+        def is_free() -> bool:
+            return httpx.get(f"{server.url}/models").status_code == 200
+
+        until(is_free)
+
+
+def test_a_bug_in_a_handler_answers_500(server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def failing(request: object) -> bytes:
+        raise ZeroDivisionError("secret")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(app, "_body", failing)
+        found = post(server, {"prompt": "a"})
+    assert found.status_code == 500
+    assert found.json()["error"]["message"] == "the server failed: ZeroDivisionError; its output has the traceback"
+    assert post(server, {"prompt": "a"}).status_code == 200
+
+
 def test_a_bug_answers_500_and_does_not_end_the_server(model: Model, capfd: pytest.CaptureFixture[str]) -> None:
     class Failing(Slow):
         def forward(self, *args: Any) -> np.ndarray:

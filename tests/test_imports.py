@@ -30,6 +30,7 @@ recipe
 placement
 pipelines runtime
 evaluate
+serve
 cli
 """
 LAYER_OF = {name: i for i, line in enumerate(LAYERS.split("\n")) for name in line.split()}

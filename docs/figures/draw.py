@@ -66,9 +66,10 @@ class Picture:
 
 def packages() -> None:
     """The packages, as `tests/test_imports.py` checks them."""
-    p = Picture(780, 768, "The packages of quantkit; imports point downwards")
+    p = Picture(780, 840, "The packages of quantkit; imports point downwards")
     rows = [
         [("cli", "one file per command")],
+        [("serve", "an OpenAI-compatible server")],
         [("evaluate", "importance matrix, perplexity, KL divergence, comparison, benchmarks")],
         [("pipelines", "convert, export, quantize, repack,|verify, resume"),
          ("runtime", "model, blocks, KV cache, decode plans,|kernels, several devices")],
@@ -88,7 +89,7 @@ def packages() -> None:
             below = ("codegen", "inputs", "progress", "errors")
             colors = GOLD if name in ("recipe", "placement") else GRAY if name in below else TEAL
             p.box(20 + j * (width + 12), 16 + i * 72, width, 62, name, lines, colors)
-    p.note(390, 753, "Imports point downwards. Within a row: archs imports formats, tokenizers both, placement recipe.")
+    p.note(390, 825, "Imports point downwards. Within a row: archs imports formats, tokenizers both, placement recipe.")
     p.save("packages")
 
 

@@ -41,7 +41,7 @@ _TOOLS = {
     "llama-batched-bench": "batched-bench", "llama-bench": "bench", "llama-cli": "generate",
     "llama-completion": "generate", "llama-imatrix": "imatrix", "llama-perplexity": "perplexity",
     "llama-quantize": "quantize", "llama-sweep-bench": "sweep-bench", "convert_hf_to_gguf.py": "convert",
-    "llama-gguf-split": "split",
+    "llama-gguf-split": "split", "llama-server": "serve",
 }  # fmt: skip
 
 INTERRUPTED = 130

@@ -64,6 +64,7 @@ def test_a_file_that_is_named_like_a_value(tmp_path: Path, monkeypatch: pytest.M
     [
         ("llama-bench -m a", "bench -m a"),
         ("../bin/llama-cli.exe -m a", "generate -m a"),
+        ("llama-server -m a --port 8081", "serve -m a --port 8081"),
         ("python convert_hf_to_gguf.py dir", "convert dir"),
         ("python3 llama.cpp/convert_hf_to_gguf.py dir", "convert dir"),
         ("llama-gguf-split a b", "split a b"),
@@ -74,7 +75,7 @@ def test_a_file_that_is_named_like_a_value(tmp_path: Path, monkeypatch: pytest.M
         ("llama-quantize a b Q4_0 8", "quantize a b Q4_0 8"),
         ("quantize a b Q4_0 --repack", "quantize a b Q4_0 --repack"),
         ("python -m quantkit", "python -m quantkit"),
-        ("llama-server -m a", "llama-server -m a"),
+        ("llama-tts -m a", "llama-tts -m a"),
         ("", ""),
     ],
 )
@@ -83,8 +84,8 @@ def test_names_of_tools(words: str, read: str) -> None:
 
 
 def test_a_tool_without_a_command_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["llama-server", "-m", "a.gguf"]) == 2
-    assert "No such command 'llama-server'" in capsys.readouterr().err
+    assert cli.main(["llama-tts", "-m", "a.gguf"]) == 2
+    assert "No such command 'llama-tts'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", cli.commands())

@@ -17,17 +17,21 @@ from quantkit.cli import commands, load
 from quantkit.formats import gguf
 from tests.cli.pseudo_terminal import QUANTKIT, Session, run
 
-SLOW = """
+STOPPING = """
 import sys, time
 from quantkit.cli import main
 from quantkit.formats import pipeline
 update = pipeline.Bar.update
-def slow(*args):
-    time.sleep(0.3)
+def once(*args):
+    pipeline.Bar.update = wait
     update(*args)
-pipeline.Bar.update = slow
+def wait(*args):
+    time.sleep(120)
+    update(*args)
+pipeline.Bar.update = once
 sys.exit(main(sys.argv[1:]))
 """
+"""A command that works on one tensor, and waits before it is done with the second."""
 
 
 @pytest.fixture(scope="module")
@@ -121,10 +125,10 @@ def test_another_value_of_the_variable_is_bad_usage(model: Path, tmp_path: Path)
 
 def test_an_interrupt_leaves_the_terminal_clean(model: Path, tmp_path: Path) -> None:
     seen = run(
-        ["repack", model, tmp_path / "out.gguf", "-t", "1"], program=(sys.executable, "-c", SLOW),
+        ["repack", model, tmp_path / "out.gguf", "-t", "1"], program=(sys.executable, "-c", STOPPING),
         interrupt=lambda text: re.search(r" [1-9]\d?%\|", text) is not None,
     )  # fmt: skip
-    assert seen.status == 130
+    assert seen.status == 130, seen.raw
     assert seen.screen[-1] == "interrupted"
     assert seen.cursor == 0
     left = [line for line in seen.screen if "%|" in line]  # how far it came

@@ -65,7 +65,7 @@ class Worker:
 
     def __init__(self, model: TextModel, waiting: int):
         self.model, self.waiting = model, waiting
-        self._cache = model.new_cache(model.n_ctx)
+        self._kv_cache = model.new_cache(model.n_ctx)
         self._queue: deque[Job] = deque()
         self._running: Job | None = None
         self._changed = threading.Condition()
@@ -146,7 +146,7 @@ class Worker:
             raise ApiError(400, str(error)) from None
         job.emit(Started(sum(len(prompt.tokens) for prompt in prompts)))
         for i, prompt in enumerate(prompts):
-            for piece in generation.complete(self.model, self._cache, prompt, job.request, lambda: job.is_cancelled):
+            for piece in generation.complete(self.model, self._kv_cache, prompt, job.request, lambda: job.is_cancelled):
                 job.emit(PieceOf(i, piece))
 
 

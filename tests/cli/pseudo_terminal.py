@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import select
+import signal
 import struct
 import subprocess
 import sys
@@ -67,6 +68,12 @@ class Session:
         return ["".join(line).rstrip() for line in lines], column
 
 
+def _take_terminal() -> None:
+    """Make Ctrl-C on the terminal reach this process, also if the tests run in the background, where it is ignored."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def run(
     argv: list[object],
     *,
@@ -86,7 +93,7 @@ def run(
         [*program, *map(str, argv)], stdin=secondary, stderr=secondary, cwd=cwd, close_fds=True,
         stdout=subprocess.PIPE if pipe_stdout else secondary,
         env=around | {"TERM": "xterm-256color"} | (environment or {}), start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # so that Ctrl-C reaches it
+        preexec_fn=_take_terminal,
     )  # fmt: skip
     os.close(secondary)
     raw, piped, interrupted, deadline = b"", b"", False, time.monotonic() + timeout

@@ -17,7 +17,7 @@ import typer
 from quantkit.cli.common.command import in_sections, takes_model
 from quantkit.cli.common.evaluation import on_message
 from quantkit.cli.common.launch import Launch, runs_variants
-from quantkit.cli.common.options import Json, checked_threads
+from quantkit.cli.common.options import FastNumerics, Json, checked_threads
 from quantkit.cli.common.output import gib, print_json
 from quantkit.cli.common.progress_options import shows_progress
 from quantkit.errors import QuantkitError
@@ -27,10 +27,6 @@ if TYPE_CHECKING:
     from quantkit.evaluate.bench import Case, MeasuredSpeed
     from quantkit.runtime.model import Model
 
-FastNumerics = Annotated[
-    Literal["exact", "fast"],
-    typer.Option("--numerics", help="exact: float32 activations; fast: quantized where that is faster."),
-]
 _COLUMNS = ("model", "size", "params", "backend", "threads", "test", "t/s", "GB/s", "of memory")
 _WIDTHS = (5, 11, 9, 7, 7, 6, 16, 6, 9)  # of the columns on a terminal, where a row is not wider
 

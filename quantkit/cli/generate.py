@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import secrets
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from quantkit import progress
 from quantkit.cli.common.command import in_sections, takes_model
 from quantkit.cli.common.evaluation import on_message
-from quantkit.cli.common.launch import Launch, runs_a_model
-from quantkit.cli.common.options import Json, Threads
+from quantkit.cli.common.launch import Launch, runs_a_model, trained_context
+from quantkit.cli.common.options import FastNumerics, Json, Threads
 from quantkit.cli.common.output import print_json
 from quantkit.cli.common.progress_options import shows_progress
 from quantkit.errors import QuantkitError
@@ -86,10 +86,7 @@ def generate(
             "--ctx-size", "-c", help="Context size in tokens; 0: the model's; default: as many as are needed.", min=0
         ),
     ] = None,
-    numerics: Annotated[
-        Literal["exact", "fast"],
-        typer.Option(help="exact: float32 activations; fast: quantized where that is faster."),
-    ] = "fast",
+    numerics: FastNumerics = "fast",
     threads: Threads = None,
     launch: Launch = None,  # type: ignore[assignment]  # the decorator gives it
     json: Json = False,
@@ -122,13 +119,11 @@ def generate(
 
 def _read(model: Path) -> tuple[Tokenizer, int]:
     """The tokenizer and the trained context length of a model, without loading it."""
-    from quantkit.archs.common import validate
     from quantkit.formats import gguf
     from quantkit.tokenizers.tokenizer import Tokenizer
 
     file = gguf.require_model(gguf.open(model))
-    described = validate.describe(file.metadata, file.tensors, file.path)
-    return Tokenizer.from_gguf(file.metadata), described.hparams.n_ctx_train
+    return Tokenizer.from_gguf(file.metadata), trained_context(file)
 
 
 def _prompt(text: str | None, file: Path | None) -> str:

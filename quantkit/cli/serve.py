@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
 from quantkit import progress
 from quantkit.cli.common.command import in_sections, takes_model
 from quantkit.cli.common.evaluation import on_message
-from quantkit.cli.common.launch import Launch, runs_a_model
-from quantkit.cli.common.options import Threads
+from quantkit.cli.common.launch import Launch, runs_a_model, trained_context
+from quantkit.cli.common.options import FastNumerics, Threads
 from quantkit.cli.common.progress_options import shows_progress
 from quantkit.errors import UnsupportedError
 
@@ -56,10 +56,7 @@ def serve(
             show_default=False,
         ),
     ] = None,
-    numerics: Annotated[
-        Literal["exact", "fast"],
-        typer.Option(help="exact: float32 activations; fast: quantized where that is faster."),
-    ] = "fast",
+    numerics: FastNumerics = "fast",
     threads: Threads = None,
     launch: Launch = None,  # type: ignore[assignment]  # the decorator gives it
 ) -> None:
@@ -74,8 +71,10 @@ def serve(
         if (error.name or "").partition(".")[0] not in ("starlette", "uvicorn"):
             raise
         raise UnsupportedError(f"serve needs {error.name}: pip install 'quantkit[serve]'") from None
+    from quantkit.formats import gguf
+
     require_key(host, api_key)
-    n_ctx = min(_CONTEXT, _trained_context(model)) if ctx_size is None else ctx_size
+    n_ctx = min(_CONTEXT, trained_context(gguf.require_model(gguf.open(model)))) if ctx_size is None else ctx_size
     loaded = launch.open(model, numerics=numerics, threads=threads, n_ctx=n_ctx)
     server = ApiServer(loaded, alias or model.name, host=host, port=port, api_key=api_key, waiting=queue)
     progress.end()
@@ -87,12 +86,3 @@ def serve(
     print(f"{alias or model.name} at {server.url} (no production server; Ctrl-C ends it)", flush=True)
     server.run()
     on_message("stopped")
-
-
-def _trained_context(model: Path) -> int:
-    """The context length of a model, without loading it."""
-    from quantkit.archs.common import validate
-    from quantkit.formats import gguf
-
-    file = gguf.require_model(gguf.open(model))
-    return validate.describe(file.metadata, file.tensors, file.path).hparams.n_ctx_train

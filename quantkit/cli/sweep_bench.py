@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from quantkit.cli.bench import FastNumerics, bench_conditions_line, record, shares
+from quantkit.cli.bench import bench_conditions_line, record, shares
 from quantkit.cli.common.command import takes_model
 from quantkit.cli.common.evaluation import on_message
 from quantkit.cli.common.launch import Launch, runs_a_model
-from quantkit.cli.common.options import Json, Threads
+from quantkit.cli.common.options import FastNumerics, Json, Threads
 from quantkit.cli.common.output import print_json
 from quantkit.cli.common.progress_options import shows_progress
 from quantkit.errors import UnsupportedError

@@ -18,6 +18,7 @@ from quantkit.cli.common.run_options import PLACEMENT, RUN_OPTIONS
 from quantkit.errors import printable
 
 if TYPE_CHECKING:
+    from quantkit.formats.gguf import GGUF
     from quantkit.placement.rules import Flags
     from quantkit.runtime.kv.cache_type import CacheType
     from quantkit.runtime.model import Model
@@ -268,3 +269,10 @@ def placement_flags(given: Mapping[str, Any]) -> Flags:
         given["no_kv_offload"],
         parse_devices(given["devices"]) if given["devices"] else (),
     )
+
+
+def trained_context(file: GGUF) -> int:
+    """The context length that a model was trained with, from its metadata."""
+    from quantkit.archs.common import validate
+
+    return validate.describe(file.metadata, file.tensors, file.path).hparams.n_ctx_train

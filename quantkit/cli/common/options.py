@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -27,6 +27,10 @@ def checked_threads(count: int | None) -> int | None:
     return count
 
 
+FastNumerics = Annotated[
+    Literal["exact", "fast"],
+    typer.Option("--numerics", help="exact: float32 activations; fast: quantized where that is faster."),
+]
 Threads = Annotated[
     int | None,
     typer.Option(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import codecs
 import functools
+import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -101,6 +102,16 @@ class Tokenizer:
         if bos is None and self.adds_eos:
             ids = [*ids, self.eos_id]
         return ids
+
+    def encode_with_starts(self, text: str) -> tuple[list[int], list[int]]:
+        """Token ids of a text with control tokens written out, without BOS; and where each begins, in characters.
+
+        The second list never decreases.
+        """
+        text = _valid(text)
+        with _library_errors("the tokenizer in the metadata fails on this text"):
+            found = self._engines[True].encode(text, add_special_tokens=False)
+        return found.ids, list(itertools.accumulate((start for start, _ in found.offsets), max))
 
     # --------------------------------------------------------------------------------------------------------- decode
 

@@ -84,10 +84,10 @@ def _encoded(tokenizer: Tokenizer, conversation: Conversation, score: str) -> tu
     messages = conversation.messages
     try:
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=False)
-        ids, starts = tokenizer.encode_with_starts(text)
+        ids, starts, ends = tokenizer.encode_with_offsets(text)
         mask = np.ones(len(ids), np.bool_)
         if score == "assistant":
-            mask = _of_assistant(tokenizer, conversation, text, ids, starts)
+            mask = _of_assistant(tokenizer, conversation, text, ids, starts, ends)
     except QuantkitError as error:
         where = f"{conversation.where}: "
         raise type(error)(str(error) if str(error).startswith(where) else f"{where}{error}") from None
@@ -96,8 +96,9 @@ def _encoded(tokenizer: Tokenizer, conversation: Conversation, score: str) -> tu
 
 
 def _of_assistant(
-    tokenizer: Tokenizer, conversation: Conversation, text: str, ids: Sequence[int], starts: Sequence[int]
-) -> np.ndarray:
+    tokenizer: Tokenizer, conversation: Conversation, text: str, ids: Sequence[int], starts: Sequence[int],
+    ends: Sequence[int],
+) -> np.ndarray:  # fmt: skip
     """bool[tokens]: those of the assistant in a formatted conversation."""
     messages, where = conversation.messages, conversation.where
     remedy = "with this template the assistant's tokens cannot be found; use --score all"
@@ -112,7 +113,7 @@ def _of_assistant(
             )
         upto = tokenizer.apply_chat_template(messages[: i + 1], add_generation_prompt=False)
         known = text.startswith(upto)  # templates may format the last turn otherwise than those before
-        first = bisect.bisect_left(starts, len(head))
+        first = bisect.bisect_right(ends, len(head))  # a token may begin with the prompt's last space
         stop = bisect.bisect_left(starts, len(upto)) if known else len(ids)
         end = next((at for at in range(first, stop) if ids[at] in tokenizer.eos_ids), None)
         if end is None and not known:

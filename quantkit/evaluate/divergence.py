@@ -43,6 +43,7 @@ from quantkit.evaluate.text import DEFAULT_BATCH, DEFAULT_CONTEXT, Chunks, with_
 from quantkit.formats.atomic import check_outputs
 from quantkit.formats.kld.base_file import BaseReader, EncodedRows
 from quantkit.formats.kld.bounded_file import BoundedReader, BoundedRows
+from quantkit.formats.kld.scored_tokens import ScoredTokens
 
 if TYPE_CHECKING:
     from quantkit.runtime.model import Model
@@ -367,8 +368,7 @@ def _from_file(
         model = open_model(model_path, numerics=o.numerics, threads=o.threads, n_ctx=base.n_ctx)
     about = "" if base.scored is None else f", {base.scored.about} scored"
     on_message(f"KL divergence over {base.n_chunk} chunks of {base.n_ctx} tokens from {path}{about}")
-    chat = base.scored is not None and base.scored.chat
-    if (share := roundtrip_share(base.tokens, model.tokenizer, special=chat)) < _SAME_TOKENIZER:
+    if (share := roundtrip_share(base.tokens, model.tokenizer, base.scored)) < _SAME_TOKENIZER:
         on_message(
             f"warning: {path}: decoding its tokens and encoding them again with the tokenizer of {model.path} gives "
             f"{100 * share:.1f} % of the same tokens: the base file has another tokenizer or is not from a text"
@@ -409,11 +409,16 @@ def _require_scored(base: BaseReader | BoundedReader, o: DivergenceOptions) -> N
         )
 
 
-def roundtrip_share(tokens: np.ndarray, tokenizer: Tokenizer, at_most: int = 4096, special: bool = False) -> float:
+def roundtrip_share(
+    tokens: np.ndarray, tokenizer: Tokenizer, scored: ScoredTokens | None = None, at_most: int = 4096
+) -> float:
     """Share of int[n_chunk, n_ctx] tokens that a tokenizer reproduces from their decoded text, in any order.
 
-    `special`: the text has control tokens.
+    Conversations count up to their last scored token; after it may be fill.
     """
+    special = scored is not None and scored.chat
+    if scored is not None and special:
+        tokens = np.concatenate([row[: int(scored.rows(i)[-1]) + 2] for i, row in enumerate(tokens)])
     ids = tokens.reshape(-1)[:at_most].tolist()
     text = b"".join(tokenizer.token_bytes(i) for i in ids if i < tokenizer.vocab_size).decode(errors="replace")
     again = Counter(tokenizer.encode(text, bos=False, special=special))

@@ -103,15 +103,16 @@ class Tokenizer:
             ids = [*ids, self.eos_id]
         return ids
 
-    def encode_with_starts(self, text: str) -> tuple[list[int], list[int]]:
-        """Token ids of a text with control tokens written out, without BOS; and where each begins, in characters.
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[int], list[int]]:
+        """Token ids of a text with control tokens written out, without BOS; and where each begins and ends.
 
-        The second list never decreases.
+        The offsets are in characters and never decrease.
         """
         text = _valid(text)
         with _library_errors("the tokenizer in the metadata fails on this text"):
             found = self._engines[True].encode(text, add_special_tokens=False)
-        return found.ids, list(itertools.accumulate((start for start, _ in found.offsets), max))
+        starts, ends = (list(itertools.accumulate((offset[k] for offset in found.offsets), max)) for k in range(2))
+        return found.ids, starts, ends
 
     # --------------------------------------------------------------------------------------------------------- decode
 

@@ -120,6 +120,7 @@ def _draw_domains(axes: Axes, comparison: Comparison) -> None:
         _draw_intervals(axes, x, klds, i, _plain(c.name), "o")
     names = [_plain(domain.name) for domain in comparison.domains]
     axes.set_xticks(range(len(names)), names, rotation=30 if len(names) > 4 else 0, fontsize=8.5)
+    axes.set_xlim(-0.6, len(names) - 0.4)
     axes.set_ylabel("mean KL divergence, nats")
     axes.set_title("By text, with 95 % intervals", fontsize=10)
     axes.legend(fontsize=8.5, frameon=False)

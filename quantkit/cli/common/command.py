@@ -48,7 +48,7 @@ class Command(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the words of the command line."""
-        if not ctx.resilient_parsing:
+        if not ctx.resilient_parsing and not ctx.ignore_unknown_options:
             args = list(_normalized(args, _takes_value(self.get_params(ctx)), ctx.fail))
         return super().parse_args(ctx, args)
 

@@ -22,6 +22,7 @@ token each in one `forward_batch`.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -82,7 +83,7 @@ class HarnessModel:
                      beginning, as with lm_eval's hf model
     batch_size       sequences that run together; "auto": as many as have 2048 tokens together
     max_batch_size   at most this many, for "auto"
-    device           None or "cpu"; for GPUs pass `devices`
+    device           no effect, since lm_eval's default is cuda:0 whatever the machine has; for GPUs pass `devices`
     add_bos_token    whether BOS begins a text; default: what the file says
     placement        further keywords of `quantkit.load`: threads, devices, gpu_layers, cache_type, …
 
@@ -108,8 +109,11 @@ class HarnessModel:
         for name in placement:
             if name not in known:
                 raise OptionError(f"--model_args: unknown '{name}'; known are {', '.join(sorted(known))}")
-        if device not in (None, "cpu"):
-            raise OptionError(f"--device {device}: pass devices={device} in --model_args; see quantkit.load")
+        if device not in (None, "cpu") and not placement.get("devices"):
+            logging.getLogger(__name__).info(
+                "device %s, lm_eval's default, has no effect: the model runs on the CPU; for GPUs pass devices=… in "
+                "--model_args", device,
+            )  # fmt: skip
         self.model: Model = load(path, numerics=numerics, n_ctx=max_length, **placement)
         self.max_length = max_length or self.model.n_ctx_train
         self.batch_size = _batch_size(batch_size)

@@ -141,15 +141,18 @@ def test_sampled_replies(folder) -> None:
         lm.generate_until([ask("a", {})])
 
 
-def test_options_that_are_refused(folder) -> None:
+def test_options_that_are_refused(folder, caplog) -> None:
     for options, said in (
         ({"dtype": "float16"}, "unknown 'dtype'; known are .*cache_type.*threads"),
-        ({"device": "cuda:0"}, "pass devices=cuda:0"),
         ({"batch_size": "many"}, "--batch_size many"),
     ):
         with pytest.raises(OptionError, match=said):
             adapter(folder, **options)
     assert adapter(folder, device="cpu", batch_size="auto:4").batch_size == 0
+    assert not caplog.messages
+    with caplog.at_level("INFO"):
+        adapter(folder, device="cuda:0")
+    assert "device cuda:0, lm_eval's default, has no effect" in caplog.text
     with pytest.raises(UnsupportedError, match="no token ends a text"):
         _ = adapter(folder).prefix_token_id
 

@@ -117,7 +117,7 @@ class HarnessModel:
         self.model: Model = load(path, numerics=numerics, n_ctx=max_length, **placement)
         self.max_length = max_length or self.model.n_ctx_train
         self.batch_size = _batch_size(batch_size)
-        self._most = max_batch_size if batch_size in (None, "auto") else None
+        self._most = None if self.batch_size else max_batch_size
         bos = self.model.tokenizer.adds_bos if add_bos_token is None else bool(add_bos_token)
         self._bos = self.model.tokenizer.bos_id if bos else None
 

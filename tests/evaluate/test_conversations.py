@@ -345,6 +345,11 @@ def test_the_commands_on_a_real_model(run, smollm2_q4_1, q8_0_model, tmp_path) -
     assert list(model["domains"]) == ["one", "two"]
     assert sum(part["tokens"] for part in model["by_position"]) == model["positions"]
     assert "By position" in (tmp_path / "p.svg").read_text()
+    whole = [
+        float(run("perplexity", smollm2_q4_1, "--chat", path, "--score", "all", *more).split()[-3])
+        for more in ((), ("--by-layer",))
+    ]
+    assert whole[0] == pytest.approx(whole[1], abs=1e-3)
     plain = tmp_path / "plain.qkld"
     (tmp_path / "t.txt").write_text("The Danube flows through Ulm. " * 20)
     run("perplexity", smollm2_q4_1, "-f", tmp_path / "t.txt", "-c", 32, "--kl-divergence-base", plain)

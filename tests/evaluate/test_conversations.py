@@ -264,6 +264,22 @@ def test_by_position(rng) -> None:
     assert parts[0].kld.value > parts[-1].kld.high
 
 
+def test_a_curve_to_32k(rng, tmp_path) -> None:
+    tokens = rng.integers(1, 31, (2, 32768)).astype(np.int32)
+    chunks = text.score_chunks(text.Chunks(tokens, tokens, "x"), "all")
+    reference, candidate = FakeModel(), FakeModel(noise=0.3)
+    reference.n_ctx_train = candidate.n_ctx_train = 32768
+    path = tmp_path / "x.qkld"
+    with BoundedWriter(path, tokens, 31, scored=chunks.choice) as writer:
+        perplexity_of_chunks(reference, chunks, base=writer)
+    found = divergence.divergence_from_base(candidate, BoundedReader(path))
+    parts = by_position(found, found.chunks.depths, found.chunks.counts)
+    assert [part.name for part in parts[:3]] == ["1-31", "32-63", "64-127"]
+    assert [part.name for part in parts[-2:]] == ["24576-28671", "28672-32767"]
+    assert [part.tokens for part in parts[-2:]] == [2 * 4096] * 2
+    assert all(part.kld.low < part.kld.value < part.kld.high for part in parts)
+
+
 def test_errors_of_chunks_of_different_lengths(rng) -> None:
     """The error of a ratio covers the truth as often as it says, and equal lengths give the error of a mean."""
     x = rng.random(12 * 7)

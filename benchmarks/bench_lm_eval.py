@@ -89,7 +89,7 @@ filter_list:
   - name: first-word
     filter:
       - function: regex
-        regex_pattern: "(\\S+)"
+        regex_pattern: '(\\S+)'
         group_select: 0
       - function: take_first
 metric_list:

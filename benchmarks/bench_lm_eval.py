@@ -41,8 +41,6 @@ TABLE = Table(
         Column("hf", "hf", ".6f"),
         Column("quantkit", "quantkit", ".6f"),
         Column("difference", "largest difference of a document", ".2g"),
-        Column("hf_seconds", "hf, seconds", ".1f"),
-        Column("seconds", "quantkit, seconds", ".1f"),
     ),
     "hf is lm_eval's model on the checkpoint that `quantkit export` makes of the same file, in float32. The difference "
     "is that of log-likelihoods in nats, or the share of replies that differ.",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import struct
+import zlib
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,7 @@ from quantkit.evaluate.statistics import Sample
 from quantkit.formats import gguf
 from quantkit.formats.kld.base_file import BaseReader, BaseWriter
 from quantkit.formats.kld.bounded_file import MAGIC, MAGIC_SCORED, BoundedReader, BoundedWriter
+from quantkit.formats.kld.chunk_file import digest
 from quantkit.formats.kld.scored_tokens import ScoredTokens
 from quantkit.tokenizers.tokenizer import Tokenizer
 from tests.evaluate.fake import FakeModel
@@ -186,6 +189,27 @@ def test_a_base_file_records_the_scored_tokens(rng, tmp_path) -> None:
         ("a", 3, scored.counts[[0, 1, 3]].sum()), ("b", 2, scored.counts[[2, 4]].sum()),
     ]  # fmt: skip
     assert parts[1].kld.value == pytest.approx(by_file.kld[np.isin(at, (2, 4))].mean())
+
+
+@pytest.mark.parametrize(
+    "change", [{"mask": ""}, {"mask": "AAAA"}, {"what": "some"}, {"labels": ["a"]}, {"mask": 3}, None]
+)
+def test_damaged_records_of_scored_tokens(rng, tmp_path, change) -> None:
+    tokens, scored = chosen(rng)
+    path = tmp_path / "x.qkld"
+    with BoundedWriter(path, tokens, 31, scored=scored) as writer:
+        perplexity_of_chunks(FakeModel(), text.Chunks(tokens, tokens, "x", choice=scored), base=writer)
+    data = path.read_bytes()
+    (place,) = struct.unpack("<Q", data[8:16])
+    index = json.loads(zlib.decompress(data[place:-16]))
+    if change is None:
+        del index["scored"]
+    else:
+        index["scored"] |= change
+    packed = zlib.compress(json.dumps(index).encode())
+    path.write_bytes(data[:place] + packed + bytes.fromhex(digest(packed)))
+    with pytest.raises(FormatError, match=r"x\.qkld: offset \d+: the index is not one of a bounded base"):
+        BoundedReader(path)
 
 
 def test_text_keeps_its_bos_and_conversations_do_not_get_one(rng, tmp_path) -> None:

@@ -88,10 +88,13 @@ def plot_comparison(path: str | os.PathLike[str], comparison: Comparison, by_pos
     axes = figure.subplots(2 if more else 1, 2, width_ratios=(1, 1.15), squeeze=False)
     _draw_sizes(axes[0, 0], points)
     _draw_spread(axes[0, 1], points)
-    for draw, below in zip(more, axes[-1]):
-        draw(below, comparison)
+    below = list(axes[1]) if more else []
     if len(more) == 1:
-        axes[1, 1].remove()
+        for unused in below:
+            unused.remove()
+        below = [figure.add_subplot(2, 1, 2)]
+    for draw, panel in zip(more, below):
+        draw(panel, comparison)
     _save(figure, path)
 
 

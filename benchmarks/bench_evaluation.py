@@ -32,6 +32,7 @@ from quantkit.evaluate.imatrix.collect import collect
 from quantkit.evaluate.nll import negative_log_likelihood
 from quantkit.evaluate.perplexity import perplexity_of_chunks
 from quantkit.evaluate.text import Chunks, chunked
+from quantkit.formats.kld.scored_tokens import scored_rows
 from quantkit.runtime.loading import load
 from tests.conformance.libllama import C, Llama
 
@@ -54,7 +55,7 @@ REST = 0.05  # seconds between two runs, until the threads of the first one slee
 
 def reference_nll(llama: Llama, chunks: Chunks) -> float:
     """Mean negative log-likelihood of the scored tokens."""
-    rows, n_ctx = chunks.rows, chunks.n_ctx
+    rows, n_ctx = scored_rows(chunks.n_ctx), chunks.n_ctx
     batch, found = C.llama_batch_init(n_ctx, 0, 1), []
     for text, tokens in zip(chunks.tokens, chunks.inputs):
         C.llama_kv_cache_clear(llama._context)

@@ -34,7 +34,7 @@ from quantkit.evaluate.imatrix import collect as collecting
 from quantkit.evaluate.nll import negative_log_likelihood
 from quantkit.evaluate.text import Chunks, chunked
 from quantkit.formats import imatrix as matrices
-from quantkit.formats.kld.base_file import scored_rows
+from quantkit.formats.kld.scored_tokens import scored_rows
 from quantkit.pipelines.quantize import quantize_with_plan
 from tests.conformance.embedded import embed
 from tests.conformance.ggml import QUANTIZE_TOOL

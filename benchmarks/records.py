@@ -29,7 +29,7 @@ from pathlib import Path
 SCHEMA = "quantkit.results/1"
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "benchmarks" / "results"
-_PACKAGES = ("quantkit", "numpy", "numba", "torch", "ik-llama-cpp-python")
+_PACKAGES = ("quantkit", "numpy", "numba", "torch", "transformers", "lm_eval", "ik-llama-cpp-python")
 
 
 @dataclass(frozen=True)

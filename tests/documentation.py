@@ -1,7 +1,8 @@
 """The code blocks of README and docs, and the folder of tiny files in which they run.
 
 The pages name the same files throughout: HF_DIR and MOE_DIR are checkpoints, model-bf16.gguf and moe-bf16.gguf what
-`convert` makes of them, calibration.txt, wiki.txt and code.txt texts, config.json that of DeepSeek V3.
+`convert` makes of them, calibration.txt, wiki.txt and code.txt texts, config.json that of DeepSeek V3. chat.jsonl holds
+conversations and corpus.jsonl texts, both with categories, hellaswag.txt tasks.
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ ROOT = Path(__file__).parents[1]
 # Multiples of 256, so that every type fits; a context for the default chunks of 512 tokens.
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "max_position_embeddings": 1024}
 TEXT = "A recipe names a type for every tensor. A rule is a pattern and a type; the first match decides. "
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
 OTHER_PROGRAMS = frozenset(("pip", "python", "python3", "make", "git", "cmp", "."))
 _NOT_RUN = re.compile(r"<!-- not run: (?P<why>[^>]+) -->\s*$")
 _FENCE = re.compile(
@@ -105,8 +110,15 @@ def make_world(folder: Path) -> None:
     moe = archs.get("qwen3moe").EXAMPLE | SIZES | {"moe_intermediate_size": 256}
     for name, model, config in (("HF_DIR", "model", dense), ("MOE_DIR", "moe", moe)):
         checkpoints.write(folder / name, config, "BF16")
+        (folder / name / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
         convert = ["convert", str(folder / name), str(folder / f"{model}-bf16.gguf"), "--json"]
         assert cli.main(convert) == 0, convert
     (folder / "config.json").write_text(json.dumps(DEEPSEEK_V3), encoding="utf-8")
     for name in ("calibration.txt", "wiki.txt", "code.txt"):
         (folder / name).write_text(f"{name}. {TEXT * 25}", encoding="utf-8")
+    said = [{"role": "user", "content": "What is a rule?"}, {"role": "assistant", "content": "A pattern and a type."}]
+    for name, content in (("chat.jsonl", {"messages": said}), ("corpus.jsonl", {"text": TEXT * 12})):
+        lines = [json.dumps(content | {"category": category}) for category in ("prose", "code") * 4]
+        (folder / name).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    task = "A rule is\n1\na day.\na pattern and a type.\nit.\nnone.\n"
+    (folder / "hellaswag.txt").write_text(task * 3, encoding="utf-8")

@@ -33,8 +33,8 @@ from quantkit.errors import OptionError, QuantkitError, printable
 
 # The order of the help page, by when a user needs them. A command that is not listed comes last.
 _ORDER = ("demo", "convert", "export", "imatrix", "recipe", "plan", "quantize", "repack", "unpack", "perplexity",
-          "compare", "bench", "sweep-bench", "batched-bench", "generate", "serve", "inspect", "diff", "verify", "split",
-          "merge", "metadata", "types")  # fmt: skip
+          "compare", "lm-eval", "bench", "sweep-bench", "batched-bench", "generate", "serve", "inspect", "diff",
+          "verify", "split", "merge", "metadata", "types")  # fmt: skip
 
 # llama.cpp's tools and their commands: a line for one can be pasted behind `quantkit` as it is.
 _TOOLS = {
@@ -46,6 +46,8 @@ _TOOLS = {
 
 INTERRUPTED = 130
 BROKEN_PIPE = 141
+# Of a command whose file sets PASSES_ON: all words are arguments, except for --help before the first of them.
+_PASS_ON: dict[str, Any] = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 _SETTINGS: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
@@ -109,7 +111,8 @@ def _module(command: str) -> Any:
 def parser(*path: str) -> Any:
     """The parser that typer builds for a command or a subcommand."""
     single = typer.Typer(add_completion=False, rich_markup_mode=None)
-    settings: dict[str, Any] = {"name": " ".join(path), "cls": Command, "context_settings": _SETTINGS}
+    context = _SETTINGS | (_PASS_ON if getattr(_module(path[0]), "PASSES_ON", False) else {})
+    settings: dict[str, Any] = {"name": " ".join(path), "cls": Command, "context_settings": context}
     single.command(**settings)(_with_exit_status(load(*path)))
     return typer.main.get_command(single)
 

@@ -12,31 +12,49 @@ import typer
 from quantkit.cli.common.command import in_sections, takes_model
 from quantkit.cli.common.evaluation import (
     Batch,
+    BinaryFile,
+    ByCategory,
+    ByPosition,
+    Chat,
     ChunkBar,
     ChunkLimit,
     Context,
+    FirstTasks,
+    Hellaswag,
+    HellaswagTasks,
+    MultipleChoice,
     Numerics,
+    Score,
     ThreadsBatch,
+    Winogrande,
+    chosen_tasks,
     markdown,
     on_message,
+    required_text,
 )
 from quantkit.cli.common.launch import Launch, runs_a_model
 from quantkit.cli.common.options import Json, Threads
 from quantkit.cli.common.output import json_text, print_json, print_table, with_schema
 from quantkit.cli.common.progress_options import shows_progress
 from quantkit.errors import QuantkitError
+from quantkit.progress import ProgressBar
 
 if TYPE_CHECKING:
     from quantkit.evaluate.compare import Comparison
+    from quantkit.evaluate.tasks import Score as TaskScore
 
 _SCHEMA = "quantkit.compare/1"
+_TASKS_SCHEMA = "quantkit.compare-tasks/1"
 
 
 @shows_progress
 @in_sections(
-    Evaluation=["file", "ctx_size", "chunks", "batch_size", "noise_floor", "layers", "speed", "numerics"],
+    Evaluation=["file", "chat", "score", "by_category", "by_position", "ctx_size", "chunks", "batch_size",
+                "noise_floor", "layers", "speed", "numerics"],
+    Multiple_choice_tasks=["hellaswag", "hellaswag_tasks", "winogrande", "winogrande_tasks", "multiple_choice",
+                           "multiple_choice_tasks", "binary_file"],
     Reports=["plot", "html", "output", "as_markdown", "json"],
-)
+)  # fmt: skip
 @takes_model("models")
 @runs_a_model
 def compare(
@@ -52,6 +70,10 @@ def compare(
             "--file", "-f", help="Text file, UTF-8; - is stdin. Repeatable: each text is a domain.", show_default=False
         ),
     ] = None,
+    chat: Chat = False,
+    score: Score = None,
+    by_category: ByCategory = False,
+    by_position: ByPosition = False,
     ctx_size: Context = 512,
     chunks: ChunkLimit = None,
     batch_size: Batch = 2048,
@@ -68,8 +90,21 @@ def compare(
     speed: Annotated[
         bool, typer.Option("--speed", help="Also time a prompt of 512 tokens and generation, with numerics fast.")
     ] = False,
+    hellaswag: Hellaswag = False,
+    hellaswag_tasks: HellaswagTasks = 400,
+    winogrande: Winogrande = False,
+    winogrande_tasks: FirstTasks = 0,
+    multiple_choice: MultipleChoice = False,
+    multiple_choice_tasks: FirstTasks = 0,
+    binary_file: BinaryFile = None,
     plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE", help="Plot KLD over size to a PNG, SVG or PDF file.")
+        Path | None,
+        typer.Option(
+            "--plot",
+            metavar="FILE",
+            help="Plot KLD over size, with --by-position over position, of several texts or categories by these, to a "
+            "PNG, SVG or PDF file.",
+        ),
     ] = None,
     html: Annotated[
         Path | None, typer.Option("--html", metavar="FILE", help="Write a self-contained HTML report with plots.")
@@ -90,12 +125,29 @@ def compare(
 
     All models read the same tokens. ± is one standard error of the mean over chunks. Differences are paired by token,
     so their errors are much smaller than those of the PPLs. Models whose difference is not significant share a rank.
+    With --chat, each conversation is a sequence of its own, cut after -c tokens. With --hellaswag, --winogrande or
+    --multiple-choice, the models answer these tasks instead, and the answers that change are counted.
     """
     from quantkit.evaluate import compare as evaluation
     from quantkit.evaluate.divergence import Divergence
     from quantkit.formats import gguf
     from quantkit.formats.atomic import check_outputs
 
+    tasks = chosen_tasks({
+        "hellaswag": (hellaswag, hellaswag_tasks), "winogrande": (winogrande, winogrande_tasks),
+        "multiple-choice": (multiple_choice, multiple_choice_tasks),
+    })  # fmt: skip
+    if tasks:
+        others = {"--chat": chat, "--score": score, "--by-category": by_category, "--by-position": by_position,
+                  "--layers": layers, "--speed": speed, "--plot": plot, "--html": html}  # fmt: skip
+        if unused := [name for name, value in others.items() if value]:
+            raise typer.BadParameter(f"--{tasks[0]} compares answers; remove {', '.join(unused)}")
+        if binary_file is None and len(file or []) > 1:
+            raise typer.BadParameter(f"--{tasks[0]} takes one task file, {len(file or [])} are given with -f")
+        text = required_text(binary_file or (file[0] if file else None), tasks[0])
+        _compare_tasks(reference, models, *tasks, text, numerics, threads_batch or threads, launch, output, as_markdown,
+                       json)  # fmt: skip
+        return
     if not file:
         raise QuantkitError("compare needs a text: pass one with -f FILE, or several")
     check_outputs([plot, html, output], [*file, *(p for m in (reference, *models) for p in gguf.open(m).paths)])
@@ -104,8 +156,8 @@ def compare(
 
         require_plot_file(plot)
     options = evaluation.CompareOptions(
-        ctx_size=ctx_size, chunks=chunks, batch_size=batch_size, noise_floor=noise_floor, layers=layers, speed=speed,
-        numerics=numerics, threads=threads_batch or threads,
+        ctx_size=ctx_size, chunks=chunks, chat=chat, score=score, by_category=by_category, batch_size=batch_size,
+        noise_floor=noise_floor, layers=layers, speed=speed, numerics=numerics, threads=threads_batch or threads,
     )  # fmt: skip
 
     def show(state: evaluation.CompareProgress) -> None:
@@ -122,17 +174,60 @@ def compare(
     if plot is not None:
         from quantkit.evaluate.report.plots import plot_comparison
 
-        plot_comparison(plot, found)
+        plot_comparison(plot, found, by_position)
         on_message(f"plot: {plot}")
     if json:
         print_json(_SCHEMA, record)
     else:
-        _print(found, as_markdown, speed)
+        _print(found, as_markdown, speed, by_position)
 
 
-def _print(found: Comparison, as_markdown: bool, speed: bool) -> None:
+def _compare_tasks(
+    reference: Path, models: Sequence[Path], kind: str, limit: int, file: Path, numerics: str, threads: int | None,
+    launch: Launch, output: Path | None, as_markdown: bool, json: bool,
+) -> None:  # fmt: skip
+    """Compare answers to multiple-choice tasks and print the table."""
     from quantkit.evaluate.conditions import conditions_line
-    from quantkit.evaluate.report.tables import domain_rows, model_card, table_header, table_rows, verdicts
+    from quantkit.evaluate.report.tables import flip_table
+    from quantkit.evaluate.task_flips import compare_tasks
+    from quantkit.formats import gguf
+    from quantkit.formats.atomic import check_outputs, writing
+
+    check_outputs([output], [file, *(p for m in (reference, *models) for p in gguf.open(m).paths)])
+
+    def show(name: str, score: TaskScore, tasks: int) -> None:
+        bar.show(score.tasks, tasks, label=name, values=f"accuracy {100 * score.accuracy:.2f} %")
+
+    with ProgressBar("compare") as bar:
+        found = compare_tasks(
+            reference, models, kind, file, limit, numerics=numerics, threads=threads, progress=show,
+            on_message=on_message, open_model=launch.open,
+        )  # fmt: skip
+    record = found.record()
+    if output is not None:
+        with writing(output) as stream:
+            stream.write(json_text(with_schema(_TASKS_SCHEMA, record), indent=1).encode(errors="backslashreplace"))
+    if json:
+        print_json(_TASKS_SCHEMA, record)
+        return
+    header, rows = flip_table(found)
+    if as_markdown:
+        print(markdown(header, rows))
+    else:
+        print_table(header, rows)
+    print(f"\n{kind}: {found.reference.tasks} tasks of {file}; {conditions_line(found.conditions)}")
+
+
+def _print(found: Comparison, as_markdown: bool, speed: bool, by_position: bool) -> None:
+    from quantkit.evaluate.conditions import conditions_line
+    from quantkit.evaluate.report.tables import (
+        domain_rows,
+        model_card,
+        position_rows,
+        table_header,
+        table_rows,
+        verdicts,
+    )
 
     def show(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         if as_markdown:
@@ -145,6 +240,9 @@ def _print(found: Comparison, as_markdown: bool, speed: bool) -> None:
     if rows:
         print()
         show(header, rows)
+    if by_position:
+        print()
+        show(*position_rows(found))
     for name, tensors in found.layers.items():
         worst = sorted(tensors, key=lambda a: -a.error)[:20]
         rows = [[a.name, a.type, f"{a.error:.3g}", f"{100 * a.share:.1f}"] for a in worst]

@@ -131,7 +131,7 @@ def _prompt(text: str | None, file: Path | None) -> str:
         raise QuantkitError("generate needs exactly one prompt: -p TEXT or -f FILE")
     if file is None:
         return str(text)
-    from quantkit.evaluate.text import read_text
+    from quantkit.evaluate.corpus import read_text
 
     return read_text(file)
 

@@ -10,36 +10,48 @@ import typer
 from quantkit.cli.common.command import in_sections, takes_model
 from quantkit.cli.common.evaluation import (
     Batch,
+    BinaryFile,
+    ByCategory,
+    ByPosition,
+    Chat,
     ChunkBar,
     ChunkLimit,
     Context,
+    FirstTasks,
+    Hellaswag,
+    HellaswagTasks,
+    MultipleChoice,
     Numerics,
+    Score,
     TextFile,
     ThreadsBatch,
+    Winogrande,
+    chosen_tasks,
     on_message,
     required_text,
 )
 from quantkit.cli.common.launch import Launch, runs_a_model
 from quantkit.cli.common.options import Json, Threads
-from quantkit.cli.common.output import print_json
+from quantkit.cli.common.output import print_json, print_table
 from quantkit.cli.common.progress_options import shows_progress
 from quantkit.errors import QuantkitError
 from quantkit.progress import ProgressBar
 
 if TYPE_CHECKING:
+    from quantkit.evaluate.breakdown import Part
     from quantkit.evaluate.divergence import Divergence, DivergenceOptions
     from quantkit.evaluate.perplexity import Perplexity, PerplexityOptions
     from quantkit.evaluate.progress import ChunkProgress
-    from quantkit.evaluate.tasks import Score
+    from quantkit.evaluate.tasks import Score as TaskScore
 
 _MIN_POSITIONS = 100
 
 
 @shows_progress
 @in_sections(
-    Evaluation=["file", "ctx_size", "chunks", "batch_size", "ppl_stride", "jsonl", "ppl_output_type", "by_layer",
-                "numerics"],
-    KL_divergence=["kl_divergence_base", "kl_divergence", "kl_divergence_bound"],
+    Evaluation=["file", "chat", "score", "by_category", "ctx_size", "chunks", "batch_size", "ppl_stride", "jsonl",
+                "ppl_output_type", "by_layer", "numerics"],
+    KL_divergence=["kl_divergence_base", "kl_divergence", "kl_divergence_bound", "by_position"],
     Multiple_choice_tasks=["hellaswag", "hellaswag_tasks", "winogrande", "winogrande_tasks", "multiple_choice",
                            "multiple_choice_tasks", "binary_file"],
 )  # fmt: skip
@@ -50,6 +62,9 @@ def perplexity(
         Path, typer.Argument(metavar="MODEL", help="A GGUF file, or any shard of a split one.", show_default=False)
     ],
     file: TextFile = None,
+    chat: Chat = False,
+    score: Score = None,
+    by_category: ByCategory = False,
     ctx_size: Context = 512,
     chunks: ChunkLimit = None,
     batch_size: Batch = 2048,
@@ -65,19 +80,13 @@ def perplexity(
         Path | None,
         typer.Option(help="Write a JSON line per chunk; the same command resumes from it.", metavar="FILE"),
     ] = None,
-    hellaswag: Annotated[bool, typer.Option("--hellaswag", help="Score HellaSwag tasks in -f: 6 lines each.")] = False,
-    hellaswag_tasks: Annotated[
-        int, typer.Option(metavar="N", help="Number of tasks, sampled as in llama-perplexity.", min=1)
-    ] = 400,
-    winogrande: Annotated[bool, typer.Option("--winogrande", help="Score Winogrande tasks in -f: CSV.")] = False,
-    winogrande_tasks: Annotated[int, typer.Option(metavar="N", help="Use the first N tasks; 0: all.", min=0)] = 0,
-    multiple_choice: Annotated[
-        bool, typer.Option("--multiple-choice", help="Score multiple-choice tasks in -bf.")
-    ] = False,
-    multiple_choice_tasks: Annotated[int, typer.Option(metavar="N", help="Use the first N tasks; 0: all.", min=0)] = 0,
-    binary_file: Annotated[
-        Path | None, typer.Option("--binary-file", "-bf", metavar="FILE", help="Task file of --multiple-choice.")
-    ] = None,
+    hellaswag: Hellaswag = False,
+    hellaswag_tasks: HellaswagTasks = 400,
+    winogrande: Winogrande = False,
+    winogrande_tasks: FirstTasks = 0,
+    multiple_choice: MultipleChoice = False,
+    multiple_choice_tasks: FirstTasks = 0,
+    binary_file: BinaryFile = None,
     ppl_output_type: Annotated[
         int, typer.Option(help="0: [chunk]PPL,… in one line; 1: one line per chunk.", min=0, max=1)
     ] = 0,
@@ -99,6 +108,7 @@ def perplexity(
             metavar="NATS", help="For a base file named .qkld: target error of the mean KLD, in nats.", min=1e-7
         ),
     ] = 1e-3,
+    by_position: ByPosition = False,
     by_layer: Annotated[
         bool,
         typer.Option(
@@ -115,24 +125,29 @@ def perplexity(
 
     Protocol, output and base files are those of llama-perplexity: the second half of each chunk of -c tokens is scored.
     A base file named .qkld has 1/20 of the size or less, and results from it include a bound on the error against an
-    exact base. With --jsonl, an interrupted base file is resumed too.
+    exact base. With --jsonl, an interrupted base file is resumed too. With --chat, each conversation is a sequence of
+    its own, cut after -c tokens. A .qkld records which tokens are scored; llama.cpp's base files cannot.
     """
     from quantkit.evaluate.conditions import conditions_line
     from quantkit.evaluate.divergence import DivergenceOptions
     from quantkit.evaluate.perplexity import PerplexityOptions
 
-    tasks = [(name, limit) for name, wanted, limit in (
-        ("hellaswag", hellaswag, hellaswag_tasks), ("winogrande", winogrande, winogrande_tasks),
-        ("multiple-choice", multiple_choice, multiple_choice_tasks),
-    ) if wanted]  # fmt: skip
-    if len(tasks) + kl_divergence > 1:
-        raise typer.BadParameter("--hellaswag, --winogrande, --multiple-choice and --kl-divergence: pass only one")
+    tasks = chosen_tasks({
+        "hellaswag": (hellaswag, hellaswag_tasks), "winogrande": (winogrande, winogrande_tasks),
+        "multiple-choice": (multiple_choice, multiple_choice_tasks),
+    })  # fmt: skip
+    if tasks and kl_divergence:
+        raise typer.BadParameter(f"--{tasks[0]} and --kl-divergence: pass only one")
+    if tasks and (chat or score or by_category):
+        raise typer.BadParameter(f"--{tasks[0]} has its own format; remove --chat, --score and --by-category")
+    if by_position and not kl_divergence:
+        raise typer.BadParameter("--by-position shows a divergence: add --kl-divergence")
     threads = threads_batch or threads
     schema = "quantkit.perplexity/1"
-    found: Perplexity | Divergence | Score
+    found: Perplexity | Divergence | TaskScore
     if tasks:
         schema = "quantkit.perplexity-tasks/1"
-        name, limit = tasks[0]
+        name, limit = tasks
         text = required_text(binary_file or file if name == "multiple-choice" else file, name)
         found = _score(model, name, text, limit, numerics, threads, launch, quiet=json)
     elif kl_divergence:
@@ -140,18 +155,21 @@ def perplexity(
         if kl_divergence_base is None:
             raise QuantkitError("--kl-divergence needs the base to compare with: --kl-divergence-base FILE")
         compared = DivergenceOptions(
-            batch_size=batch_size, jsonl=jsonl, by_layer=by_layer, numerics=numerics, threads=threads
-        )
-        found = _diverge(model, kl_divergence_base, compared, launch, quiet=json)
+            batch_size=batch_size, jsonl=jsonl, by_layer=by_layer, numerics=numerics, threads=threads, score=score,
+            chat=chat,
+        )  # fmt: skip
+        found = _diverge(model, kl_divergence_base, compared, launch, by_position, quiet=json)
     else:
         options = PerplexityOptions(
             ctx_size=ctx_size, chunks=chunks, batch_size=batch_size, ppl_stride=ppl_stride, jsonl=jsonl,
-            kl_divergence_base=kl_divergence_base, kl_divergence_bound=kl_divergence_bound, by_layer=by_layer,
-            numerics=numerics, threads=threads,
+            kl_divergence_base=kl_divergence_base, kl_divergence_bound=kl_divergence_bound, chat=chat, score=score,
+            by_category=by_category, by_layer=by_layer, numerics=numerics, threads=threads,
         )  # fmt: skip
         found = _measure(model, required_text(file, "perplexity"), options, launch, ppl_output_type, quiet=json)
     if json:
         record = {"path": model, **found.record(), "seconds": found.seconds, "conditions": found.conditions}
+        if kl_divergence:
+            record |= _parts_record(found)  # type: ignore[arg-type]
         print_json(schema, record)
     else:
         on_message(conditions_line(found.conditions))
@@ -180,18 +198,37 @@ def _measure(
         )
         in_bar = bar.replaces_values and style == 0
     if not quiet:
-        estimate = f"Final estimate: PPL over {len(found.nll)} chunks for n_ctx={found.n_ctx} = {found}"
+        estimate = f"Final estimate: PPL over {found.chunks} chunks for n_ctx={found.n_ctx} = {found}"
         if options.ppl_stride:  # llama-perplexity prints no estimate for windows
-            print(f"[{len(found.nll)}]{found.value:.4f}" if in_bar else "")
+            print(f"[{found.chunks}]{found.value:.4f}" if in_bar else "")
         else:
             print(estimate if in_bar else f"\n{estimate}")
     return found
 
 
-def _diverge(model: Path, base: Path, options: DivergenceOptions, launch: Launch, quiet: bool) -> Divergence:
+def _parts(found: Divergence) -> dict[str, list[Part]]:
+    """The divergence by position, and by category if the base file has categories."""
+    from quantkit.evaluate.breakdown import by_category, by_position
+
+    assert found.chunks is not None
+    depths, counts, choice = found.chunks.depths, found.chunks.counts, found.chunks.choice
+    parts = {"by_position": by_position(found, depths, counts)}
+    return parts | ({"by_category": by_category(found, choice.labels, counts)} if choice and choice.labels else {})
+
+
+def _parts_record(found: Divergence) -> dict[str, object]:
+    from quantkit.evaluate.compare import part_record
+
+    return {name: [part_record(part) for part in parts] for name, parts in _parts(found).items()}
+
+
+def _diverge(
+    model: Path, base: Path, options: DivergenceOptions, launch: Launch, by_position: bool, quiet: bool
+) -> Divergence:
     """Measure the divergence from a base file and print it, unless quiet."""
     from quantkit.evaluate.divergence import divergence
     from quantkit.evaluate.report import divergence_text
+    from quantkit.evaluate.report.tables import part_table
 
     def show(progress: ChunkProgress[Divergence]) -> None:
         if not quiet:
@@ -218,16 +255,20 @@ def _diverge(model: Path, base: Path, options: DivergenceOptions, launch: Launch
         low, high = found.limits
         span = f"from an exact base {low:.6f} to {high:.6f}"
         print(f"\nKLD {found.mean_kld.value:.6f}; {span}: within {found.bound:.6f}")
+    for name, parts in _parts(found).items():
+        if by_position or name != "by_position":
+            print()
+            print_table(*part_table([(None, parts)]))
     return found
 
 
 def _score(
     model: Path, name: str, file: Path, limit: int, numerics: str, threads: int | None, launch: Launch, quiet: bool
-) -> Score:
+) -> TaskScore:
     """Score the tasks of a file and print the score, unless quiet."""
     from quantkit.evaluate.tasks import score_tasks
 
-    def show(score: Score, tasks: int) -> None:
+    def show(score: TaskScore, tasks: int) -> None:
         if not quiet:
             print(f"{score.tasks}\t{100 * score.accuracy:.8f}", flush=True)
         bar.show(score.tasks, tasks, values=f"accuracy {100 * score.accuracy:.2f} %")

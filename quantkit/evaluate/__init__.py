@@ -5,8 +5,11 @@ conditions. Only `cli` imports this package. The package imports `pipelines` whe
 quantized (`layers/checkpoint_model.py`, `imatrix`); `pipelines` never imports it.
 
     perplexity, divergence, compare, imatrix.run   the public functions; `quantkit.perplexity` and so on
-    bench, tasks                                   throughput; multiple-choice tasks
-    text, chunk_runs, nll, progress, models        chunks of tokens and running a model over them
+    bench, tasks, task_flips                       throughput; multiple-choice tasks; answers that change
+    harness                                        lm-evaluation-harness
+    corpus, text, chat_chunks                      texts and conversations as chunks of tokens
+    chunk_runs, nll, progress, models              running a model over chunks
+    breakdown                                      divergence by position and category
     statistics, bounded                            errors over chunks; bounds for bounded base files
     chunk_log, fingerprint, base_files             resuming; base files
     conditions                                     what figures depend on besides the file

@@ -1,6 +1,6 @@
 """Log a run's chunks as JSON lines while it runs, and resume the run from them.
 
-    {"run": fingerprint, "n_ctx": …, "chunks": …, "positions": …, …}     first line
+    {"run": fingerprint, "n_ctx": …, "chunks": …, "positions": …, …}     first line; positions: a list for --chat
     {"chunk": 1, "ppl": …, "mean_nll": …, "nll": […], …}                 one line per chunk; `ppl` over all so far
 
 `nll` has a number per scored token, in nats, to the last bit. So have the other figures of a divergence, and a resumed
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -34,8 +34,9 @@ from quantkit.inputs import json_input
 
 
 class ChunkLog:
-    """A context manager. `.done` is float64[chunks, positions]: nll from an earlier run with the same fingerprint.
+    """A context manager. `.done` are the chunks from an earlier run with the same fingerprint: their nll, float64[n].
 
+    positions          number of scored tokens of each chunk, or of all alike
     chunks_per_batch   only whole batches of the earlier run are used
     fields             further fields of the first line
 
@@ -46,10 +47,11 @@ class ChunkLog:
         self,
         path: str | os.PathLike[str],
         run: str,
-        positions: int,
+        positions: int | Sequence[int],
         chunks_per_batch: int,
         fields: Mapping[str, object],
     ):
+        positions = positions if isinstance(positions, int) else [int(n) for n in positions]
         self.path, self._positions = followed(Path(path)), positions
         self._header = {"run": run, "positions": positions, **fields}
         lines = self._read(run) if self.path.exists() else []
@@ -59,13 +61,17 @@ class ChunkLog:
     def truncate(self, chunks: int) -> None:
         """Resume after the first `chunks` chunks and drop the others."""
         self._lines = self._lines[:chunks]
-        self.done = self.logged("nll").reshape(-1, self._positions)
-        self._total, self._count = sum(float(chunk.sum()) for chunk in self.done), self.done.size  # as `add` does
+        self.done = [np.array(line["nll"], np.float64) for line in self._lines]
+        self._total, self._count = sum(float(chunk.sum()) for chunk in self.done), sum(map(len, self.done))  # as `add`
+        self._chunks = len(self._lines)
 
     def logged(self, name: str) -> np.ndarray:
-        """The values of a field in the lines of the earlier run: float64[chunks, …], or text[chunks]."""
+        """The values of a field in the lines of the earlier run: float64[scored tokens, …], or text[chunks]."""
         values = [line.get(name) for line in self._lines]
-        return np.array(values, np.float64 if not values or isinstance(values[0], list) else str)
+        if values and not isinstance(values[0], list):
+            return np.array(values, str)
+        parts = [np.array(value, np.float64) for value in values]
+        return np.concatenate(parts) if parts else np.empty(0)
 
     def _read(self, run: str) -> list[dict[str, Any]]:
         with os_errors(self.path, "read"):
@@ -75,7 +81,8 @@ class ChunkLog:
             header, *lines = [json_input.parse(line, "a line") for line in complete] or [{}]
             if "run" not in header or any(line["chunk"] != i for i, line in enumerate(lines, 1)):
                 raise ValueError("lines are missing")
-            if any(len(line["nll"]) != self._positions for line in lines) and header["run"] == run:
+            wanted = [self._positions] * len(lines) if isinstance(self._positions, int) else self._positions
+            if header["run"] == run and any(len(line["nll"]) != n for line, n in zip(lines, wanted)):
                 raise ValueError("a chunk has another length")
         except (ValueError, KeyError, TypeError, FormatError) as error:
             raise FormatError(f"{self.path}: not a chunk log ({error}); name another file") from None
@@ -93,7 +100,7 @@ class ChunkLog:
             self._stream: BinaryIO = os.fdopen(open_own(self.path, os.O_WRONLY | os.O_APPEND), "ab")
         return self
 
-    def resumed(self, on_message: OnMessage) -> np.ndarray:
+    def resumed(self, on_message: OnMessage) -> list[np.ndarray]:
         """`done`; `on_message` gets a line that counts the chunks of an earlier run."""
         if len(self.done):
             on_message(f"{len(self.done)} chunks are already in {self.path}")
@@ -101,8 +108,12 @@ class ChunkLog:
 
     def add(self, nll: np.ndarray, **more: np.ndarray | str) -> None:
         """Append a chunk: its nll float64[positions], and further fields (arrays or text)."""
-        self._total, self._count = self._total + float(nll.sum()), self._count + nll.size
-        record = {"chunk": self._count // self._positions, "ppl": perplexity_of(self._total / self._count),
+        self._total, self._count, self._chunks = (
+            self._total + float(nll.sum()),
+            self._count + nll.size,
+            self._chunks + 1,
+        )
+        record = {"chunk": self._chunks, "ppl": perplexity_of(self._total / self._count),
                   "mean_nll": float(nll.mean()), "nll": nll.tolist(),
                   **{name: x if isinstance(x, str) else x.tolist() for name, x in more.items()}}  # fmt: skip
         with os_errors(self.path, "write"):
@@ -117,7 +128,7 @@ def run_log(
     path: str | os.PathLike[str],
     model: Path,
     text: Path,
-    positions: int,
+    positions: int | Sequence[int],
     n_batch: int,
     conditions: Conditions,
     settings: Mapping[str, object],

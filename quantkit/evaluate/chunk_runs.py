@@ -2,30 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from quantkit.errors import DataError
 from quantkit.evaluate.models import ChunkModel
 from quantkit.evaluate.text import DEFAULT_BATCH
-from quantkit.formats.kld.base_file import scored_rows
+from quantkit.formats.kld.scored_tokens import scored_rows
 
 
 def evaluate_chunks(
-    model: ChunkModel, inputs: np.ndarray, n_batch: int = DEFAULT_BATCH, rows: slice | None = None, first: int = 0
+    model: ChunkModel,
+    inputs: np.ndarray,
+    n_batch: int = DEFAULT_BATCH,
+    rows: slice | Sequence[np.ndarray] | None = None,
+    first: int = 0,
 ) -> Iterator[tuple[int, np.ndarray]]:
     """Yield (index, float32[k, n_vocab] logits of a chunk's positions `rows`, by default the scored ones) in order.
 
+    `rows` are the same for all chunks, or int[k] of each. In the second case a batch ends after the last of them.
     Chunks are run `n_batch` tokens at a time, starting at chunk `first`; only one chunk's logits are in memory.
     """
     n_chunk, n_ctx = inputs.shape
     check_context(model, n_ctx)
     together = max(1, n_batch // n_ctx)
     for start in range(first, n_chunk, together):
-        hidden = model.hidden_sequences(inputs[start : start + together], rows or scored_rows(n_ctx))
-        for index, states in enumerate(hidden, start):
-            yield index, model.project(states)
+        batch = inputs[start : start + together]
+        if rows is None or isinstance(rows, slice):
+            span = rows or scored_rows(n_ctx)
+        else:
+            span = slice(0, 1 + max(int(of_chunk[-1]) for of_chunk in rows[start : start + len(batch)]))
+            batch = batch[:, : span.stop]
+        for index, states in enumerate(model.hidden_sequences(batch, span), start):
+            yield index, model.project(states if rows is None or isinstance(rows, slice) else states[rows[index]])
 
 
 RunChunks = Callable[..., Iterator[tuple[int, np.ndarray]]]  # same parameters as `evaluate_chunks`

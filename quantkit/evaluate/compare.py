@@ -9,6 +9,7 @@ compared first, without opening models. All statistics are paired by token, and 
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 import os
 import tempfile
@@ -23,14 +24,16 @@ import numpy as np
 from quantkit.archs.common import validate
 from quantkit.errors import DataError, QuantkitError, printable
 from quantkit.evaluate.bench import Case, bench
+from quantkit.evaluate.breakdown import Part, by_position
 from quantkit.evaluate.conditions import Conditions, evaluation_conditions
+from quantkit.evaluate.corpus import read_text
 from quantkit.evaluate.divergence import Divergence, Estimate, divergence_from_base
 from quantkit.evaluate.layers.tensor_errors import TensorError, tensor_errors
 from quantkit.evaluate.models import ChunkModel, OnMessage, OpenModel, no_message, open_model
-from quantkit.evaluate.perplexity import Perplexity, perplexity_of_chunks
+from quantkit.evaluate.perplexity import Perplexity, checked_score, chunks_of, perplexity_of_chunks
 from quantkit.evaluate.progress import ChunkClock, ChunkProgress
 from quantkit.evaluate.statistics import Interval, ModelRank, Sample, rank
-from quantkit.evaluate.text import DEFAULT_BATCH, DEFAULT_CONTEXT, Chunks, chunked, read_text
+from quantkit.evaluate.text import DEFAULT_BATCH, DEFAULT_CONTEXT, Chunks, join
 from quantkit.formats import gguf
 from quantkit.formats.kld.base_file import BaseReader, BaseWriter
 from quantkit.runtime.kv.cache_type import CacheType
@@ -83,12 +86,13 @@ class Paired:
 
     @cached_property
     def figures(self) -> dict[str, Interval]:
-        """The figures by name: ln_ratio, kld and its quantiles, same_top, mean_dp, rms_dp."""
+        """The figures by name: ln_ratio, kld and its quantiles, same_top, flips (the others), mean_dp, rms_dp."""
         d, s = self.divergence, self.sample
         figures = {"ln_ratio": s.mean(d.nll - d.nll_base), "kld": s.mean(d.kld)}
         shares = (("kld_median", 0.5), ("kld_p90", 0.9), ("kld_p95", 0.95), ("kld_p99", 0.99), ("kld_p999", 0.999))
         figures |= {name: s.quantile(d.kld, share) for name, share in shares}
-        return figures | {"same_top": s.mean(d.same_top), "mean_dp": s.mean(d.dp), "rms_dp": s.root_mean_square(d.dp)}
+        figures |= {"same_top": s.mean(d.same_top), "flips": s.mean(~d.same_top)}
+        return figures | {"mean_dp": s.mean(d.dp), "rms_dp": s.root_mean_square(d.dp)}
 
     @property
     def largest(self) -> float:
@@ -97,10 +101,16 @@ class Paired:
 
     def of(self, domain: Domain) -> Paired:
         """The same figures over the chunks of one text."""
-        positions = slice(domain.first * self.sample.per_chunk, (domain.first + domain.chunks) * self.sample.per_chunk)
+        positions, sample = self.sample.part(domain.first, domain.chunks)
         d = self.divergence
         part = Divergence(d.nll[positions], d.nll_base[positions], d.kld[positions], d.same_top[positions])
-        return Paired(part, Sample(domain.chunks, self.sample.per_chunk))
+        return Paired(part, sample)
+
+    @cached_property
+    def by_position(self) -> list[Part]:
+        """Mean KLD and top-1 flips by the number of tokens before a token."""
+        chunks = self.divergence.chunks
+        return [] if chunks is None else by_position(self.divergence, chunks.depths, chunks.counts)
 
     def record(self) -> dict[str, Any]:
         """The figures, errors and intervals by name, for JSON."""
@@ -108,6 +118,8 @@ class Paired:
         for name, figure in self.figures.items():
             record |= _named(name, figure)
         record |= _named("ppl_difference", self.ppl_difference)
+        if self.by_position:
+            record["by_position"] = [part_record(part) for part in self.by_position]
         ppl, ppl_base = self.divergence.ppl, self.divergence.ppl_base
         return record | {"kld_max": self.largest, "ppl": ppl.value, "ppl_base": ppl_base.value}
 
@@ -118,6 +130,13 @@ class Paired:
         p, p_base = d.ppl.value, d.ppl_base.value
         first_order = self.sample.mean(p * (d.nll - d.nll.mean()) - p_base * (d.nll_base - d.nll_base.mean()))
         return Interval(p - p_base, first_order.error, p - p_base + first_order.low, p - p_base + first_order.high)
+
+
+def part_record(part: Part) -> dict[str, Any]:
+    """A bin of positions, or a category, for JSON."""
+    where = {"first": part.low, "last": part.high - 1} if part.high else {"category": part.name}
+    record = where | {"sequences": part.sequences, "tokens": part.tokens}
+    return record | _named("kld", part.kld) | _named("flips", part.flips)
 
 
 def _named(name: str, figure: Interval) -> dict[str, Any]:
@@ -197,7 +216,8 @@ class Comparison:
     @property
     def sample(self) -> Sample:
         """Chunks and positions, for statistics."""
-        return Sample(self.chunks, self.positions // self.chunks)
+        samples = (c.paired.sample for c in self.candidates if c.paired is not None)
+        return next(samples, Sample(self.chunks, self.positions // self.chunks))
 
     @cached_property
     def ranks(self) -> list[ModelRank]:
@@ -230,7 +250,10 @@ class CompareOptions:
     """Options of `compare`: the flags of `quantkit compare`.
 
     ctx_size            tokens per chunk
-    chunks              at most this many chunks of each text; None: all
+    chunks              at most this many chunks (or conversations) of each text; None: all
+    chat                texts hold conversations, which the reference's chat template formats: a chunk each
+    score               the scored tokens, as in PerplexityOptions
+    by_category         texts are .jsonl files with a "category" on each line; each category is a domain
     batch_size          tokens per batch, in whole chunks
     noise_floor         also compare the reference with itself under other numerics ("fast", "exact") or a cache type
                         such as "q8_0"; "auto": the other numerics; "off": do not
@@ -241,6 +264,9 @@ class CompareOptions:
 
     ctx_size: int = DEFAULT_CONTEXT
     chunks: int | None = None
+    chat: bool = False
+    score: str | None = None
+    by_category: bool = False
     batch_size: int = DEFAULT_BATCH
     noise_floor: str = "auto"
     layers: bool = False
@@ -292,18 +318,21 @@ def compare(
     """
     o, first = options or CompareOptions(), Path(reference)
     paths = [Path(text) for text in ([texts] if isinstance(texts, (str, os.PathLike)) else texts)]
-    noise = _noise(o)
+    noise, score = _noise(o), checked_score(o.score, o.chat)
     vocabulary = read_vocabulary(first)
     for other in map(Path, models):  # checked first, because the measurements take hours
         _require_one_tokenizer(other, read_vocabulary(other), first, vocabulary, paths)
-    chunks, domains = _chunks_of_texts(vocabulary.tokenizer, paths, o.ctx_size, o.chunks)
-    longest = max(o.ctx_size, TIMED_TOKENS) if o.speed and o.numerics == "fast" else o.ctx_size
+    chunks, domains = _chunks_of_texts(vocabulary.tokenizer, paths, o, score)
+    for note in chunks.notes:
+        on_message(f"note: {note}")
+    n_ctx = chunks.n_ctx
+    longest = max(n_ctx, TIMED_TOKENS) if o.speed and o.numerics == "fast" else n_ctx
     conditions: dict[str, object] = {}
     runs = 1 + (noise is not None) + len(models)
 
     def clock(model: Path, run: int) -> Callable[[int, Perplexity | Divergence], None]:
         """What to call after each chunk of a run."""
-        clock = ChunkClock(len(chunks), 0, o.batch_size, o.ctx_size, chunks.source)
+        clock = ChunkClock(len(chunks), 0, o.batch_size, n_ctx, chunks.source)
 
         def after_chunk(done: int, so_far: Perplexity | Divergence) -> None:
             def report(chunk: ChunkProgress[Perplexity | Divergence]) -> None:
@@ -316,7 +345,8 @@ def compare(
 
     def open_candidate(path: Path) -> Model:
         model = open_model(path, numerics=o.numerics, threads=o.threads, n_ctx=longest)
-        conditions.update(evaluation_conditions(model, o.ctx_size, len(chunks), ", ".join(map(str, paths))))
+        names = ", ".join(map(str, paths))
+        conditions.update(evaluation_conditions(model, n_ctx, len(chunks), names, chunks.choice))
         return model
 
     def open_fast(path: Path) -> Model:
@@ -328,16 +358,17 @@ def compare(
 
         def write_base(model: ChunkModel) -> Perplexity:
             after_chunk = clock(first, 0)
-            with BaseWriter(base_path, chunks.tokens, model.vocab_size) as writer:
+            with BaseWriter(base_path, chunks.tokens, model.vocab_size, scored=chunks.choice) as writer:
                 return perplexity_of_chunks(
                     model, chunks, n_batch=o.batch_size, base=writer,
-                    on_chunk=lambda so_far: after_chunk(len(so_far.nll), so_far),
+                    on_chunk=lambda so_far: after_chunk(so_far.chunks, so_far),
                 )  # fmt: skip
 
-        on_message(f"{first.name}: perplexity over {len(chunks)} chunks of {o.ctx_size} tokens")
+        about = "" if chunks.choice is None else f", {chunks.choice.about} scored"
+        on_message(f"{first.name}: perplexity over {len(chunks)} chunks of {n_ctx} tokens{about}")
         reference_result, speed = _run(first, write_base, open_candidate, timed, on_message)
-        base = BaseReader(base_path)
-        sample = Sample(len(chunks), reference_result.nll.shape[1])
+        base = BaseReader(base_path, chunks.choice)
+        sample = Sample.of(chunks.counts)
 
         def measure_divergence(path: Path, run: int) -> Callable[[ChunkModel], Divergence]:
             def measure(model: ChunkModel) -> Divergence:
@@ -356,7 +387,7 @@ def compare(
 
             def open_for_noise(path: Path) -> Model:
                 return open_model(
-                    path, numerics=noise.numerics, threads=o.threads, n_ctx=o.ctx_size, cache_type=noise.cache_type
+                    path, numerics=noise.numerics, threads=o.threads, n_ctx=n_ctx, cache_type=noise.cache_type
                 )
 
             repeated = _run(first, measure_divergence(first, 1), open_for_noise, None, on_message)[0]
@@ -369,9 +400,11 @@ def compare(
     candidates = [replace(c, display_name=name) for c, name in zip(candidates, names)]
     layer_errors = {}
     if o.layers:
-        layer_errors = _layers(first, dict(zip(names[1:], map(Path, models))), paths[0], o, open_model, on_message)
+        layer_errors = _layers(
+            first, dict(zip(names[1:], map(Path, models))), _first_tokens(chunks), o, open_model, on_message
+        )
     return Comparison(
-        candidates, o.ctx_size, len(chunks), reference_result.nll.size, domains, noise_floor, layer_errors, conditions
+        candidates, n_ctx, len(chunks), reference_result.nll.size, domains, noise_floor, layer_errors, conditions
     )
 
 
@@ -400,18 +433,24 @@ def _noise(o: CompareOptions) -> _Noise | None:
 
 
 def _layers(
-    reference: Path, models: Mapping[str, Path], text: Path, o: CompareOptions, open_model: OpenModel,
+    reference: Path, models: Mapping[str, Path], tokens: np.ndarray, o: CompareOptions, open_model: OpenModel,
     on_message: OnMessage,
 ) -> dict[str, list[TensorError]]:  # fmt: skip
-    """By model, the error that each of its tensors adds in the reference, on the first chunk of a text."""
+    """By model, the error that each of its tensors adds in the reference, on int[1, n] tokens."""
     # without -rtr: the tensors are compared in the files' types
-    model = open_model(reference, numerics=o.numerics, threads=o.threads, n_ctx=o.ctx_size, repack=False)
-    tokens = chunked(model.tokenizer, text, o.ctx_size, 1).inputs
+    model = open_model(reference, numerics=o.numerics, threads=o.threads, n_ctx=tokens.size, repack=False)
     errors = {}
     for name, path in models.items():
         on_message(f"{name}: error of each tensor over {tokens.size} tokens")
         errors[name] = tensor_errors(model, gguf.open(path), tokens)
     return errors
+
+
+def _first_tokens(chunks: Chunks) -> np.ndarray:
+    """int32[1, n]: the input of the first chunk, without its fill."""
+    if chunks.choice is None:
+        return chunks.inputs[:1]
+    return chunks.inputs[:1, : int(chunks.choice.rows(0)[-1]) + 2]
 
 
 def _run(
@@ -464,17 +503,22 @@ def _without_bos(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
 
 
 def _chunks_of_texts(
-    tokenizer: Tokenizer, texts: Sequence[str | os.PathLike[str]], n_ctx: int, limit: int | None
+    tokenizer: Tokenizer, texts: Sequence[Path], o: CompareOptions, score: str
 ) -> tuple[Chunks, list[Domain]]:
-    """The chunks of all texts in order, and the range of each text."""
+    """The chunks of all texts in order, and the range of each text, or of each category."""
     if not texts:
         raise DataError("no text to compare models on; name at least one")
-    parts = [chunked(tokenizer, text, n_ctx, limit) for text in texts]
-    firsts = np.cumsum([0, *map(len, parts)])
+    parts = [chunks_of(tokenizer, text, o.ctx_size, o.chunks, o.chat, score, o.by_category) for text in texts]
     names = unique_names(texts, lambda path: path.name)
-    domains = [Domain(name, int(a), len(part)) for name, a, part in zip(names, firsts, parts)]
-    tokens, inputs = (np.concatenate([getattr(part, name) for part in parts]) for name in ("tokens", "inputs"))
-    return Chunks(tokens, inputs, ", ".join(map(str, texts))), domains
+    domains, first = [], 0
+    for name, part in zip(names, parts):
+        labels = [name] * len(part)
+        if part.choice is not None and part.choice.labels:
+            labels = [label if len(parts) == 1 else f"{name}: {label}" for label in part.choice.labels]
+        for label, group in itertools.groupby(labels):
+            domains.append(Domain(label, first, len(list(group))))
+            first += domains[-1].chunks
+    return join(parts, ", ".join(map(str, texts))), domains
 
 
 def unique_names(

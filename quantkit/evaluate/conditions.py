@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from quantkit.codegen import cpu_target
 
 if TYPE_CHECKING:
+    from quantkit.formats.kld.scored_tokens import ScoredTokens
     from quantkit.runtime.model import Model
 
 Conditions = Mapping[str, object]
@@ -44,12 +45,18 @@ def run_conditions(model: Model) -> dict[str, object]:
     return conditions | ({"layer_by_layer": model.fallback_reason} if model.fallback_reason else {})
 
 
-def evaluation_conditions(model: Model, n_ctx: int, chunks: int, text: str) -> dict[str, object]:
-    """The conditions of an evaluation over a text: `run_conditions`, the text, and versions of the libraries."""
+def evaluation_conditions(
+    model: Model, n_ctx: int, chunks: int, text: str, scored: ScoredTokens | None = None
+) -> dict[str, object]:
+    """The conditions of an evaluation over a text: `run_conditions`, the text, and versions of the libraries.
+
+    `scored` are the scored tokens where they are not the second halves of chunks.
+    """
     return {
         "text": text,
         "n_ctx": n_ctx,
         "chunks": chunks,
+        **({} if scored is None else {"scored": scored.about}),
         **run_conditions(model),
         "numpy": importlib.metadata.version("numpy"),
         "numba": importlib.metadata.version("numba"),

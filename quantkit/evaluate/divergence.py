@@ -39,10 +39,11 @@ from quantkit.evaluate.nll import first_largest, log_sum_exp_float64
 from quantkit.evaluate.perplexity import PerplexityOptions, chunk_runner, perplexity
 from quantkit.evaluate.progress import ChunkClock, ChunkProgress
 from quantkit.evaluate.statistics import at_share, perplexity_of
-from quantkit.evaluate.text import DEFAULT_BATCH, DEFAULT_CONTEXT, with_bos
+from quantkit.evaluate.text import DEFAULT_BATCH, DEFAULT_CONTEXT, Chunks, with_bos
 from quantkit.formats.atomic import check_outputs
-from quantkit.formats.kld.base_file import BaseReader, EncodedRows, scored_rows
+from quantkit.formats.kld.base_file import BaseReader, EncodedRows
 from quantkit.formats.kld.bounded_file import BoundedReader, BoundedRows
+from quantkit.formats.kld.scored_tokens import ScoredTokens
 
 if TYPE_CHECKING:
     from quantkit.runtime.model import Model
@@ -143,6 +144,7 @@ class Divergence:
     bound_terms: np.ndarray | None = None  # float64[n, bounded.BOUND_TERMS]; None for an exact base
     seconds: float = 0.0
     conditions: Conditions = field(default_factory=dict)
+    chunks: Chunks | None = None  # the text, with the scored tokens
 
     def __len__(self) -> int:
         return self.nll.size
@@ -280,6 +282,8 @@ class DivergenceOptions:
     by_layer            run all chunks through one layer before the next; for models larger than memory
     numerics, threads   for models given by their paths: "exact" or "fast", number of threads
     ctx_size, chunks    for a base that is a model: tokens per chunk, at most this many chunks; a base file has its own
+    score               refuse a base file whose scored tokens are others: "half", "all" or "assistant"; None: take any
+    chat                refuse a base file that is not of conversations
     """
 
     batch_size: int = DEFAULT_BATCH
@@ -289,6 +293,8 @@ class DivergenceOptions:
     threads: int | None = None
     ctx_size: int = DEFAULT_CONTEXT
     chunks: int | None = None
+    score: str | None = None
+    chat: bool = False
 
 
 def divergence(
@@ -332,6 +338,11 @@ def divergence(
             ctx_size=o.ctx_size, chunks=o.chunks, batch_size=o.batch_size, kl_divergence_base=file,
             by_layer=o.by_layer, numerics=o.numerics, threads=o.threads,
         )  # fmt: skip
+        if o.chat or o.score not in (None, "half"):
+            raise QuantkitError(
+                f"{path}: conversations and other scored tokens need a base file; write one with `perplexity` to a "
+                "name that ends in .qkld, or use `compare`"
+            )
         if o.jsonl is not None:
             raise QuantkitError(f"{o.jsonl}: only runs from a base file can be resumed; write one with `perplexity`")
         perplexity(base, text, base_options, on_message=on_message, on_layer=on_layer, open_model=open_model)
@@ -352,42 +363,65 @@ def _from_file(
     model_path = Path(os.fspath(model)) if isinstance(model, (str, os.PathLike)) else model.path
     check_outputs([o.jsonl], [model_path, path])
     base = base_reader(path)
+    _require_scored(base, o)
     if isinstance(model, (str, os.PathLike)):
         model = open_model(model_path, numerics=o.numerics, threads=o.threads, n_ctx=base.n_ctx)
-    on_message(f"KL divergence over {base.n_chunk} chunks of {base.n_ctx} tokens from {path}")
-    if (share := roundtrip_share(base.tokens, model.tokenizer)) < _SAME_TOKENIZER:
+    about = "" if base.scored is None else f", {base.scored.about} scored"
+    on_message(f"KL divergence over {base.n_chunk} chunks of {base.n_ctx} tokens from {path}{about}")
+    if (share := roundtrip_share(base.tokens, model.tokenizer, base.scored)) < _SAME_TOKENIZER:
         on_message(
             f"warning: {path}: decoding its tokens and encoding them again with the tokenizer of {model.path} gives "
             f"{100 * share:.1f} % of the same tokens: the base file has another tokenizer or is not from a text"
         )
-    k = base.rows_per_chunk
+    counts = base.counts.tolist()
     names = [name for name in RowFigures._fields if name != "bound_terms" or isinstance(base, BoundedReader)]
-    conditions = evaluation_conditions(model, base.n_ctx, base.n_chunk, f"of {path}")
+    conditions = evaluation_conditions(model, base.n_ctx, base.n_chunk, f"of {path}", base.scored)
     with contextlib.ExitStack() as stack:
-        log, done = None, None
+        log, done, resumed = None, None, 0
         if o.jsonl is not None:
             known = conditions | {"text": str(path)}
-            log = stack.enter_context(run_log(o.jsonl, model.path, path, k, o.batch_size, known, {}))
-            if len(log.resumed(on_message)):
+            positions = counts[0] if base.scored is None else counts
+            log = stack.enter_context(run_log(o.jsonl, model.path, path, positions, o.batch_size, known, {}))
+            if resumed := len(log.resumed(on_message)):
                 done = {name: log.logged(name) for name in names}
-        resumed = 0 if done is None else len(done["nll"])
         clock = ChunkClock(base.n_chunk, resumed, o.batch_size, base.n_ctx, str(path))
 
         def after_chunk(chunks: int, so_far: Divergence) -> None:
             if log is not None:
-                log.add(**{name: getattr(so_far, name)[-k:] for name in names})
+                log.add(**{name: getattr(so_far, name)[-counts[chunks - 1] :] for name in names})
             clock.report(progress, chunks, so_far)
 
         run = chunk_runner(o.by_layer, on_message, on_layer)
-        result = divergence_from_base(model, base, n_batch=o.batch_size, on_chunk=after_chunk, run=run, done=done)
+        result = divergence_from_base(
+            model, base, n_batch=o.batch_size, on_chunk=after_chunk, run=run, done=done, first=resumed
+        )
     return replace(result, seconds=clock.seconds, conditions=conditions)
 
 
-def roundtrip_share(tokens: np.ndarray, tokenizer: Tokenizer, at_most: int = 4096) -> float:
-    """Share of int[n_chunk, n_ctx] tokens that a tokenizer reproduces from their decoded text, in any order."""
+def _require_scored(base: BaseReader | BoundedReader, o: DivergenceOptions) -> None:
+    """DataError unless the scored tokens of a base file are those that were asked for."""
+    has, chat = ("half", False) if base.scored is None else (base.scored.what, base.scored.chat)
+    if (o.score is not None and o.score != has) or (o.chat and not chat):
+        asked = ("--chat " if o.chat else "") + (f"--score {o.score}" if o.score else "")
+        raise DataError(
+            f"{base.path}: made with {'--chat ' if chat else ''}--score {has}, this run asks for {asked.strip()}; "
+            "remove the option, or make the base again with it"
+        )
+
+
+def roundtrip_share(
+    tokens: np.ndarray, tokenizer: Tokenizer, scored: ScoredTokens | None = None, at_most: int = 4096
+) -> float:
+    """Share of int[n_chunk, n_ctx] tokens that a tokenizer reproduces from their decoded text, in any order.
+
+    Conversations count up to their last scored token; after it may be fill.
+    """
+    special = scored is not None and scored.chat
+    if scored is not None and special:
+        tokens = np.concatenate([row[: int(scored.rows(i)[-1]) + 2] for i, row in enumerate(tokens)])
     ids = tokens.reshape(-1)[:at_most].tolist()
     text = b"".join(tokenizer.token_bytes(i) for i in ids if i < tokenizer.vocab_size).decode(errors="replace")
-    again = Counter(tokenizer.encode(text, bos=False))
+    again = Counter(tokenizer.encode(text, bos=False, special=special))
     return (Counter(ids) & again).total() / len(ids)
 
 
@@ -399,11 +433,12 @@ def divergence_from_base(
     on_chunk: Callable[[int, Divergence], None] | None = None,
     run: RunChunks = evaluate_chunks,
     done: Mapping[str, np.ndarray] | None = None,
+    first: int = 0,
 ) -> Divergence:
     """Divergence of a model from an open base file, over the file's tokens.
 
     run        runs the chunks, as in `perplexity.perplexity_of_chunks`
-    done       the arrays of a Divergence by name, [k, positions, …], for the first k chunks (whole batches)
+    done       the arrays of a Divergence by name for the `first` chunks (whole batches), from an earlier run
     on_chunk   called after each chunk with the number of chunks done and the result so far
 
     Raises DataError for a base with another vocabulary.
@@ -413,24 +448,22 @@ def divergence_from_base(
             f"{base.path}: made with a vocabulary of {base.n_vocab}, the model has {model.vocab_size}; "
             "a base only fits models with the same tokenizer"
         )
-    inputs = with_bos(base.tokens, model.tokenizer)
-    rows = scored_rows(base.n_ctx)
-    k = base.rows_per_chunk
-    n = base.n_chunk * k
-    result = Divergence(np.empty(n), np.empty(n), np.empty(n), np.empty(n, np.bool_))
+    is_chat = base.scored is not None and base.scored.chat
+    inputs = base.tokens if is_chat else with_bos(base.tokens, model.tokenizer)
+    chunks = Chunks(base.tokens, inputs, str(base.path), choice=base.scored)
+    ends = np.cumsum(base.counts)
+    n = int(ends[-1])
+    result = Divergence(np.empty(n), np.empty(n), np.empty(n), np.empty(n, np.bool_), chunks=chunks)
     if isinstance(base, BoundedReader):
         result = replace(result, bound_terms=np.empty((n, bounded.BOUND_TERMS)))
-    done = done or {}
-    first = len(done.get("nll", ()))
-    for name, figures in done.items():
-        values = getattr(result, name)
-        values[: first * k] = figures.reshape(first * k, *values.shape[1:])
-    for index, logits in run(model, inputs, n_batch, None, first):
-        figures_of_chunk = compare_rows(logits, base.chunk(index), base.tokens[index, rows.start + 1 :])
-        positions = slice(index * k, (index + 1) * k)
+    for name, figures in (done or {}).items():
+        getattr(result, name)[: len(figures)] = figures
+    for index, logits in run(model, inputs, n_batch, chunks.rows, first):
+        figures_of_chunk = compare_rows(logits, base.chunk(index), chunks.of(index))
+        positions = slice(ends[index] - base.counts[index], ends[index])
         for name in RowFigures._fields:
             if (values := getattr(result, name)) is not None:
                 values[positions] = getattr(figures_of_chunk, name)
         if on_chunk is not None:
-            on_chunk(index + 1, result.first((index + 1) * k))
+            on_chunk(index + 1, result.first(int(ends[index])))
     return result

@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from quantkit.evaluate.text import text_bytes
+from quantkit.evaluate.corpus import text_bytes
 
 _MAX_WHOLE = 64 << 20  # bytes; of larger files only samples are hashed
 _SAMPLES, _SAMPLE_BYTES = 1024, 16 << 10

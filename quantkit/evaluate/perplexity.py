@@ -1,7 +1,7 @@
 """Perplexity by llama-perplexity's protocol, so that figures are comparable with published ones.
 
-Each chunk is a fresh sequence. Its second half is scored: with first = n_ctx // 2, the logits at first … n_ctx - 2
-predict the tokens first + 1 … n_ctx - 1. Over all scored tokens,
+Each chunk is a fresh sequence. Its second half is scored, unless --score says otherwise: with first = n_ctx // 2, the
+logits at first … n_ctx - 2 predict the tokens first + 1 … n_ctx - 1. Over all scored tokens,
 
     nll = -log softmax(logits)[target]          float32 exponentials, float64 sum
     PPL = exp(mean nll)
@@ -14,24 +14,26 @@ import contextlib
 import functools
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from quantkit.errors import QuantkitError
+from quantkit.errors import DataError, QuantkitError, UnknownNameError
 from quantkit.evaluate.base_files import base_writer
+from quantkit.evaluate.chat_chunks import chat_chunks
 from quantkit.evaluate.chunk_log import ChunkLog, run_log
 from quantkit.evaluate.chunk_runs import RunChunks, evaluate_chunks
 from quantkit.evaluate.conditions import Conditions, evaluation_conditions
+from quantkit.evaluate.corpus import texts_by_category
 from quantkit.evaluate.layers.layer_by_layer import chunks_layer_by_layer
 from quantkit.evaluate.models import ChunkModel, OnLayer, OnMessage, OpenModel, no_message, open_model
 from quantkit.evaluate.nll import negative_log_likelihood
 from quantkit.evaluate.progress import ChunkClock, ChunkProgress
 from quantkit.evaluate.statistics import perplexity_of
-from quantkit.evaluate.text import DEFAULT_BATCH, DEFAULT_CONTEXT, Chunks, chunked, windows
+from quantkit.evaluate.text import DEFAULT_BATCH, DEFAULT_CONTEXT, Chunks, chunked, cut, join, score_chunks, windows
 from quantkit.formats.atomic import check_outputs
 from quantkit.formats.kld.base_file import BaseWriter
 from quantkit.formats.kld.bounded_file import BoundedWriter
@@ -39,22 +41,33 @@ from quantkit.formats.kld.chunk_file import LoggedChunks
 
 if TYPE_CHECKING:
     from quantkit.runtime.model import Model
+    from quantkit.tokenizers.tokenizer import Tokenizer
+
+SCORES = ("half", "all", "assistant")
 
 
 @dataclass(frozen=True)
 class Perplexity:
     """The perplexity of a model on a text.
 
-    nll          float64[n_chunk, positions]: negative log-likelihood of each scored token, in nats
+    nll          float64[n_chunk, positions]: negative log-likelihood of each scored token, in nats; float64[n] where
+                 `counts` are set
     n_ctx        tokens per chunk
     seconds      time of the run, without opening the model
     conditions   what the figures depend on besides the file: text, options, CPU, versions
+    counts       int64[n_chunk]: the number of scored tokens of each chunk where they differ, as in conversations
     """
 
     nll: np.ndarray
     n_ctx: int
     seconds: float = 0.0
     conditions: Conditions = field(default_factory=dict)
+    counts: np.ndarray | None = None
+
+    @property
+    def chunks(self) -> int:
+        """Number of chunks."""
+        return len(self.nll if self.counts is None else self.counts)
 
     @property
     def value(self) -> float:
@@ -76,11 +89,14 @@ class Perplexity:
     @property
     def running(self) -> list[float]:
         """The perplexity over the first chunk, the first two chunks, and so on."""
-        return [self.after(i + 1).value for i in range(len(self.nll))]
+        return [self.after(i + 1).value for i in range(self.chunks)]
 
     def after(self, chunks: int) -> Perplexity:
         """The result over the first `chunks` chunks."""
-        return replace(self, nll=self.nll[:chunks])
+        if self.counts is None:
+            return replace(self, nll=self.nll[:chunks])
+        counts = self.counts[:chunks]
+        return replace(self, nll=self.nll[: int(counts.sum())], counts=counts)
 
     def record(self) -> dict[str, object]:
         """The figures by name, for JSON; the error is over tokens."""
@@ -102,6 +118,12 @@ class PerplexityOptions:
     jsonl                 write a JSON line per chunk to this file, and resume from it
     kl_divergence_base    write the log-probabilities to this base file, for `divergence`
     kl_divergence_bound   for a base file named .qkld: target error of the mean KLD, in nats
+    chat                  the text holds conversations, which the model's chat template formats: a chunk each, of at
+                          most ctx_size tokens
+    score                 the scored tokens. "half": the second half of each chunk; "all": all but the first of each;
+                          "assistant": those of the assistant in conversations. None: "assistant" with `chat`, else
+                          "half"
+    by_category           the text is a .jsonl file with a "category" on each line, which a bounded base file records
     by_layer              run all chunks through one layer before the next; for models larger than memory
     numerics, threads     for a model given by its path: "exact" or "fast", number of threads
     """
@@ -113,6 +135,9 @@ class PerplexityOptions:
     jsonl: Path | None = None
     kl_divergence_base: Path | None = None
     kl_divergence_bound: float = 1e-3
+    chat: bool = False
+    score: str | None = None
+    by_category: bool = False
     by_layer: bool = False
     numerics: str = "exact"
     threads: int | None = None
@@ -143,21 +168,27 @@ def perplexity(
     the tensor that they come from.
     """
     o, text = options or PerplexityOptions(), Path(text)
+    score = checked_score(o.score, o.chat)
     path = Path(os.fspath(model)) if isinstance(model, (str, os.PathLike)) else model.path
     check_outputs([o.jsonl, o.kl_divergence_base], [path, text])
     if o.ppl_stride and o.kl_divergence_base is not None:
         raise QuantkitError(
             "--ppl-stride and --kl-divergence-base exclude each other: base files contain second halves of chunks"
         )
+    if o.ppl_stride and (o.chat or o.score is not None):
+        raise QuantkitError("--ppl-stride scores the ends of windows of plain text; remove --chat and --score")
     if isinstance(model, (str, os.PathLike)):
         longest = o.ctx_size + o.ppl_stride // 2
         model = open_model(path, numerics=o.numerics, threads=o.threads, n_ctx=longest)
     if o.ppl_stride:
         chunks = windows(model.tokenizer, text, o.ctx_size, o.ppl_stride, o.chunks)
     else:
-        chunks = chunked(model.tokenizer, text, o.ctx_size, o.chunks)
-    on_message(f"perplexity over {len(chunks)} chunks of {chunks.n_ctx} tokens, batch {o.batch_size}")
-    conditions = evaluation_conditions(model, chunks.n_ctx, len(chunks), str(text))
+        chunks = chunks_of(model.tokenizer, text, o.ctx_size, o.chunks, o.chat, score, o.by_category)
+    for line in chunks.notes:
+        on_message(f"note: {line}")
+    about = "" if chunks.choice is None else f", {chunks.choice.about} scored"
+    on_message(f"perplexity over {len(chunks)} chunks of {chunks.n_ctx} tokens, batch {o.batch_size}{about}")
+    conditions = evaluation_conditions(model, chunks.n_ctx, len(chunks), str(text), chunks.choice)
     with contextlib.ExitStack() as stack:
         log = None if o.jsonl is None else _log(o.jsonl, o, model, text, chunks, conditions)
         base: BaseWriter | BoundedWriter | None = None
@@ -165,8 +196,9 @@ def perplexity(
             logged = None if log is None else LoggedChunks(log.logged("base").tolist(), log.chunks_per_batch)
             note = {"model": str(model.path), **conditions}
             base = base_writer(
-                o.kl_divergence_base, chunks.tokens, model.vocab_size, logged, target=o.kl_divergence_bound, note=note
-            )
+                o.kl_divergence_base, chunks.tokens, model.vocab_size, logged, target=o.kl_divergence_bound, note=note,
+                scored=chunks.choice,
+            )  # fmt: skip
             stack.enter_context(base)
             if log is not None:
                 log.truncate(base.done)
@@ -177,8 +209,9 @@ def perplexity(
 
         def after_chunk(so_far: Perplexity) -> None:
             if log is not None:
-                log.add(so_far.nll[-1], **({"base": base.digest} if base is not None else {}))
-            clock.report(progress, len(so_far.nll), so_far)
+                last = chunks.counts[so_far.chunks - 1]
+                log.add(so_far.nll.reshape(-1)[-last:], **({"base": base.digest} if base is not None else {}))
+            clock.report(progress, so_far.chunks, so_far)
 
         found = perplexity_of_chunks(
             model, chunks, n_batch=o.batch_size, base=base, on_chunk=after_chunk, done=done,
@@ -187,13 +220,52 @@ def perplexity(
     return replace(found, seconds=clock.seconds, conditions=conditions)
 
 
+def checked_score(score: str | None, chat: bool) -> str:
+    """The value of --score, or its default. UnknownNameError for another, QuantkitError for one that does not fit."""
+    if score is None:
+        return "assistant" if chat else "half"
+    if score not in SCORES:
+        raise UnknownNameError("choice of scored tokens", score, SCORES)
+    if (score == "assistant") > chat:
+        raise QuantkitError("--score assistant is for conversations: add --chat, or use --score all or half")
+    if (score == "half") and chat:
+        raise QuantkitError("--score half is for plain text; with --chat use --score assistant or all")
+    return score
+
+
+def chunks_of(
+    tokenizer: Tokenizer, text: Path, n_ctx: int, limit: int | None, chat: bool, score: str, by_category: bool
+) -> Chunks:
+    """The chunks of a text with the scored tokens that `score` names (a result of `checked_score`).
+
+    by_category   the text is a .jsonl file with a "category" on each line; `limit` is of each category of plain text
+    """
+    if chat:
+        return chat_chunks(tokenizer, text, n_ctx, score, limit, by_category)
+    if by_category:
+        parts = [
+            (label, cut(tokenizer, tokenizer.encode(of_label), f"{text}: category {label}", n_ctx, limit))
+            for label, of_label in texts_by_category(text).items()
+        ]
+        if not parts:
+            raise DataError(f"{text}: no lines; name a .jsonl file of texts with categories")
+        return score_chunks(
+            join([part for _, part in parts], str(text)), score, [label for label, part in parts for _ in part.tokens]
+        )
+    chunks = chunked(tokenizer, text, n_ctx, limit)
+    return score_chunks(chunks, score) if score == "all" else chunks
+
+
 def _log(
     path: Path, options: PerplexityOptions, model: Model, text: Path, chunks: Chunks, conditions: Conditions
 ) -> ChunkLog:
     settings: dict[str, object] = {"stride": options.ppl_stride}
     if options.kl_divergence_base is not None:
         settings |= {"base": options.kl_divergence_base.suffix, "bound": options.kl_divergence_bound}
-    positions = chunks.rows.stop - chunks.rows.start
+    if chunks.choice is not None:
+        settings |= {"score": chunks.choice.what, "chat": chunks.choice.chat}
+    counts = chunks.counts.tolist()
+    positions = counts[0] if chunks.choice is None else counts
     return run_log(path, model.path, text, positions, options.batch_size, conditions, settings)
 
 
@@ -215,25 +287,30 @@ def perplexity_of_chunks(
     n_batch: int = DEFAULT_BATCH,
     base: BaseWriter | BoundedWriter | None = None,
     on_chunk: Callable[[Perplexity], None] | None = None,
-    done: np.ndarray | None = None,
+    done: Sequence[np.ndarray] | None = None,
     run: RunChunks = evaluate_chunks,
 ) -> Perplexity:
     """Perplexity of a model over chunks.
 
-    done: float64[k, positions], the nll of the first k chunks (whole batches) from an earlier run.
+    done: the nll of the first chunks (whole batches) from an earlier run, float64[n] of each.
     run: runs the chunks: `evaluate_chunks` or `layers.layer_by_layer.chunks_layer_by_layer`.
 
     `base` also gets every chunk's logits. `on_chunk` is called after each chunk with the result so far. The model
     itself reports NaN and Inf and names the tensor that caused them.
     """
-    rows = chunks.rows
-    nll = np.empty((len(chunks), rows.stop - rows.start))
-    first = 0 if done is None else len(done)
-    nll[:first] = 0 if done is None else done
-    for index, logits in run(model, chunks.inputs, n_batch, rows, first):
-        nll[index] = negative_log_likelihood(logits, chunks.tokens[index, rows.start + 1 :])
+    counts = chunks.counts
+    ends = np.cumsum(counts)
+    nll = np.empty(int(ends[-1]))
+    found = Perplexity(nll, chunks.n_ctx, counts=counts)
+    if chunks.choice is None:
+        found = Perplexity(nll.reshape(len(chunks), -1), chunks.n_ctx)
+    done = done or []
+    for index, of_chunk in enumerate(done):
+        nll[ends[index] - counts[index] : ends[index]] = of_chunk
+    for index, logits in run(model, chunks.inputs, n_batch, chunks.rows, len(done)):
+        nll[ends[index] - counts[index] : ends[index]] = negative_log_likelihood(logits, chunks.of(index))
         if base is not None:
             base.write(logits)
         if on_chunk is not None:
-            on_chunk(Perplexity(nll[: index + 1], chunks.n_ctx))
-    return Perplexity(nll, chunks.n_ctx)
+            on_chunk(found.after(index + 1))
+    return found

@@ -11,6 +11,11 @@ fewer than MIN_UNITS chunks, each chunk is cut into blocks of neighbouring token
 units. The correlation between neighbouring blocks is then neglected. A bootstrap over chunks gives the same errors to
 the second digit, and takes thousands of times as long.
 
+Conversations have different numbers of scored tokens n_u. The mean over tokens is then a ratio of two sums over units,
+and with w_u = n_u U / sum n the linearized error of a ratio (Cochran, Sampling Techniques) is
+
+    error = s / sqrt(U),   s² = sum (w_u (m_u - mean))² / (U - 1)
+
 Quantiles have Woodruff's interval: the share of tokens below the quantile is a mean over chunks with an error, and the
 quantiles at the ends of the share's interval are the ends of the interval.
 """
@@ -92,17 +97,49 @@ def at_share(ordered: np.ndarray, share: float) -> float:
 
 @dataclass(frozen=True)
 class Sample:
-    """The structure of a measurement: `chunks` of `per_chunk` scored tokens each, one after another."""
+    """The structure of a measurement: `chunks` of `per_chunk` scored tokens each, one after another.
+
+    counts   the number of scored tokens of each chunk where they differ; `per_chunk` is then 0
+    """
 
     chunks: int
     per_chunk: int
+    counts: tuple[int, ...] | None = None
+
+    @classmethod
+    def of(cls, counts: np.ndarray | Sequence[int]) -> Sample:
+        """The structure of chunks with so many scored tokens each, at least 1."""
+        numbers = tuple(int(n) for n in counts)
+        return cls(len(numbers), numbers[0]) if len(set(numbers)) == 1 else cls(len(numbers), 0, numbers)
+
+    @property
+    def tokens(self) -> int:
+        """Number of scored tokens."""
+        return self.chunks * self.per_chunk if self.counts is None else sum(self.counts)
+
+    def part(self, first: int, chunks: int) -> tuple[slice, Sample]:
+        """The tokens of `chunks` chunks, and their structure."""
+        if self.counts is None:
+            return slice(first * self.per_chunk, (first + chunks) * self.per_chunk), Sample(chunks, self.per_chunk)
+        counts, before = self.counts[first : first + chunks], sum(self.counts[:first])
+        return slice(before, before + sum(counts)), Sample.of(counts)
 
     @property
     def starts(self) -> np.ndarray:
         """int[units]: the first token of each unit."""
+        if self.counts is not None:
+            return self._ragged_starts()
         blocks = min(max(1, -(-MIN_UNITS // self.chunks)), self.per_chunk)
         within = np.arange(blocks) * self.per_chunk // blocks
         return (np.arange(self.chunks)[:, None] * self.per_chunk + within).reshape(-1)
+
+    def _ragged_starts(self) -> np.ndarray:
+        wanted, before, starts = max(1, -(-MIN_UNITS // self.chunks)), 0, []
+        for count in self.counts or ():
+            blocks = min(wanted, count)
+            starts += [before + i * count // blocks for i in range(blocks)]
+            before += count
+        return np.array(starts, np.int64)
 
     def means(self, x: np.ndarray) -> np.ndarray:
         """Means over the units of x[tokens]: float64[units]."""
@@ -115,7 +152,12 @@ class Sample:
         means, value = self.means(x), float(np.mean(x))
         if len(means) < 3:
             return Interval(value, math.nan, math.nan, math.nan)
-        error = float(means.std(ddof=1)) / math.sqrt(len(means))
+        if self.counts is None:
+            error = float(means.std(ddof=1)) / math.sqrt(len(means))
+        else:
+            weights = np.diff(self.starts, append=len(x)) * (len(means) / len(x))
+            variance = float(np.sum((weights * (means - value)) ** 2)) / (len(means) - 1)
+            error = math.sqrt(variance / len(means))
         half_width = student(len(means) - 1, level) * error
         return Interval(value, error, value - half_width, value + half_width)
 
@@ -159,7 +201,7 @@ def separate(sample: Sample, first: np.ndarray, second: np.ndarray, level: float
         return Separation(found, False, None)
     if found.low > 0 or found.high < 0:
         return Separation(found, True, 0)
-    tokens, value = sample.chunks * sample.per_chunk, abs(found.value)
+    tokens, value = sample.tokens, abs(found.value)
     half_width = (found.high - found.low) / 2
     # The error falls with the root of the number of tokens. Add a tenth to be above break-even.
     factor = 1.1 * (half_width / value) ** 2 if value else math.inf

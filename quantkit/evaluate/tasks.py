@@ -21,9 +21,9 @@ import numpy as np
 from quantkit.errors import DataError, FormatError, QuantkitError, UnknownNameError
 from quantkit.evaluate.chunk_runs import check_context
 from quantkit.evaluate.conditions import Conditions, evaluation_conditions
+from quantkit.evaluate.corpus import read_text
 from quantkit.evaluate.models import ChunkModel, OnMessage, OpenModel, no_message, open_model
 from quantkit.evaluate.nll import negative_log_likelihood
-from quantkit.evaluate.text import read_text
 from quantkit.formats import gguf
 from quantkit.formats.atomic import os_errors
 from quantkit.tokenizers.tokenizer import Tokenizer
@@ -46,7 +46,10 @@ class Task:
 
 @dataclass(frozen=True)
 class Score:
-    """The result over some tasks: `correct` predictions of `tasks`; `chance` is the expected accuracy of guessing."""
+    """The result over some tasks: `correct` predictions of `tasks`; `chance` is the expected accuracy of guessing.
+
+    answers, expected   of a complete run: the index of the predicted and of the correct choice of each task
+    """
 
     correct: int
     tasks: int
@@ -54,6 +57,8 @@ class Score:
     name: str = ""
     seconds: float = 0.0
     conditions: Conditions = field(default_factory=dict)
+    answers: tuple[int, ...] = ()
+    expected: tuple[int, ...] = ()
 
     @property
     def accuracy(self) -> float:
@@ -176,11 +181,14 @@ def sampled(tasks: Sequence[Task], limit: int) -> list[Task]:
 # ------------------------------------------------------------------------------------------------------------- scoring
 
 
-def evaluate(model: ChunkModel, tasks: Sequence[Task]) -> Iterator[Score]:
-    """Score task after task and yield the score so far."""
+def evaluate(model: ChunkModel, tasks: Sequence[Task], answers: list[int] | None = None) -> Iterator[Score]:
+    """Score task after task and yield the score so far; append the index of each predicted choice to `answers`."""
     correct, chance = 0, 0.0
     for done, task in enumerate(tasks, 1):
-        correct += int(np.argmax(scores(model, task))) == task.correct
+        answer = int(np.argmax(scores(model, task)))
+        correct += answer == task.correct
+        if answers is not None:
+            answers.append(answer)
         chance += 1 / len(task.texts)
         yield Score(correct, done, chance / done)
 
@@ -260,8 +268,11 @@ def score_tasks(
     on_message(f"{kind}: {len(tasks)} tasks of {file}")
     conditions = evaluation_conditions(loaded, loaded.n_ctx_train, len(tasks), str(file))
     started = time.monotonic()
-    score = Score(0, 0, 0.0)
-    for score in evaluate(loaded, tasks):
+    score, answers = Score(0, 0, 0.0), list[int]()
+    for score in evaluate(loaded, tasks, answers):
         if progress is not None:
             progress(score, len(tasks))
-    return replace(score, name=kind, seconds=time.monotonic() - started, conditions=conditions)
+    return replace(
+        score, name=kind, seconds=time.monotonic() - started, conditions=conditions, answers=tuple(answers),
+        expected=tuple(task.correct for task in tasks),
+    )  # fmt: skip

@@ -4,7 +4,7 @@ The whole text is tokenized once, with the tokenizer's own BOS and without parsi
 end is removed, and so are the last tokens that do not fill a chunk. If the model adds BOS, the first token of every
 chunk's input is replaced by BOS; the scored tokens are still the text's own.
 
-With `chat`, the model's chat template formats conversations. The results are joined, tokenized with special tokens, and
+`chat_chunks.py` makes chunks of conversations, each a sequence of its own. An importance matrix has them joined and
 cut like any text.
 """
 
@@ -12,24 +12,22 @@ from __future__ import annotations
 
 import functools
 import os
-import re
-import sys
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from quantkit.errors import DataError, FormatError
-from quantkit.formats.atomic import os_errors
-from quantkit.formats.kld.base_file import scored_rows
-from quantkit.inputs import json_input
+from quantkit.errors import DataError
+from quantkit.evaluate.corpus import conversations, read_text
+from quantkit.formats.kld.scored_tokens import ScoredTokens, logit_rows, row_counts, scored_rows
 
 if TYPE_CHECKING:
     from quantkit.tokenizers.tokenizer import Tokenizer
 
 DEFAULT_CONTEXT = 512
 DEFAULT_BATCH = 2048
+_ARRAYS = ("tokens", "inputs")
 
 
 @dataclass(frozen=True)
@@ -40,12 +38,16 @@ class Chunks:
     inputs   int32[n_chunk, n_ctx], what the model gets: the same, with BOS as first token if the model adds one
     source   name of the text
     scored   number of tokens at the end of each chunk that are scored; None: its second half
+    choice   the scored tokens, if they are neither; the inputs of conversations have no other BOS than their template's
+    notes    what the user should know: conversations that are cut or left out
     """
 
     tokens: np.ndarray
     inputs: np.ndarray
     source: str
     scored: int | None = None
+    choice: ScoredTokens | None = None
+    notes: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -55,33 +57,34 @@ class Chunks:
         """Tokens per chunk."""
         return int(self.tokens.shape[1])
 
-    @property
-    def rows(self) -> slice:
-        """Positions whose logits are scored; each predicts the token after it."""
+    @functools.cached_property
+    def rows(self) -> slice | list[np.ndarray]:
+        """Positions whose logits are scored, of all chunks or of each: int64[k]. Each predicts the token after it."""
         end = self.n_ctx - 1
-        return scored_rows(self.n_ctx) if self.scored is None else slice(end - self.scored, end)
+        if self.scored is not None:
+            return slice(end - self.scored, end)
+        return logit_rows(self.n_ctx, len(self), self.choice)
 
+    @property
+    def counts(self) -> np.ndarray:
+        """int64[n_chunk]: the number of scored tokens of each chunk."""
+        if self.scored is not None:
+            return np.full(len(self), self.scored, np.int64)
+        return row_counts(self.n_ctx, len(self), self.choice)
 
-def read_text(path: str | os.PathLike[str]) -> str:
-    """Read a UTF-8 text file, `-` for stdin, without the newline at its end. Raises DataError for other bytes."""
-    data = text_bytes(path).removesuffix(b"\n")
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: offset {error.start}: not UTF-8 ({error.reason}); convert the text first") from None
+    @property
+    def depths(self) -> np.ndarray:
+        """int64[scored tokens]: the number of tokens before each in its chunk."""
+        rows = self.rows
+        if isinstance(rows, slice):
+            return np.tile(np.arange(rows.start, rows.stop) + 1, len(self))
+        return np.concatenate(rows) + 1
 
-
-def text_bytes(path: str | os.PathLike[str]) -> bytes:
-    """The bytes of a text file; of stdin, which is read once, for the path `-`."""
-    if os.fspath(path) == "-":
-        return _read_stream(sys.stdin)
-    with os_errors(Path(path), "read"):
-        return Path(path).read_bytes()
-
-
-@functools.lru_cache(maxsize=1)
-def _read_stream(stream: TextIO) -> bytes:
-    return stream.buffer.read()
+    def of(self, index: int) -> np.ndarray:
+        """int32[k]: the scored tokens of a chunk."""
+        rows = self.rows
+        positions = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows[index]
+        return np.asarray(self.tokens[index, positions + 1])
 
 
 def with_bos(tokens: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
@@ -103,28 +106,71 @@ def chunked(
 ) -> Chunks:
     """Tokenize a file and cut it into chunks of `n_ctx` tokens, after the first `skip` chunks and at most `limit`.
 
-    With `chat` the file holds conversations (see `conversations`), which the model's chat template formats.
+    With `chat` the file holds conversations (see `corpus.conversations`), which the model's chat template
+    formats; they are joined.
     """
+    ids = _joined_conversations(tokenizer, path) if chat else tokenizer.encode(read_text(path), bos=None)
+    return cut(tokenizer, ids, str(path), n_ctx, limit, skip)
+
+
+def cut(
+    tokenizer: Tokenizer, ids: Sequence[int], source: str, n_ctx: int, limit: int | None = None, skip: int = 0
+) -> Chunks:
+    """Cut the tokens of a text into chunks, as `chunked` does."""
     if n_ctx < 4:
         raise DataError(f"chunks of {n_ctx} tokens are too short to score; use at least 4")
     if limit is not None and limit < 1:
         raise DataError(f"a limit of {limit} chunks; use at least 1 (--chunks)")
-    if chat:
-        ids = []
-        for messages in conversations(path):
-            formatted = tokenizer.apply_chat_template(messages, add_generation_prompt=False)
-            ids += tokenizer.encode(formatted, bos=False, special=True)
-    else:
-        ids = tokenizer.encode(read_text(path), bos=None)
     if len(ids) < (2 + skip) * n_ctx:
         raise DataError(
-            f"{path}: {len(ids)} tokens, chunks of {n_ctx} need at least {(2 + skip) * n_ctx}; "
+            f"{source}: {len(ids)} tokens, chunks of {n_ctx} need at least {(2 + skip) * n_ctx}; "
             "use a longer text or shorter chunks"
         )
     n_chunk = len(ids) // n_ctx - skip
     n_chunk = n_chunk if limit is None else min(n_chunk, limit)
     tokens = np.asarray(ids[skip * n_ctx : (skip + n_chunk) * n_ctx], np.int32).reshape(n_chunk, n_ctx)
-    return Chunks(tokens, with_bos(tokens, tokenizer), str(path))
+    return Chunks(tokens, with_bos(tokens, tokenizer), source)
+
+
+def _joined_conversations(tokenizer: Tokenizer, path: str | os.PathLike[str]) -> list[int]:
+    ids = []
+    for conversation in conversations(path):
+        formatted = tokenizer.apply_chat_template(conversation.messages, add_generation_prompt=False)
+        ids += tokenizer.encode(formatted, bos=False, special=True)
+    return ids
+
+
+def score_chunks(chunks: Chunks, score: str, labels: Sequence[str] = ()) -> Chunks:
+    """The same chunks of plain text, with "all" tokens but the first of each scored, or the second "half" of each.
+
+    labels   the category of each chunk
+    """
+    mask = np.zeros(chunks.tokens.shape, np.bool_)
+    mask[:, 1 if score == "all" else scored_rows(chunks.n_ctx).start + 1 :] = True
+    return replace(chunks, choice=ScoredTokens(mask, score, False, tuple(labels)))
+
+
+def join(parts: Sequence[Chunks], source: str) -> Chunks:
+    """The chunks of several texts, made with the same options, in order; shorter ones are filled with their last token.
+
+    The labels of parts that have none are empty.
+    """
+    width = max(part.n_ctx for part in parts)
+
+    def filled(array: np.ndarray, mode: str) -> np.ndarray:
+        return np.pad(array, ((0, 0), (0, width - array.shape[1])), mode=mode)  # type: ignore[call-overload,no-any-return]
+
+    tokens, inputs = (np.concatenate([filled(getattr(part, name), "edge") for part in parts]) for name in _ARRAYS)
+    notes = tuple(note for part in parts for note in part.notes)
+    choices = [part.choice for part in parts if part.choice is not None]
+    if len(choices) < len(parts):
+        return Chunks(tokens, inputs, source, notes=notes)
+    mask = np.concatenate([filled(choice.mask, "constant") for choice in choices])
+    labels: list[str] = []
+    if any(choice.labels for choice in choices):
+        labels = [label for choice in choices for label in choice.labels or [""] * len(choice.mask)]
+    choice = ScoredTokens(mask, choices[0].what, choices[0].chat, labels)
+    return Chunks(tokens, inputs, source, choice=choice, notes=notes)
 
 
 def windows(
@@ -145,44 +191,3 @@ def windows(
     count = count if limit is None else min(count, limit)
     tokens = np.stack([ids[i * stride : i * stride + window] for i in range(count)])
     return Chunks(tokens, tokens, str(path), stride)
-
-
-# ------------------------------------------------------------------------------------------------------- conversations
-
-_ROLES = {"human": "user", "gpt": "assistant", "user": "user", "assistant": "assistant", "system": "system"}
-
-
-def conversations(path: str | os.PathLike[str]) -> list[list[dict[str, Any]]]:
-    """Read conversations as lists of messages with "role" and "content".
-
-    A .jsonl file has one per line: a list of messages, an object with "messages", or an object with "conversations" of
-    "from" and "value". In any other text, paragraphs (separated by blank lines) alternate between user and assistant.
-    Raises DataError that names the first line of another form.
-    """
-    text = read_text(path).removeprefix("\ufeff")  # a byte order mark is not part of the text
-    if Path(path).suffix != ".jsonl":
-        paragraphs = [part.strip() for part in re.split(r"\n\s*\n", text) if part.strip()]
-        pairs = [paragraphs[i : i + 2] for i in range(0, len(paragraphs), 2)]
-        return [[{"role": r, "content": c} for r, c in zip(("user", "assistant"), pair)] for pair in pairs]
-    return [_conversation(path, number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
-
-
-def _conversation(path: str | os.PathLike[str], number: int, line: str) -> list[dict[str, Any]]:
-    try:
-        found = json_input.parse(line, str(path))
-        if isinstance(found, dict):
-            found = found["messages"] if "messages" in found else found["conversations"]
-        messages = [
-            {**m, "role": m["role"], "content": m["content"]}
-            if "role" in m
-            else {"role": _ROLES[m["from"]], "content": m["value"]}
-            for m in found
-        ]
-        if messages:
-            return messages
-    except (FormatError, KeyError, TypeError):
-        pass
-    raise DataError(
-        f'{path}: line {number} is not a conversation: it must be a list of {{"role": …, "content": …}}, or an object '
-        'with such "messages"'
-    )

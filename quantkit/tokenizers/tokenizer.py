@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import codecs
 import functools
+import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -101,6 +102,17 @@ class Tokenizer:
         if bos is None and self.adds_eos:
             ids = [*ids, self.eos_id]
         return ids
+
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[int], list[int]]:
+        """Token ids of a text with control tokens written out, without BOS; and where each begins and ends.
+
+        The offsets are in characters and never decrease.
+        """
+        text = _valid(text)
+        with _library_errors("the tokenizer in the metadata fails on this text"):
+            found = self._engines[True].encode(text, add_special_tokens=False)
+        starts, ends = (list(itertools.accumulate((offset[k] for offset in found.offsets), max)) for k in range(2))
+        return found.ids, starts, ends
 
     # --------------------------------------------------------------------------------------------------------- decode
 

@@ -19,6 +19,7 @@ import pytest
 
 from quantkit import cli, recipe
 from quantkit.errors import DataError, FormatError
+from quantkit.evaluate import corpus
 from quantkit.evaluate import text as text_of
 from quantkit.evaluate.fingerprint import fingerprint
 from quantkit.evaluate.imatrix import collect as collecting
@@ -429,16 +430,19 @@ def test_conversations_go_through_the_chat_template(smollm2_q4_1, tmp_path) -> N
     path = tmp_path / "c.jsonl"
     path.write_text("\n".join(json.dumps(line) for line in ({"messages": said}, said, other)) + "\n")
     third = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
-    assert text_of.conversations(path) == [said, said, third]
+    assert [c.messages for c in corpus.conversations(path)] == [said, said, third]
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"\n", b"\r\n"))  # as some editors save it
-    assert text_of.conversations(path) == [said, said, third]
+    assert [c.messages for c in corpus.conversations(path)] == [said, said, third]
     made = text_of.chunked(tokenizer, path, 16, chat=True)
     first = tokenizer.apply_chat_template(said, add_generation_prompt=False)
     expected = tokenizer.encode(first, bos=False, special=True)
     assert tokenizer.encode("<|im_start|>", bos=False, special=True)[0] in made.tokens[0]
     assert made.tokens.reshape(-1)[: len(expected)].tolist() == expected
     (tmp_path / "p.txt").write_text("Where is Ulm?\n\nOn the Danube.\n \nAnd?")
-    assert text_of.conversations(tmp_path / "p.txt") == [said, [{"role": "user", "content": "And?"}]]
+    assert [c.messages for c in corpus.conversations(tmp_path / "p.txt")] == [
+        said,
+        [{"role": "user", "content": "And?"}],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -447,7 +451,7 @@ def test_conversations_go_through_the_chat_template(smollm2_q4_1, tmp_path) -> N
 def test_lines_that_are_no_conversation(tmp_path, line) -> None:
     (tmp_path / "c.jsonl").write_text(f'[{{"role": "user", "content": "a"}}]\n{line}')
     with pytest.raises(DataError, match=r"c\.jsonl: line 2 is not a conversation"):
-        text_of.conversations(tmp_path / "c.jsonl")
+        corpus.conversations(tmp_path / "c.jsonl")
 
 
 # ------------------------------------------------------------------------------------------------------- what they tell

@@ -9,10 +9,12 @@ import struct
 import numpy as np
 import pytest
 
+from quantkit import cli
 from quantkit.errors import DataError, FormatError
-from quantkit.evaluate import tasks
+from quantkit.evaluate import task_flips, tasks
 from quantkit.evaluate.chunk_log import ChunkLog
 from quantkit.evaluate.perplexity import perplexity_of_chunks
+from quantkit.evaluate.report import tables
 from quantkit.evaluate.text import Chunks, windows
 from tests.evaluate.fake import FakeModel
 
@@ -176,3 +178,41 @@ def test_a_run_goes_on_from_its_lines(rng, tmp_path):
     with pytest.raises(FormatError, match="not a chunk log"):
         ChunkLog(path, "this run", rows, 2, {})
     assert before
+
+
+def test_answers_that_change(tmp_path):
+    def score(*answers):
+        expected = (0, 1, 2, 0, 1)
+        right = sum(map(int.__eq__, answers, expected))
+        return tasks.Score(right, 5, 0.25, "x", answers=answers, expected=expected)
+
+    found = task_flips.flips(tmp_path / "m.gguf", score(0, 1, 2, 3, 3), score(0, 2, 0, 0, 2))
+    assert (found.lost, found.gained, found.changed) == (2, 1, 4)
+    change = np.array([0, -1, -1, 1, 0])
+    assert found.difference == pytest.approx(change.mean())
+    assert found.error == pytest.approx(change.std(ddof=1) / math.sqrt(5))
+    assert found.p_value == 1.0  # 2 and 1 of 3
+    four = task_flips.TaskFlips(tmp_path, score(0, 0, 0, 0, 0), 6, 0, 6, 0.0, 0.0)
+    assert four.p_value == pytest.approx(2 / 2**6)
+    with pytest.raises(DataError, match="5 tasks"):
+        task_flips.flips(tmp_path / "m.gguf", tasks.Score(0, 1, 0.5, answers=(0,), expected=(1,)), score(0, 1, 2, 0, 1))
+    header, rows = tables.flip_table(
+        task_flips.TaskComparison("hellaswag", tmp_path / "r.gguf", score(0, 1, 2, 3, 3), [found])
+    )
+    assert [len(row) for row in rows] == [len(header)] * 2
+    assert rows[1][4:7] == ["2", "1", "4"]
+
+
+def test_compare_counts_answers(capsys, smollm2_q4_1, tmp_path):
+    path = tmp_path / "h.txt"
+    path.write_text("The cat\n0\nsat on the mat.\nblue seven of.\nran quickly ran.\nto to to.\n" * 4)
+    args = ["compare", str(smollm2_q4_1), str(smollm2_q4_1), "--hellaswag", "--hellaswag-tasks", "3", "-f", str(path)]
+    assert cli.main([*args, "--json", "-o", str(tmp_path / "o.json")]) == 0
+    out = capsys.readouterr().out
+    record = json.loads(out)
+    assert json.loads((tmp_path / "o.json").read_text()) == record
+    assert record["schema"] == "quantkit.compare-tasks/1"
+    assert (record["tasks"], record["chance"], record["accuracy"]) == (3, 0.25, 1.0)
+    assert [record["models"][0][name] for name in ("lost", "gained", "changed", "p_value")] == [0, 0, 0, 1.0]
+    assert cli.main([*args, "--by-position"]) == 2
+    assert "remove --by-position" in capsys.readouterr().err

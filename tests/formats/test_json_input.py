@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from quantkit.errors import FormatError, QuantkitError
+from quantkit.evaluate.corpus import conversations
 from quantkit.evaluate.imatrix.saved_run import SavedRun
-from quantkit.evaluate.text import conversations
 from quantkit.formats import front_matter, journal
 from quantkit.formats.kld.bounded_file import is_bounded
 from quantkit.inputs import json_input, regular_file

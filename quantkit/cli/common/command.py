@@ -3,6 +3,7 @@
     -fa             an option whose value may be missing: `-fa`, `-fa on` and `-fa 0` are all valid
     -muge           unknown, so an error: never `-m uge`, as clusters of short options would have it. `-t8` stays
     --flash_attn    the same as --flash-attn
+    --chat X.jsonl  the same as --chat --file X.jsonl
     -m FILE         the model, which is also an argument (`takes_model`)
 
 Options are listed in sections by their `rich_help_panel`.
@@ -47,7 +48,7 @@ class Command(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the words of the command line."""
-        if not ctx.resilient_parsing:
+        if not ctx.resilient_parsing and not ctx.ignore_unknown_options:
             args = list(_normalized(args, _takes_value(self.get_params(ctx)), ctx.fail))
         return super().parse_args(ctx, args)
 
@@ -89,6 +90,9 @@ def _normalized(words: Sequence[str], options: dict[str, bool], fail: Callable[[
         if word.startswith("--"):
             name, equals, value = word.partition("=")
             word = name.replace("_", "-") + equals + value
+            if word == "--chat" and words[i + 1 : i + 2] and words[i + 1].endswith(".jsonl"):
+                yield "--file"
+                yield words[next(rest)]
         elif re.match(r"-[A-Za-z]\D", word) and word not in options:
             near = difflib.get_close_matches(word, options, n=3)
             fail(f"No such option: {word}" + (f" (Possible options: {', '.join(sorted(near))})" if near else ""))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -23,6 +23,30 @@ TextFile = Annotated[
 ]
 Context = Annotated[int, typer.Option("--ctx-size", "-c", metavar="N", help="Tokens per chunk.", min=4)]
 ChunkLimit = Annotated[int | None, typer.Option("--chunks", metavar="N", help="Evaluate at most N chunks.", min=1)]
+Chat = Annotated[
+    bool,
+    typer.Option(
+        "--chat",
+        help="Texts hold conversations, a .jsonl line or two paragraphs each; the model's chat template formats them. "
+        "--chat FILE.jsonl is short for --chat -f FILE.jsonl.",
+    ),
+]
+Score = Annotated[
+    Literal["half", "all", "assistant"] | None,
+    typer.Option(
+        "--score",
+        help="Scored tokens: the second half of each chunk; all but the first; those of the assistant (with --chat). "
+        "Default: assistant with --chat, else half.",
+        show_default=False,
+    ),
+]
+ByCategory = Annotated[
+    bool,
+    typer.Option("--by-category", help='Texts are .jsonl files of "text", or "messages" with --chat, and "category".'),
+]
+ByPosition = Annotated[
+    bool, typer.Option("--by-position", help="Also show KLD and top-1 flips by position in the chunk.")
+]
 Batch = Annotated[
     int, typer.Option("--batch-size", "-b", metavar="N", help="Tokens per batch, in whole chunks.", min=1)
 ]
@@ -45,6 +69,29 @@ Numerics = Annotated[
         help="exact: decoded weights, float32 activations; fast: packed weights, as in generate.",
     ),
 ]
+
+
+Hellaswag = Annotated[bool, typer.Option("--hellaswag", help="Score HellaSwag tasks in -f: 6 lines each.")]
+HellaswagTasks = Annotated[
+    int, typer.Option(metavar="N", help="Number of tasks, sampled as in llama-perplexity.", min=1)
+]
+Winogrande = Annotated[bool, typer.Option("--winogrande", help="Score Winogrande tasks in -f: CSV.")]
+FirstTasks = Annotated[int, typer.Option(metavar="N", help="Use the first N tasks; 0: all.", min=0)]
+MultipleChoice = Annotated[bool, typer.Option("--multiple-choice", help="Score multiple-choice tasks in -bf.")]
+BinaryFile = Annotated[
+    Path | None, typer.Option("--binary-file", "-bf", metavar="FILE", help="Task file of --multiple-choice.")
+]
+
+
+def chosen_tasks(wanted: Mapping[str, tuple[bool, int]]) -> tuple[str, int] | None:
+    """The kind of multiple-choice tasks that is asked for, and its number of tasks; None for none.
+
+    wanted   for each kind, whether its flag is there, and the number of tasks
+    """
+    found = [(kind, limit) for kind, (flag, limit) in wanted.items() if flag]
+    if len(found) > 1:
+        raise typer.BadParameter(f"{', '.join(f'--{kind}' for kind in wanted)}: pass only one")
+    return found[0] if found else None
 
 
 def on_message(line: str) -> None:

@@ -27,7 +27,7 @@ from quantkit.evaluate.nll import negative_log_likelihood
 from quantkit.evaluate.perplexity import Perplexity
 from quantkit.evaluate.text import DEFAULT_BATCH, Chunks
 from quantkit.formats.imatrix import Entry, Imatrix, merge
-from quantkit.formats.kld.base_file import rows_per_chunk, scored_rows
+from quantkit.formats.kld.scored_tokens import rows_per_chunk, scored_rows
 
 OUTPUT_NAMES = ("output.weight", "token_embd.weight")
 

@@ -3,13 +3,13 @@
 Every weight is read once, and its memory is released when its layer is done. So a BF16 model larger than memory can
 write a base file. Between layers only the hidden states of all chunks are stored, float32[chunks, n_ctx, n_embd], in a
 temporary file if they are large. Chunks run in the same batches as in `chunk_runs.evaluate_chunks`, so the logits are
-the same to the last bit.
+the same to the last bit; except for conversations, whose fill up to the longest is computed here.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,7 +18,7 @@ from quantkit.codegen import blas
 from quantkit.errors import UnsupportedError
 from quantkit.evaluate.chunk_runs import check_context
 from quantkit.evaluate.text import DEFAULT_BATCH
-from quantkit.formats.kld.base_file import scored_rows
+from quantkit.formats.kld.scored_tokens import scored_rows
 from quantkit.runtime.blocks.spans import Span
 from quantkit.runtime.model import SEQUENCE_TOKENS
 from quantkit.runtime.scale_check import layer_of
@@ -34,7 +34,7 @@ def chunks_layer_by_layer(
     model: Model,
     inputs: np.ndarray,
     n_batch: int = DEFAULT_BATCH,
-    rows: slice | None = None,
+    rows: slice | Sequence[np.ndarray] | None = None,
     first: int = 0,
     on_layer: Callable[[int, int], None] = lambda done, layers: None,
 ) -> Iterator[tuple[int, np.ndarray]]:
@@ -55,7 +55,8 @@ def chunks_layer_by_layer(
         on_layer(number, len(model.blocks))
     for batch in batches:
         for index in range(batch.start, batch.stop):
-            yield index, model.project(run.hidden[index, rows or scored_rows(n_ctx)])
+            of_chunk = rows if rows is None or isinstance(rows, slice) else rows[index]
+            yield index, model.project(run.hidden[index, scored_rows(n_ctx) if of_chunk is None else of_chunk])
 
 
 def chunk_batches(n_chunk: int, n_ctx: int, n_batch: int, first: int = 0) -> list[slice]:

@@ -23,7 +23,6 @@ _LIGHT = ("#2f6db3", "#c9581b", "#2e8450", "#8a4fa3", "#94780a", "#218289", "#c2
 _DARK = ("#6fa8e8", "#f0915a", "#69c48b", "#c595dd", "#d9c04c", "#6cc8cf", "#ee8fb8", "#b0b0b0")
 _MIN_KLD = 1e-6
 _BINS = 40
-_POSITION_BINS = 24
 
 
 def _colours(values: Sequence[str]) -> str:
@@ -117,14 +116,13 @@ def _figures(comparison: Comparison) -> list[str]:
     for c, p in models:
         counts, _ = np.histogram(np.maximum(p.divergence.kld, _MIN_KLD), edges)
         spread.append(Series(c.name, edges[:-1], 100 * counts / counts.sum(), "step"))
-        mean = p.divergence.kld.reshape(p.sample.chunks, -1).mean(0)
-        bins = np.array_split(np.arange(mean.size), min(_POSITION_BINS, mean.size))
-        first = comparison.n_ctx // 2
-        position.append(Series(c.name, [first + b.mean() for b in bins], [mean[b].mean() for b in bins]))
+        x = [(part.low + part.high - 1) / 2 for part in p.by_position]
+        klds = [part.kld for part in p.by_position]
+        position.append(Series(c.name, x, [kld.value for kld in klds], "line", [kld.error for kld in klds]))
     found = [
         _figure("Quality against size (lower left is better)", plot(sizes, "size, GiB", "mean KLD, nats", y_log=True)),
         _figure("Tokens by their KLD", plot(spread, "KLD of a token, nats", "tokens, %", x_log=True)),
-        _figure("KLD by position in the chunk", plot(position, "position", "mean KLD, nats", y_log=True)),
+        _figure("KLD by position in the chunk", plot(position, "tokens before", "mean KLD, nats", y_log=True)),
     ]
     if comparison.layers:
         series = []

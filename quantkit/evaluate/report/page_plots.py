@@ -38,7 +38,7 @@ _STYLE: dict[Any, Any] = {
 
 @dataclass(frozen=True)
 class Series:
-    """A data series: x and y of equal length, drawn as "line", "step" or "point" (with error bars, if given)."""
+    """A data series: x and y of equal length, drawn as "line", "step" or "point"; with error bars, if given."""
 
     name: str
     x: Sequence[float] | np.ndarray
@@ -91,9 +91,9 @@ def _visible(s: Series, x_log: bool, y_log: bool) -> tuple[np.ndarray, np.ndarra
 def _draw(axes: Axes, number: int, kind: str, x: np.ndarray, y: np.ndarray, error: np.ndarray | None) -> None:
     """A series, without clipping: the axes have room for all of it. Its group is named series-NUMBER."""
     colour: dict[str, Any] = {"color": _SERIES_COLOURS[number % SERIES], "clip_on": False}
+    if error is not None:
+        axes.errorbar(x, y, yerr=error, fmt="none", ecolor=colour["color"], capsize=3, clip_on=False)
     if kind == "point":
-        if error is not None:
-            axes.errorbar(x, y, yerr=error, fmt="none", ecolor=colour["color"], capsize=3, clip_on=False)
         (line,) = axes.plot(x, y, "o", markersize=9, **colour)
     else:
         (line,) = axes.plot(x, y, linewidth=1.8, drawstyle="steps-post" if kind == "step" else "default", **colour)

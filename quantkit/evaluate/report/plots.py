@@ -21,7 +21,7 @@ from quantkit.evaluate.bench import MeasuredSpeed
 from quantkit.evaluate.compare import Candidate, Comparison
 from quantkit.evaluate.divergence import Divergence
 from quantkit.evaluate.imatrix.coverage import Coverage
-from quantkit.evaluate.statistics import at_share
+from quantkit.evaluate.statistics import Interval, at_share
 from quantkit.formats.atomic import writing
 
 if TYPE_CHECKING:
@@ -69,8 +69,10 @@ def _save(figure: Figure, path: str | os.PathLike[str]) -> None:
         figure.savefig(file, format=form, metadata=undated)
 
 
-def plot_comparison(path: str | os.PathLike[str], comparison: Comparison) -> None:
+def plot_comparison(path: str | os.PathLike[str], comparison: Comparison, by_position: bool = False) -> None:
     """Plot a comparison to a PNG, SVG or PDF file: KLD over size, and the distribution of KLD over tokens.
+
+    With `by_position` also KLD over position, and with several texts or categories KLD by these.
 
     Raises QuantkitError if no model was compared with the reference.
     """
@@ -80,11 +82,64 @@ def plot_comparison(path: str | os.PathLike[str], comparison: Comparison) -> Non
         raise QuantkitError(f"{path}: nothing to draw, no model was compared with the reference")
     text = Path(str(comparison.conditions.get("text", "the texts"))).name
     title = f"Divergence from {comparison.candidates[0].name}: {comparison.positions} tokens of {text}"
-    figure = _figure(title, 5.4)
-    left, right = figure.subplots(1, 2, width_ratios=(1, 1.15))
-    _draw_sizes(left, points)
-    _draw_spread(right, points)
+    more = [_draw_positions] if by_position else []
+    more += [_draw_domains] if len(comparison.domains) > 1 else []
+    figure = _figure(title, 10.4 if more else 5.4)
+    axes = figure.subplots(2 if more else 1, 2, width_ratios=(1, 1.15), squeeze=False)
+    _draw_sizes(axes[0, 0], points)
+    _draw_spread(axes[0, 1], points)
+    below = list(axes[1]) if more else []
+    if len(more) == 1:
+        for unused in below:
+            unused.remove()
+        below = [figure.add_subplot(2, 1, 2)]
+    for draw, panel in zip(more, below):
+        draw(panel, comparison)
     _save(figure, path)
+
+
+def _draw_positions(axes: Axes, comparison: Comparison) -> None:
+    """Mean KLD by the number of tokens before a token, with its 95 % interval."""
+    compared = [(c, c.paired.by_position) for c in comparison.candidates if c.paired is not None]
+    for i, (c, parts) in enumerate(compared):
+        x = [(part.low + part.high - 1) / 2 for part in parts]
+        _draw_intervals(axes, x, [part.kld for part in parts], i, _plain(c.name), "o-")
+    if len({part.high - part.low for _, parts in compared for part in parts[:-1]}) > 1:
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set_xlabel("tokens before")
+    axes.set_ylabel("mean KL divergence, nats")
+    axes.set_title("By position, with 95 % intervals", fontsize=10)
+    axes.legend(fontsize=8.5, frameon=False)
+    _style_axes(axes)
+
+
+def _draw_domains(axes: Axes, comparison: Comparison) -> None:
+    """Mean KLD of each text or category, with its 95 % interval."""
+    compared = [(c, c.paired) for c in comparison.candidates if c.paired is not None]
+    for i, (c, paired) in enumerate(compared):
+        x = [at + 0.6 * ((i + 0.5) / len(compared) - 0.5) for at in range(len(comparison.domains))]
+        klds = [paired.of(domain).figures["kld"] for domain in comparison.domains]
+        _draw_intervals(axes, x, klds, i, _plain(c.name), "o")
+    names = [_plain(domain.name) for domain in comparison.domains]
+    axes.set_xticks(range(len(names)), names, rotation=30 if len(names) > 4 else 0, fontsize=8.5)
+    axes.set_xlim(-0.6, len(names) - 0.4)
+    axes.set_ylabel("mean KL divergence, nats")
+    axes.set_title("By text, with 95 % intervals", fontsize=10)
+    axes.legend(fontsize=8.5, frameon=False)
+    _style_axes(axes)
+
+
+def _draw_intervals(
+    axes: Axes, x: Sequence[float], figures: Sequence[Interval], number: int, label: str, style: str
+) -> None:  # fmt: skip
+    """Figures with their intervals, on a logarithmic axis. An end that the data do not give is not drawn."""
+    values = np.maximum([f.value for f in figures], _MIN_KLD)
+    low = np.nan_to_num(values - np.maximum([f.low for f in figures], 0.05 * values))
+    high = np.nan_to_num(np.array([f.high for f in figures]) - values)
+    axes.errorbar(x, values, yerr=np.maximum([low, high], 0), fmt=style, color=_COLOURS[number % len(_COLOURS)],
+                  capsize=3, markersize=4, label=label)  # fmt: skip
+    axes.set_yscale("log")
 
 
 def plot_sweep(

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from quantkit.errors import printable
+from quantkit.evaluate.breakdown import Part
 from quantkit.evaluate.compare import Comparison, Paired
 from quantkit.evaluate.statistics import MIN_UNITS
+from quantkit.evaluate.task_flips import TaskComparison
+from quantkit.evaluate.tasks import Score
 
 
 def table_header(comparison: Comparison) -> list[str]:
@@ -61,6 +67,49 @@ def domain_rows(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
                 rows.append([domain.name, c.name, str(len(part.divergence)), f"{ppl.value:.4f} ± {ppl.error:.4f}",
                              *_paired_cells(part)])  # fmt: skip
     return header, rows
+
+
+def part_table(models: Sequence[tuple[str | None, Sequence[Part]]]) -> tuple[list[str], list[list[str]]]:
+    """A header, and one row for each part of each model: bins of positions, or categories.
+
+    All models have the same parts. A name of None has no column.
+    """
+    named = any(name is not None for name, _ in models)
+    is_position = any(part.high for _, parts in models for part in parts)
+    header = ["position" if is_position else "category", *(["file"] if named else []), "sequences", "tokens",
+              "KLD mean", "95 % interval", "top-1 flips %"]  # fmt: skip
+    rows = []
+    for same in zip(*(parts for _, parts in models)):
+        for (name, _), part in zip(models, same):
+            kld, flips = part.kld, part.flips
+            rows.append([
+                printable(part.name), *([name or ""] if named else []), str(part.sequences), str(part.tokens),
+                f"{kld.value:.6f} ± {kld.error:.6f}", f"{kld.low:.6f} to {kld.high:.6f}",
+                f"{100 * flips.value:.2f} ± {100 * flips.error:.2f}",
+            ])  # fmt: skip
+    return header, rows
+
+
+def position_rows(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
+    """A header, and one row for each bin of positions and each model."""
+    return part_table([(c.name, c.paired.by_position) for c in comparison.candidates if c.paired is not None])
+
+
+def flip_table(found: TaskComparison) -> tuple[list[str], list[list[str]]]:
+    """A header, and one row for the reference and for each model: its accuracy and the answers that change."""
+    header = ["file", "tasks", "accuracy %", "accuracy - ref", "right to wrong", "wrong to right", "changed", "p"]
+    rows = [
+        [printable(found.path.stem), str(found.reference.tasks), _percent(found.reference), "reference", *["-"] * 4]
+    ]
+    for m in found.models:
+        difference = f"{100 * m.difference:+.2f} ± {100 * m.error:.2f}"
+        rows.append([m.name, str(m.score.tasks), _percent(m.score), difference, str(m.lost), str(m.gained),
+                     str(m.changed), f"{m.p_value:.3g}"])  # fmt: skip
+    return header, rows
+
+
+def _percent(score: Score) -> str:
+    return f"{100 * score.accuracy:.2f} ± {100 * score.error:.2f}"
 
 
 def verdicts(comparison: Comparison) -> list[str]:

@@ -36,6 +36,7 @@ from quantkit.codegen.jit import kernel
 from quantkit.errors import DataError, FormatError
 from quantkit.formats.atomic import require_space
 from quantkit.formats.kld.chunk_file import ChunkFile, LoggedChunks
+from quantkit.formats.kld.scored_tokens import ScoredTokens, row_counts, rows_per_chunk
 from quantkit.formats.mapping import map_file, require_whole
 from quantkit.inputs import arguments
 
@@ -43,11 +44,6 @@ MAGIC = b"_logits_"
 RANGE_NATS = 24.0  # below the top logit
 _HEADER_BYTES = 20
 _ROW_HEADER_WORDS = 4
-
-
-def scored_rows(n_ctx: int) -> slice:
-    """Positions of a chunk whose logits are scored: those in the second half that predict a token of the chunk."""
-    return slice(n_ctx // 2, n_ctx - 1)
 
 
 def row_words(n_vocab: int) -> int:
@@ -129,10 +125,13 @@ def encode_rows(logits: np.ndarray) -> EncodedRows:
 
 
 class BaseReader:
-    """A base file, mapped: `.n_ctx .n_vocab .n_chunk`, `.tokens` int32[n_chunk, n_ctx], `.chunk(i)` EncodedRows."""
+    """A base file, mapped: `.n_ctx .n_vocab .n_chunk`, `.tokens` int32[n_chunk, n_ctx], `.chunk(i)` EncodedRows.
 
-    def __init__(self, path: str | os.PathLike[str]):
-        self.path = Path(path)
+    scored   as given to the BaseWriter
+    """
+
+    def __init__(self, path: str | os.PathLike[str], scored: ScoredTokens | None = None):
+        self.path, self.scored = Path(path), scored
         self._bytes = map_file(self.path)
         size = self._bytes.size
         if size < _HEADER_BYTES:
@@ -145,7 +144,10 @@ class BaseReader:
                 f"{path}: offset 8: n_ctx {self.n_ctx}, n_vocab {self.n_vocab}, n_chunk {self.n_chunk}; "
                 "expected at least 4, 2 and 1"
             )
-        expected = file_bytes(self.n_ctx, self.n_vocab, self.n_chunk)
+        if scored is not None and scored.mask.shape != (self.n_chunk, self.n_ctx):
+            raise DataError(f"{path}: {(self.n_chunk, self.n_ctx)} tokens, of which {scored.mask.shape} are scored")
+        self.counts = row_counts(self.n_ctx, self.n_chunk, scored)
+        expected = file_bytes(self.n_ctx, self.n_vocab, self.n_chunk, int(self.counts.sum()))
         if size != expected:
             raise FormatError(
                 f"{path}: {size} bytes, but {self.n_chunk} chunks of {self.n_ctx} tokens and a vocabulary of "
@@ -160,15 +162,10 @@ class BaseReader:
             )
         self.tokens = tokens.reshape(self.n_chunk, self.n_ctx)
 
-    @property
-    def rows_per_chunk(self) -> int:
-        """Number of scored rows of a chunk."""
-        return rows_per_chunk(self.n_ctx)
-
     def chunk(self, index: int) -> EncodedRows:
         """The rows of one chunk; FormatError if scale or min_log_prob of a row are impossible."""
-        rows, words = self.rows_per_chunk, row_words(self.n_vocab)
-        start = _HEADER_BYTES + 4 * self.tokens.size + 2 * words * rows * index
+        rows, words = int(self.counts[index]), row_words(self.n_vocab)
+        start = _HEADER_BYTES + 4 * self.tokens.size + 2 * words * int(self.counts[:index].sum())
         require_whole(self._bytes, self.path)
         data = np.frombuffer(self._bytes, "<u2", rows * words, start).reshape(rows, words)
         encoded = EncodedRows(data, self.n_vocab)
@@ -184,14 +181,10 @@ class BaseReader:
         return encoded
 
 
-def rows_per_chunk(n_ctx: int) -> int:
-    """Number of rows of a chunk of `n_ctx` tokens: that of its scored positions."""
-    return n_ctx - 1 - n_ctx // 2
-
-
-def file_bytes(n_ctx: int, n_vocab: int, n_chunk: int) -> int:
-    """Size of a base file in bytes."""
-    return _HEADER_BYTES + 4 * n_chunk * n_ctx + 2 * n_chunk * rows_per_chunk(n_ctx) * row_words(n_vocab)
+def file_bytes(n_ctx: int, n_vocab: int, n_chunk: int, n_rows: int | None = None) -> int:
+    """Size of a base file in bytes; `n_rows`: its number of rows, by default that of the format."""
+    n_rows = n_chunk * rows_per_chunk(n_ctx) if n_rows is None else n_rows
+    return _HEADER_BYTES + 4 * n_chunk * n_ctx + 2 * n_rows * row_words(n_vocab)
 
 
 class BaseWriter:
@@ -200,21 +193,27 @@ class BaseWriter:
     tokens   int[n_chunk, n_ctx], the text's tokens
     logged   the chunks that a log says an earlier run wrote; None without a log. With a log, the partial file stays
              when the block is left early. `done` counts the chunks that are there and need not be written again.
+    scored   the scored tokens, if they are not those of the format. The file does not record them and cannot be
+             resumed: it is for a reader in the same process that knows them. `bounded_file` records them
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], tokens: np.ndarray, n_vocab: int, *, logged: LoggedChunks | None = None
-    ):
+        self, path: str | os.PathLike[str], tokens: np.ndarray, n_vocab: int, *, logged: LoggedChunks | None = None,
+        scored: ScoredTokens | None = None,
+    ):  # fmt: skip
         self.path = Path(path)
         n_vocab = arguments.integer(n_vocab, f"{path}: the size of the vocabulary", 2, 2**31 - 1)
         self.tokens = arguments.integers(tokens, f"{path}: tokens of a vocabulary of {n_vocab}", n_vocab).astype("<i4")
         if self.tokens.ndim != 2:
             raise DataError(f"{path}: expected tokens[n_chunk, n_ctx], got shape {self.tokens.shape}")
+        if scored is not None and logged is not None:
+            raise DataError(f"{path}: this format cannot record which tokens are scored; name the file .qkld")
         self.n_vocab, self._logged = n_vocab, logged
+        self._counts = row_counts(self.tokens.shape[1], len(self.tokens), scored)
 
     def __enter__(self) -> BaseWriter:
         n_chunk, n_ctx = self.tokens.shape
-        require_space(self.path.parent, file_bytes(n_ctx, self.n_vocab, n_chunk))
+        require_space(self.path.parent, file_bytes(n_ctx, self.n_vocab, n_chunk, int(self._counts.sum())))
         head = MAGIC + struct.pack("<iii", n_ctx, self.n_vocab, n_chunk) + self.tokens.tobytes()
         size = 2 * rows_per_chunk(n_ctx) * row_words(self.n_vocab)
         self._file = ChunkFile(self.path, head, self._logged, lambda read, offset: size)
@@ -227,9 +226,9 @@ class BaseWriter:
         return self._file.places[-1][2]
 
     def write(self, logits: np.ndarray) -> None:
-        """Append one chunk's float32[rows_per_chunk, n_vocab] logits."""
+        """Append one chunk's float32[rows, n_vocab] logits."""
         written = len(self._file.places)
-        expected = (rows_per_chunk(self.tokens.shape[1]), self.n_vocab)
+        expected = (int(self._counts[written]) if written < len(self.tokens) else 0, self.n_vocab)
         if logits.shape != expected:
             raise DataError(f"{self.path}: chunk {written}: expected logits {expected}, got {logits.shape}")
         words = encode_rows(logits).words.astype("<u2", copy=False)

@@ -29,11 +29,13 @@ bound.
 
 Little-endian:
 
-    0     8 bytes  "QKLDv2\\0\\0"
+    0     8 bytes  "QKLDv2\\0\\0"; "QKLDv3\\0\\0" for a file whose index has `scored`
     8     u64      offset of the index
     16    chunks, each as written by `_pack`: u32 lengths of seven zlib streams, then these
     index zlib of JSON: n_ctx, n_vocab, n_chunk, target, note (its origin), tokens (base64 of int32), and for each
-          chunk its offset, bytes and BLAKE2b-128; then the BLAKE2b-128 of the compressed index, 16 bytes, ends the file
+          chunk its offset, bytes and BLAKE2b-128; `scored` (scored_tokens.py) where other tokens than the second
+          halves of chunks are scored, which tells how many rows each chunk has; then the BLAKE2b-128 of the
+          compressed index, 16 bytes, ends the file
 """
 
 from __future__ import annotations
@@ -56,13 +58,15 @@ import numpy as np
 from quantkit.codegen import jit, thread_pool
 from quantkit.codegen.jit import kernel
 from quantkit.errors import DataError, FormatError
-from quantkit.formats.kld.base_file import row_words, rows_per_chunk, scored_rows
+from quantkit.formats.kld.base_file import file_bytes, row_words
 from quantkit.formats.kld.chunk_file import ChunkFile, LoggedChunks, digest
+from quantkit.formats.kld.scored_tokens import ScoredTokens, row_counts, scored_rows
 from quantkit.formats.mapping import map_file, require_whole
 from quantkit.inputs import arguments, json_input
 from quantkit.inputs.regular_file import read_beginning
 
 MAGIC = b"QKLDv2\0\0"
+MAGIC_SCORED = b"QKLDv3\0\0"
 SMALLER = 20  # a file is at least this many times smaller than one in ik_llama.cpp's format
 FROM_VOCABULARY = 8192  # tokens; with a smaller vocabulary, the numbers of a row alone exceed that share
 TARGET = 1e-3  # nats, the default bound
@@ -332,10 +336,12 @@ class BoundedWriter:
     target   nats: the bound to reach, see the top of this file
     note     a JSON object about the origin of the file, stored in it and shown with results
     logged   as for BaseWriter
+    scored   the scored tokens; None: the second half of each chunk
     """
 
     def __init__(self, path: str | os.PathLike[str], tokens: np.ndarray, n_vocab: int, *, target: float = TARGET,
-                 note: dict[str, Any] | None = None, logged: LoggedChunks | None = None):  # fmt: skip
+                 note: dict[str, Any] | None = None, logged: LoggedChunks | None = None,
+                 scored: ScoredTokens | None = None):  # fmt: skip
         self.path = Path(path)
         n_vocab = arguments.integer(n_vocab, f"{path}: the size of the vocabulary", 2, _MAX_VOCAB)
         self.tokens = arguments.integers(tokens, f"{path}: tokens of a vocabulary of {n_vocab}", n_vocab).astype("<i4")
@@ -344,9 +350,11 @@ class BoundedWriter:
         if not target > 0:
             raise DataError(f"{path}: a bound of {target} nats; it must be larger than 0")
         self.n_vocab, self.target, self.note, self._logged = n_vocab, target, note or {}, logged
+        self.scored, self._magic = scored, MAGIC if scored is None else MAGIC_SCORED
+        self._counts = row_counts(self.tokens.shape[1], len(self.tokens), scored)
 
     def __enter__(self) -> BoundedWriter:
-        self._file = ChunkFile(self.path, MAGIC + bytes(8), self._logged, _size_at)
+        self._file = ChunkFile(self.path, self._magic + bytes(8), self._logged, _size_at)
         self.done = len(self._file.places)
         return self
 
@@ -356,9 +364,9 @@ class BoundedWriter:
         return self._file.places[-1][2]
 
     def write(self, logits: np.ndarray) -> None:
-        """Append one chunk's float32[rows_per_chunk, n_vocab] logits."""
-        n_ctx, index = self.tokens.shape[1], len(self._file.places)
-        expected = (rows_per_chunk(n_ctx), self.n_vocab)
+        """Append one chunk's float32[rows, n_vocab] logits."""
+        index = len(self._file.places)
+        expected = (int(self._counts[index]) if index < len(self.tokens) else 0, self.n_vocab)
         if logits.shape != expected or index >= len(self.tokens):
             raise DataError(f"{self.path}: chunk {index}: expected logits {expected}, got {logits.shape}")
         if not np.isfinite(logits.sum(axis=1, dtype=np.float64)).all():
@@ -372,11 +380,14 @@ class BoundedWriter:
         numbers is a hash of the text: the same model and text give the same file, and no candidate depends on it.
         """
         tokens = self.tokens[index]
-        targets = tokens[scored_rows(len(tokens)).start + 1 :]
+        if self.scored is None:
+            targets = tokens[scored_rows(len(tokens)).start + 1 :]
+        else:
+            targets = tokens[self.scored.rows(index) + 1]
         seed = int(digest(tokens.tobytes() + struct.pack("<I", index)), 16)
         limited = self.n_vocab >= FROM_VOCABULARY
         most = 2 * len(logits) * (row_words(self.n_vocab) // SMALLER - 32) if limited else math.inf
-        over = max(len(logits), min(_TARGET_TOKENS, len(logits) * len(self.tokens)))
+        over = max(len(logits), min(_TARGET_TOKENS, int(self._counts.sum())))
         step = steps(logits, self.target, over, most)
         while True:
             data = _pack(encode_rows(logits, targets, step, seed))
@@ -403,17 +414,20 @@ class BoundedWriter:
             "n_ctx": n_ctx, "n_vocab": self.n_vocab, "n_chunk": n_chunk, "target": self.target, "note": self.note,
             "tokens": base64.b64encode(self.tokens.tobytes()).decode(), "chunks": self._file.places,
         }  # fmt: skip
+        if self.scored is not None:
+            index["scored"] = self.scored.to_json()
         data = zlib.compress(json.dumps(index).encode(), 9)
         stream = self._file.file.stream
         place = stream.tell()
         stream.write(data + bytes.fromhex(digest(data)))
-        stream.seek(len(MAGIC))
+        stream.seek(len(self._magic))
         stream.write(struct.pack("<Q", place))
 
 
 class BoundedReader:
     """A `.qkld`, mapped: `.n_ctx .n_vocab .n_chunk .target .note`, `.tokens` int32[n_chunk, n_ctx], `.chunk(i)`.
 
+    `.scored` are its scored tokens, None for the second half of each chunk; `.counts` int64[n_chunk] their number.
     Every part is checked against its checksum when it is read: FormatError.
     """
 
@@ -421,8 +435,9 @@ class BoundedReader:
         self.path = Path(path)
         self._bytes = map_file(self.path)
         size = self._bytes.size
-        if (magic := self._bytes[:8].tobytes()) != MAGIC:
-            raise FormatError(f"{path}: begins with {magic!r}, a bounded base with {MAGIC!r}")
+        if (magic := self._bytes[:8].tobytes()) not in (MAGIC, MAGIC_SCORED):
+            raise FormatError(f"{path}: begins with {magic!r}, a bounded base with {MAGIC!r} or {MAGIC_SCORED!r}")
+        self._has_scored = magic == MAGIC_SCORED
         (place,) = struct.unpack("<Q", self._bytes[8:16].tobytes().ljust(8, b"\0"))
         if not 16 <= place <= size - 16:
             raise FormatError(f"{path}: {size} bytes, its index would begin at {place}; the file is truncated")
@@ -432,7 +447,7 @@ class BoundedReader:
         try:
             expanded = _expanded(data, _INDEX_BYTES + _INDEX_RATIO * len(data))
             self._read_index(json_input.parse(expanded, f"{path}: offset {place}: the index"))
-        except (ValueError, KeyError, TypeError, OverflowError, MemoryError, zlib.error) as error:
+        except (ValueError, KeyError, TypeError, OverflowError, MemoryError, DataError, zlib.error) as error:
             raise FormatError(f"{path}: offset {place}: the index is not one of a bounded base ({error})") from None
 
     def _read_index(self, index: dict[str, Any]) -> None:
@@ -446,19 +461,16 @@ class BoundedReader:
         if self.n_vocab > _MAX_VOCAB or not 0 < self.target < math.inf:
             raise ValueError(f"a vocabulary of {self.n_vocab} and a bound of {self.target}")
         self.tokens = tokens
+        self.scored: ScoredTokens | None = None
+        if self._has_scored:
+            self.scored = ScoredTokens.from_json(index["scored"], self.n_chunk, self.n_ctx)
+        self.counts = row_counts(self.n_ctx, self.n_chunk, self.scored)
         self._index = [(int(a), int(b), str(c)) for a, b, c in index["chunks"]]
-
-    @property
-    def rows_per_chunk(self) -> int:
-        """Number of scored rows of a chunk."""
-        return rows_per_chunk(self.n_ctx)
 
     @property
     def ratio(self) -> float:
         """How many times larger ik_llama.cpp's format would be."""
-        from quantkit.formats.kld.base_file import file_bytes
-
-        return file_bytes(self.n_ctx, self.n_vocab, self.n_chunk) / self._bytes.size
+        return file_bytes(self.n_ctx, self.n_vocab, self.n_chunk, int(self.counts.sum())) / self._bytes.size
 
     def chunk(self, index: int) -> BoundedRows:
         """The rows of one chunk; FormatError if its checksum is wrong."""
@@ -471,7 +483,7 @@ class BoundedReader:
                 "the file is corrupt: make the base again"
             )
         try:
-            return _unpack(data, self.rows_per_chunk, self.n_vocab)
+            return _unpack(data, int(self.counts[index]), self.n_vocab)
         except (ValueError, IndexError, MemoryError, struct.error, zlib.error) as error:
             reason = str(error) or type(error).__name__
             raise FormatError(f"{self.path}: chunk {index}, offset {start}: {reason}") from None
@@ -480,6 +492,6 @@ class BoundedReader:
 def is_bounded(path: str | os.PathLike[str]) -> bool:
     """Whether a regular file begins as a bounded base does."""
     try:
-        return read_beginning(path, len(MAGIC)) == MAGIC
+        return read_beginning(path, len(MAGIC)) in (MAGIC, MAGIC_SCORED)
     except (OSError, FormatError):
         return False

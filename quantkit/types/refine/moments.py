@@ -9,7 +9,8 @@ the columns in their order with one rounding a step, so its bits do not depend o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import threading
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -33,10 +34,13 @@ class Moments:
 
     importance: float32[columns], the diagonal before damping
     panels: float32[number of panels, columns padded to panels, PANEL]; what is padded is zero
+    factors: what `feedback.factors` has made of them, by size of group, under `lock`
     """
 
     importance: np.ndarray
     panels: np.ndarray
+    factors: dict[int, np.ndarray] = field(default_factory=dict, repr=False)
+    lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     @property
     def columns(self) -> int:
@@ -123,3 +127,10 @@ def gradient(e: np.ndarray, panel: np.ndarray, n: int, out: np.ndarray) -> None:
                 _tile(left, stride, right, many, out[row:].ctypes.data, 0)
             else:
                 _tile(left, stride, right, many, out[row:].ctypes.data, 1)
+
+
+@kernel
+def add_product(e: np.ndarray, panel: np.ndarray, out: np.ndarray) -> None:
+    """out += e @ panel for e float32[rows, PANEL] and a panel of PANEL rows; rows are a multiple of TILE_ROWS."""
+    for row in range(0, len(e), TILE_ROWS):
+        _tile(e[row].ctypes.data, e.shape[1] * 4, panel.ctypes.data, PANEL, out[row:].ctypes.data, 1)

@@ -3,8 +3,9 @@
     group of G elements     y = a * s * V[p]      p a point of the codebook V, s signs, a the scale of the group
     error                   e^T H e of a row, as in `scalar_codes`
 
-A group moves to one of the NEAR points nearest to its own, or one sign changes (two, where a type stores the parity of
-eight signs in place of the last), if that lowers the error: a change d of the elements g changes it by
+Points are chosen anew first, each against the errors of the groups before it (`feedback`). Then a group moves to one of
+the NEAR points nearest to its own, or one sign changes (two, where a type stores the parity of eight signs in place of
+the last), if that lowers the error: a change d of the elements g changes it by
 
     2 d . r_g + d^T H_gg d,   r = e H
 
@@ -25,11 +26,12 @@ from quantkit.codegen.array_cache import disk_cached
 from quantkit.codegen.jit import kernel, subkernel
 from quantkit.codegen.simd import F32, I8, I32, IrBuilder, Value, simd_intrinsic, vector
 from quantkit.types.families.scale_bits import SubBlockNumber, get_bit, read_field, set_bit, write_field, write_numbers
-from quantkit.types.refine import sub_block_scales
+from quantkit.types.refine import feedback, sub_block_scales
 from quantkit.types.refine.moments import PANEL, Moments, gradient
 from quantkit.types.refine.sub_block_scales import Decoder, Numbers, move_numbers
 
 NEAR = 32  # neighbours of a point
+WALK = 8  # steps from a point to the best of its neighbours, at most, where errors are fed back
 INNER = 2  # sweeps of a panel
 SCALES = (
     (False,),
@@ -209,6 +211,7 @@ def refine(
     flips = 0 if not len(codes.sign_bits) else 2 if (codes.sign_bits < 0).any() else 1
     number = number if any(moves_scales) else None
     numbers = sub_block_scales.read(kind, number, data, decoded)
+    _start(e, points, signs, table, scales, codes, moments, rows, flips)
     for moves in moves_scales:
         own = numbers if moves else sub_block_scales.NONE
         moved = descend(e, points, signs, table, scales, own, codes, moments.panels, rows, flips, INNER)
@@ -217,6 +220,110 @@ def refine(
     write_fields(data, codes, points, signs)
     if number is not None:
         write_numbers(number.codes[numbers.places], number, data)
+
+
+def _start(
+    e: np.ndarray, points: np.ndarray, signs: np.ndarray, tables: np.ndarray, scales: np.ndarray, codes: VectorCodes,
+    moments: Moments, rows: int, flips: int,
+) -> None:  # fmt: skip
+    """Choose points and signs anew in the order of the columns, in the rows whose error that lowers."""
+    n, size = moments.columns, codes.values.shape[2]
+    before = e.copy(), points.copy(), signs.copy()
+    feed_back(e, points, signs, tables, scales, codes, feedback.factors(moments, size), rows, flips)
+    worse = ~(row_errors(e, moments.panels, n) < row_errors(before[0], moments.panels, n))
+    for now, old in zip((e, points, signs), before):
+        now[:rows][worse[:rows]] = old[:rows][worse[:rows]]
+
+
+@kernel
+def feed_back(
+    e: np.ndarray,
+    points: np.ndarray,
+    signs: np.ndarray,
+    tables: np.ndarray,
+    scales: np.ndarray,
+    codes: VectorCodes,
+    factors: np.ndarray,
+    rows: int,
+    flips: int,
+) -> None:
+    """Choose each group's point against the errors of the groups before it (`feedback`), walking from its own point to
+    the best of its neighbours until none is better. Parameters as in `descend`; factors: of `feedback.factors`.
+    """
+    size, n = codes.values.shape[2], points.shape[1] * codes.values.shape[2]
+    r = np.empty((len(e), PANEL), np.float32)
+    step, gains = np.empty((size, NEAR), np.float32), np.empty(NEAR, np.float32)
+    own = np.empty((2, size), np.float32)
+    for p in range(len(factors)):
+        first = p * PANEL
+        last = min(first + PANEL, n)
+        if p:
+            gradient(e, factors[p], first, r)
+        else:
+            r[:] = np.float32(0)
+        a = factors[p, first : first + PANEL]
+        groups = slice(first // size, last // size)
+        for row in range(rows):
+            part = Part(e[row, first:last], r[row], a, signs[row, first:last], points[row, groups],
+                        tables[row, groups], scales[row, groups], np.empty(0, np.int64))  # fmt: skip
+            _choose_points(part, codes, flips, step, gains, own)
+
+
+@subkernel
+def _choose_points(
+    part: Part, codes: VectorCodes, flips: int, step: np.ndarray, gains: np.ndarray, own: np.ndarray
+) -> None:
+    """Choose the points of a part, whose h is a panel of factors; own float32[2, size]: work space."""
+    e, fed, a, size = part.e, part.g, part.h, codes.values.shape[2]
+    factors, slopes = own
+    for group in range(len(part.points)):
+        at = group * size
+        if part.scales[group] != 0:
+            if flips == 1:
+                _follow_target(part, codes.values, group)
+            for i in range(size):
+                factors[i] = part.scales[group] * part.signs[at + i]
+                slopes[i] = np.float32(0)
+                for k in range(size):
+                    slopes[i] += (e[at + k] + fed[at + k]) * a[at + k, at + i]
+            for _ in range(WALK):
+                table, point = part.tables[group], part.points[group]
+                best = _best_neighbour(codes, table, point, factors, slopes, a[at:, at:], step, gains)
+                if not gains[best] < np.float32(0):
+                    break
+                part.points[group] = np.int64(codes.near[table, point, best])
+                for i in range(size):
+                    e[at + i] += step[i, best]
+                    for k in range(size):
+                        slopes[k] += step[i, best] * a[at + i, at + k]
+        for i in range(size):
+            for k in range(at + size, PANEL):
+                fed[k] += e[at + i] * a[at + i, k]
+
+
+@subkernel
+def _follow_target(part: Part, values: np.ndarray, group: int) -> None:
+    """Give the elements of a group the signs of what they stand for: the row's elements less what was fed back."""
+    size = values.shape[2]
+    for at in range(group * size, group * size + size):
+        value = part.scales[group] * np.float32(values[part.tables[group], part.points[group], at % size])
+        target = part.signs[at] * value - part.e[at] - part.g[at]
+        if target * part.signs[at] * value < np.float32(0):
+            part.e[at] -= np.float32(2) * part.signs[at] * value
+            part.signs[at] = -part.signs[at]
+
+
+@kernel
+def row_errors(e: np.ndarray, panels: np.ndarray, n: int) -> np.ndarray:
+    """e^T H e of each row, float64[rows]."""
+    r = np.empty((len(e), PANEL), np.float32)
+    total = np.zeros(len(e), np.float64)
+    for p in range(len(panels)):
+        gradient(e, panels[p], n, r)
+        for row in range(len(e)):
+            for k in range(PANEL):
+                total[row] += np.float64(e[row, p * PANEL + k]) * np.float64(r[row, k])
+    return total
 
 
 @kernel
@@ -318,35 +425,41 @@ def _weigh(
         ir.store(total, gains + 4 * first)
 
 
+@subkernel
+def _best_neighbour(
+    codes: VectorCodes, table: int, point: int, factors: np.ndarray, g: np.ndarray, h: np.ndarray, step: np.ndarray,
+    gains: np.ndarray,
+) -> int:  # fmt: skip
+    """Which neighbour of a point lowers the error most, by gains[...]; g and h begin at the group's elements."""
+    size, place = codes.values.shape[2], table * codes.values.shape[1] + point
+    near = codes.near_values.ctypes.data + place * codes.near_values.strides[1]
+    own = codes.values.ctypes.data + place * codes.values.strides[1]
+    by, slope, curve = factors.ctypes.data, g.ctypes.data, h.ctypes.data
+    if size == 2:
+        _weigh(2, near, own, by, slope, curve, step.ctypes.data, gains.ctypes.data)
+    elif size == 8:
+        _weigh(8, near, own, by, slope, curve, step.ctypes.data, gains.ctypes.data)
+    else:
+        _weigh(4, near, own, by, slope, curve, step.ctypes.data, gains.ctypes.data)
+    best = 0
+    for m in range(1, NEAR):
+        if gains[m] < gains[best]:
+            best = m
+    return best
+
+
 @kernel
 def _sweep_points(part: Part, codes: VectorCodes, step: np.ndarray, gains: np.ndarray, factors: np.ndarray) -> int:
     """Move each group of the part to the best of its nearest points; how many moved."""
     e, g, h, scales = part.e, part.g, part.h, part.scales
-    values, near_values = codes.values, codes.near_values
-    size, moved = values.shape[2], 0
-    of_points, of_near = values.strides[1], near_values.strides[1]
-    own, neighbours = values.ctypes.data, near_values.ctypes.data
+    size, moved = codes.values.shape[2], 0
     for group in range(len(part.points)):
         if scales[group] == 0:
             continue
         at, point, table = group * size, part.points[group], part.tables[group]
         for i in range(size):
             factors[i] = scales[group] * part.signs[at + i]
-        place = table * values.shape[1] + point
-        g_at, h_at = g.ctypes.data + 4 * at, h.ctypes.data + 4 * (PANEL + 1) * at
-        if size == 2:
-            _weigh(2, neighbours + place * of_near, own + place * of_points, factors.ctypes.data, g_at, h_at,
-                   step.ctypes.data, gains.ctypes.data)  # fmt: skip
-        elif size == 8:
-            _weigh(8, neighbours + place * of_near, own + place * of_points, factors.ctypes.data, g_at, h_at,
-                   step.ctypes.data, gains.ctypes.data)  # fmt: skip
-        else:
-            _weigh(4, neighbours + place * of_near, own + place * of_points, factors.ctypes.data, g_at, h_at,
-                   step.ctypes.data, gains.ctypes.data)  # fmt: skip
-        best = 0
-        for m in range(1, NEAR):
-            if gains[m] < gains[best]:
-                best = m
+        best = _best_neighbour(codes, table, point, factors, g[at:], h[at:, at:], step, gains)
         threshold = np.float32(0)
         for i in range(size):
             threshold += h[at + i, at + i] * step[i, best] * step[i, best]

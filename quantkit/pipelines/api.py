@@ -22,6 +22,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quantkit.errors import OptionError
+from quantkit.hub import models
 from quantkit.pipelines.options import (
     ConvertOptions,
     ExportOptions,
@@ -60,8 +62,12 @@ def convert(
     options: ConvertOptions | None = None,
     *,
     progress: Progress | bool = False,
+    on_message: Callable[[str], None] = lambda text: None,
 ) -> Conversion:
     """Convert the Hugging Face checkpoint in directory `source` to the GGUF file `output`.
+
+    `source` may be a checkpoint on the Hub, hf://ORG/NAME. It is streamed: it never lies on the disk as a whole, the
+    hash of every file is checked, and an interrupted run is resumed by the same call.
 
     `type` is the type of matrices: "bf16", "f16", "f32", "q8_0", or "auto" for the checkpoint's own 16-bit type. Norms,
     biases and vectors are f32. In the name `output`, {name} stands for the directory's name and {ftype} for the type
@@ -75,6 +81,12 @@ def convert(
     from quantkit.pipelines.conversion.convert import convert_checkpoint
 
     options = options or ConvertOptions()
+    if address := models.checkpoint_address(source):
+        from quantkit.pipelines.conversion.remote import convert_remote
+
+        return convert_remote(address, output, type, options, progress, on_message)
+    if options.disk is not None or options.keep_shards:
+        raise OptionError(f"{source} is not a checkpoint on the Hub, which --disk and --keep-shards are about")
     return convert_checkpoint(
         source,
         output,
@@ -148,7 +160,7 @@ def plan(
 ) -> PlanResult:
     """Decide the type and the device of every tensor of `source`. No weights are read.
 
-    `source` is a GGUF file, a checkpoint directory or a config.json; `type` a file type such as "Q4_K_M". Without a
+    `source` is a GGUF file, a checkpoint directory or a config.json, on the disk or on the Hub; `type` a file type such as "Q4_K_M". Without a
     type and without options that choose types, tensors keep theirs. A type that needs an importance matrix is planned
     without one, with a warning in `plan.warnings`.
 
@@ -220,6 +232,11 @@ class Quantization:
         options, started = self.options, time.perf_counter()
         if self.model.file is None:
             raise FormatError("the input contains no weights; pass its directory or a GGUF file")
+        if getattr(self.model.file, "arrivals", None) and (options.partial_requant or options.reuse):
+            raise OptionError(
+                "--partial-requant and --reuse read the whole input before they decide: fetch it first, with "
+                "`hf download ORG/NAME --local-dir NAME`"
+            )
         written = quantize_with_plan(
             self.model.file,
             output,
@@ -257,7 +274,7 @@ def prepare_quantize(
 
     Without `weights`, `source` may be a config.json, and the plan can only be read.
     """
-    from quantkit.errors import FormatError, OptionError
+    from quantkit.errors import FormatError
     from quantkit.pipelines import parts, planning
     from quantkit.pipelines.quantize import Override
     from quantkit.types import effort_level
@@ -298,7 +315,7 @@ def quantize(
 ) -> QuantizeResult:
     """Quantize a GGUF file or a checkpoint directory to the GGUF file `output`.
 
-        source      a GGUF file, a checkpoint directory, or what `quantkit.open` returned
+        source      a GGUF file, a checkpoint directory, either on the Hub, or what `quantkit.open` returned
         output      the file, or the prefix of its shards; it appears under its name when it is complete
         type        a file type such as "Q4_K_M"; None if `options.plan` decides every type
         options     the command's flags: importance matrix, rules, encoder effort, shards

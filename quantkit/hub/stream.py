@@ -30,7 +30,7 @@ from typing import IO, Any
 import numpy as np
 
 from quantkit.errors import OptionError, QuantkitError
-from quantkit.formats.atomic import os_errors, require_space
+from quantkit.formats.atomic import os_errors
 from quantkit.formats.mapping import map_file
 from quantkit.formats.safetensors import CheckpointTensor
 from quantkit.hub.checkpoint import RemoteCheckpoint
@@ -92,7 +92,7 @@ class CheckpointStream:
                 f"tokenizer; give --disk {-(-needed // 10**6)}M or more"
             )
         self._limit = self.disk - overhead if self.disk is not None else max(required, DEFAULT_DISK)
-        require_space(out.parent, needed)
+        _require_space(out.parent, needed)
         self._folder = _own_directory(out.with_name(out.name + SUFFIX))
         self._kept = out.parent / self.remote.repository.address.name
         if self.keep:
@@ -262,9 +262,9 @@ class CheckpointStream:
             kind = "SHA-256" if file.sha256 else "git id"
             raise HubError(
                 f"{self._address(file.name)}: its {kind} is {found}, the Hub says {expected}: the bytes were damaged "
-                "on their way, or in the cache; what was made from this file is dropped, the rest is kept: run the same "
-                f"command again; if the hash is wrong again, remove the file from the cache, or tell the owners of "
-                f"{self.remote.repository.address.repo}"
+                "on their way, or in the cache; what was made from this file is dropped, the rest is kept: run the "
+                "same command again; if the hash is wrong again, remove the file from the cache, or tell the owners "
+                f"of {self.remote.repository.address.repo}"
             )
 
     # ------------------------------------------------------------------------------------------------------- the files
@@ -344,6 +344,13 @@ def _rounded(nbytes: int) -> int:
 def _allocated(directory: Path) -> int:
     """The bytes that the files of a directory take on the disk, links followed."""
     return sum(path.stat().st_blocks * 512 for path in directory.iterdir())
+
+
+def _require_space(folder: Path, nbytes: int) -> None:
+    while not folder.exists():
+        folder = folder.parent
+    if (free := shutil.disk_usage(folder).free) < nbytes:
+        raise QuantkitError(f"{folder}: the tensors in work take {nbytes} bytes, the file system has {free} free")
 
 
 def _own_directory(path: Path) -> Path:

@@ -160,7 +160,8 @@ def plan(
 ) -> PlanResult:
     """Decide the type and the device of every tensor of `source`. No weights are read.
 
-    `source` is a GGUF file, a checkpoint directory or a config.json, on the disk or on the Hub; `type` a file type such as "Q4_K_M". Without a
+    `source` is a GGUF file, a checkpoint directory or a config.json, on the disk or on the Hub. `type` is a file type
+    such as "Q4_K_M". Without a
     type and without options that choose types, tensors keep theirs. A type that needs an importance matrix is planned
     without one, with a warning in `plan.warnings`.
 

@@ -287,20 +287,21 @@ class _Run:
 
         `on_wait` is called with a text while a source has not arrived.
         """
+        moments = PreparedMoments(stage.imatrix) if stage.imatrix is not None else None
         if self._arrivals is None:
-            yield from self._pieces(stage)
+            yield from self._pieces(stage.tensors, moments)
             return
         unfinished = {t.name: t for t in stage.tensors if t.name not in self._job.done}
         tensors: Mapping[str, Any] = self._source.tensors
-        for name in self._arrivals.begin(self._job.out, {name: tensors[name].inputs for name in unfinished}):
+        inputs = {name: [] if name in self._job.copied else tensors[name].inputs for name in unfinished}
+        for name in self._arrivals.begin(self._job.out, inputs):
             self._arrivals.wait(name, on_wait)
-            jobs = list(self._pieces(replace(stage, tensors=[unfinished[name]])))
+            jobs = list(self._pieces([unfinished[name]], moments))
             left = _Countdown(len(jobs), functools.partial(self._arrivals.release, name))
             yield from ((name, functools.partial(left.counted, make)) for _, make in jobs)
 
-    def _pieces(self, stage: Stage) -> Iterator[Job]:
-        moments = PreparedMoments(stage.imatrix) if stage.imatrix is not None else None
-        for planned in stage.tensors:
+    def _pieces(self, tensors: Iterable[PlannedTensor], moments: PreparedMoments | None) -> Iterator[Job]:
+        for planned in tensors:
             name = planned.name
             if name in self._job.done:
                 continue

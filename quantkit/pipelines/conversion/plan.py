@@ -34,9 +34,9 @@ from quantkit.formats.safetensors import Checkpoint, open_checkpoint
 from quantkit.formats.safetensors.quantized_checkpoint import FP8, INTEGERS, unscaled
 from quantkit.formats.torch_bin import is_bin, open_bin
 from quantkit.inputs.json_input import read_object
+from quantkit.pipelines.arrivals import Arrivals
 from quantkit.pipelines.conversion.metadata import general_keys
 from quantkit.pipelines.conversion.tensor import ConvertedTensor, GeneratedTensor, OutputTensor
-from quantkit.pipelines.arrivals import Arrivals
 from quantkit.pipelines.output import WriteTask
 from quantkit.tokenizers import vocab
 from quantkit.types import QuantType

@@ -31,7 +31,7 @@ ATTEMPTS = 6  # in a row, none of which brings a byte
 FIRST_WAIT = 1.0  # seconds; doubled after each attempt
 MAX_WAIT = 30.0
 MAX_RETRY_AFTER = 600.0  # a server that says more is down for now
-BLOCK = 1 << 20  # bytes that are read from a connection at a time
+BLOCK = 1 << 20  # bytes that are read from a file at a time
 _STATUSES = (408, 429, 500, 502, 503, 504)
 
 
@@ -154,7 +154,7 @@ class Repository:
                     f"{self.address.of(name)}: the server ignores ranges (status {response.status_code} for bytes "
                     f"{start} to {stop}); fetch the repository first: hf download {self.address.repo}"
                 )
-            for block in response.iter_bytes(BLOCK):
+            for block in response.iter_bytes():  # as they arrive: nothing is lost with the connection
                 yield block[:left]
                 left -= len(block[:left])
                 if not left:

@@ -97,12 +97,13 @@ def open_model(
     options = options or QuantizeOptions()
     if isinstance(source, PlanInput):
         return source
-    if isinstance(source, (str, os.PathLike)) and (address := models.checkpoint_address(source)) and weights:
+    address = models.checkpoint_address(source)
+    if address is not None and weights:
         from quantkit.pipelines.conversion.plan import STORED
         from quantkit.pipelines.conversion.remote import plan_remote
 
         return PlanInput.of(plan_remote(address, STORED, options, "auto").as_gguf)
-    if options.disk is not None or options.keep_shards:
+    if address is None and (options.disk is not None or options.keep_shards):
         raise OptionError(f"{source} is not a checkpoint on the Hub, which --disk and --keep-shards are about")
     if isinstance(source, (str, os.PathLike)):
         source = models.model_file(source) if weights else models.header_file(source, config=True)

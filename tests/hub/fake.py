@@ -77,6 +77,7 @@ class FakeHub:
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
         self._server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        self.cdn = self.url.replace("127.0.0.1", "localhost")  # another host, as the real one has
 
     def __enter__(self) -> FakeHub:
         threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
@@ -211,7 +212,7 @@ class _Handler(BaseHTTPRequestHandler):
         entry, headers = self._entry(repo, file), {"X-Repo-Commit": COMMIT}
         if "lfs" in entry:
             headers |= {"X-Linked-Etag": f'"{entry["lfs"]["sha256"]}"', "X-Linked-Size": str(entry["size"])}
-            self._answer(302, b"", headers | {"Location": f"{self.hub.url}/cdn/{name}/{file}"})
+            self._answer(302, b"", headers | {"Location": f"{self.hub.cdn}/cdn/{name}/{file}"})
         else:
             self._file(repo.files[file], headers | {"ETag": f'"{entry["blobId"]}"'})
 

@@ -22,7 +22,7 @@ from quantkit.hub.address import parse
 from quantkit.hub.stream import CheckpointStream
 from tests.archs.checkpoints import tiny
 from tests.hub.conftest import sharded
-from tests.hub.fake import Fault, FakeHub
+from tests.hub.fake import COMMIT, FakeHub, Fault
 
 NAME = "org/Tiny-Llama"
 SOURCE = f"hf://{NAME}"
@@ -219,7 +219,7 @@ def test_faults_pass(hub: FakeHub, checkpoint: Path, tmp_path: Path) -> None:
     first, second, *_ = sorted(path.name for path in checkpoint.glob("*.safetensors"))
     hub.faults += [
         Fault("/api/models/", status=503, retry_after=0, times=2),
-        Fault(f"resolve/{'c0ffee'}", status=429, retry_after=1),
+        Fault(f"/resolve/{COMMIT}/{second}", status=429, retry_after=1),
         Fault(f"cdn/{NAME}/{first}", cut=100_000, times=3),
         Fault(f"cdn/{NAME}/{second}", status=502),
     ]
@@ -228,7 +228,7 @@ def test_faults_pass(hub: FakeHub, checkpoint: Path, tmp_path: Path) -> None:
     assert time.monotonic() - started >= 1
     assert not any(fault.times for fault in hub.faults)
     starts = [request.start for request in hub.requests if request.path == f"/cdn/{NAME}/{first}"]
-    assert {100_000, 200_000} & set(starts)
+    assert any(0 < start < (checkpoint / first).stat().st_size for start in starts)
     quantkit.convert(checkpoint, tmp_path / "local.gguf")
     assert (tmp_path / "x.gguf").read_bytes() == (tmp_path / "local.gguf").read_bytes()
 

@@ -63,7 +63,7 @@ class Repository:
         if constants.is_offline_mode():
             return cls._offline(address)
         api = HfApi(library_name="quantkit")
-        info = _retried(address, lambda: api.model_info(address.repo, revision=address.revision, files_metadata=True))
+        info = retried(address, lambda: api.model_info(address.repo, revision=address.revision, files_metadata=True))
         files = {
             s.rfilename: RemoteFile(s.rfilename, s.size or 0, s.lfs.sha256 if s.lfs else None, s.blob_id)
             for s in info.siblings or ()
@@ -75,7 +75,7 @@ class Repository:
         """What the cache has of a repository. A cached file's name in the cache is its hash."""
         from huggingface_hub import snapshot_download
 
-        with _errors(address):
+        with hub_errors(address):
             folder = Path(snapshot_download(address.repo, revision=address.revision, local_files_only=True))
         files = {}
         for path in sorted(folder.rglob("*")):
@@ -110,7 +110,7 @@ class Repository:
             return path
         repo, commit = self.address.repo, self.commit
         return Path(
-            _retried(
+            retried(
                 self.address.of(name),
                 lambda: hf_hub_download(repo, name, revision=commit, library_name="quantkit", tqdm_class=_TransferBar),
             )
@@ -129,7 +129,7 @@ class Repository:
         while start < stop:
             failures += 1
             try:
-                with _errors(self.address.of(name)):
+                with hub_errors(self.address.of(name)):
                     for block in self._request(name, start, stop):
                         start, failures = start + len(block), 0
                         yield block
@@ -196,12 +196,12 @@ def _wait(error: _Passing, failures: int) -> None:
     time.sleep(seconds)
 
 
-def _retried(address: Address, call: Callable[[], T]) -> T:
+def retried(address: Address, call: Callable[[], T]) -> T:
     """The result of a request, which is repeated while it fails in a way that may pass."""
     failures = 0
     while True:
         try:
-            with _errors(address):
+            with hub_errors(address):
                 return call()
         except _Passing as error:
             failures += 1
@@ -209,7 +209,7 @@ def _retried(address: Address, call: Callable[[], T]) -> T:
 
 
 @contextlib.contextmanager
-def _errors(address: Address) -> Iterator[None]:
+def hub_errors(address: Address) -> Iterator[None]:
     """Turn the exceptions of huggingface_hub and of its HTTP library into HubErrors that name the address."""
     from huggingface_hub import constants, errors
     from huggingface_hub.utils import httpx

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from quantkit.formats.gguf import GGUF
     from quantkit.formats.imatrix import Imatrix
     from quantkit.formats.pipeline import Progress
+    from quantkit.hub.address import Address
     from quantkit.pipelines.calibration import Calibration
     from quantkit.pipelines.conversion.plan import Conversion
     from quantkit.pipelines.export import Export
@@ -82,9 +83,7 @@ def convert(
 
     options = options or ConvertOptions()
     if address := models.checkpoint_address(source):
-        from quantkit.pipelines.conversion.remote import convert_remote
-
-        return convert_remote(address, output, type, options, progress, on_message)
+        return _convert_remote(address, output, type, options, progress, on_message)
     if options.disk is not None or options.keep_shards:
         raise OptionError(f"{source} is not a checkpoint on the Hub, which --disk and --keep-shards are about")
     return convert_checkpoint(
@@ -101,6 +100,37 @@ def convert(
         threads=options.threads,
         progress=progress,
     )
+
+
+def _convert_remote(
+    address: Address,
+    output: PathLike,
+    type: str,
+    options: ConvertOptions,
+    progress: Progress | bool,
+    on_message: Callable[[str], None],
+) -> Conversion:
+    """Convert a checkpoint on the Hub, as `quantize` copies it: while it is streamed, with a journal."""
+    from quantkit.pipelines import planning
+    from quantkit.pipelines.conversion.convert import filled_name
+    from quantkit.pipelines.conversion.remote import plan_remote
+    from quantkit.pipelines.quantize import quantize_with_plan
+
+    conversion = plan_remote(address, type, options, options.mtp)
+    if not options.dry_run:
+        view = conversion.as_gguf
+        written = quantize_with_plan(
+            view,
+            filled_name(output, conversion.source, conversion.outtype.name),
+            planning.plan_types(planning.PlanInput.of(view), "COPY", QuantizeOptions(), None),
+            split_max_bytes=options.split_max_size,
+            split_max_tensors=options.split_max_tensors,
+            threads=options.threads,
+            progress=progress,
+            on_message=on_message,
+        )
+        conversion.paths.extend(written.paths)
+    return conversion
 
 
 def export(

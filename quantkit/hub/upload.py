@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from quantkit.errors import OptionError
@@ -85,12 +86,8 @@ def upload(
         with ProgressBar("upload", total, unit="B") as bar:
             for path, operation in zip(paths, operations):
                 bar.show(done, total, label=f"upload {path.name}")
-                retried(
-                    address.of(path.name),
-                    lambda operation=operation: api.preupload_lfs_files(
-                        repo, [operation], revision=revision, create_pr=create_pr, free_memory=False
-                    ),
-                )
+                send = partial(api.preupload_lfs_files, repo, [operation], revision=revision, create_pr=create_pr)
+                retried(address.of(path.name), partial(send, free_memory=False))
                 done += path.stat().st_size
                 bar.show(done, total)
         with hub_errors(address):

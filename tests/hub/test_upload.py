@@ -11,13 +11,12 @@ import pytest
 import quantkit
 from quantkit.cli import main
 from quantkit.formats import front_matter
+from tests.archs.checkpoints import TEXT, tiny
 from tests.hub.fake import FakeHub, Fault, Repo
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tests.archs.checkpoints import tiny
-
     made = tmp_path_factory.mktemp("upload")
     tiny(made / "hf", "bfloat16", hidden_size=256, intermediate_size=512, head_dim=64)
     (made / "hf" / "README.md").write_text(
@@ -26,16 +25,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     options = quantkit.QuantizeOptions(split_max_tensors=9)
     quantkit.quantize(made / "hf", made / "q.gguf", "Q4_0", options)
     quantkit.quantize(made / "hf", made / "one.gguf", "Q8_0")
-    kld = {"mean_kld": 0.0123, "mean_kld_error_over_chunks": 0.0004}
-    models = [{"name": "bf16.gguf", "bytes": 2**30, "bits_per_weight": 16.0, "ppl": 9.5},
-              {"name": "one.gguf", "bytes": 2**29, "bits_per_weight": 8.5, "ppl": 9.6} | kld]  # fmt: skip
-    document = {
-        "schema": "quantkit.compare/1",
-        "positions": 512,
-        "models": models,
-        "conditions": {"text": "/a/wiki.txt"},
-    }
-    (made / "results.json").write_text(json.dumps(document), encoding="utf-8")
+    (made / "text.txt").write_text(" ".join(TEXT) * 4, encoding="utf-8")
+    quantkit.convert(made / "hf", made / "bf16.gguf")
+    words = [made / "bf16.gguf", made / "one.gguf", "-f", made / "text.txt", "-c", "64", "--chunks", "3"]
+    assert main(["compare", *map(str, words), "-o", str(made / "results.json")]) == 0
     (made / "kld.png").write_bytes(b"\x89PNG\r\n")
     return made
 
@@ -54,10 +47,18 @@ def test_files_and_card(hub: FakeHub, folder: Path, tmp_path: Path, capsys: pyte
         path.name: path.read_bytes() for path in sent
     }
     text = hub.uploads["README.md"].decode()
+    kld = json.loads((folder / "results.json").read_text(encoding="utf-8"))["models"][1]
     for path in sent:
         assert f"| `{path.name}` | `{hashlib.sha256(path.read_bytes()).hexdigest()}` |" in text
-    for part in ("## one ", "## q ", "quantkit quantize MODEL-BF16.gguf OUT.gguf Q8_0", "0.01230 ± 0.00040",
-                 "Over 512 tokens of wiki.txt", "![Mean KL divergence against size](<kld.png>)"):  # fmt: skip
+    for part in (
+        "## one ",
+        "## q ",
+        "quantkit quantize MODEL-BF16.gguf OUT.gguf Q8_0",
+        f" | {kld['kld']:.5f} ± {kld['kld_error_over_chunks']:.5f} | ",
+        " | reference | ",
+        f"Over {kld['positions']} tokens of text.txt",
+        "![Mean KL divergence against size](<kld.png>)",
+    ):
         assert part in text
     (tmp_path / "README.md").write_text(text, encoding="utf-8")
     front = front_matter.read(tmp_path / "README.md")

@@ -83,8 +83,8 @@ def _results(results: Mapping[str, Any]) -> str:
     """The table of a comparison: size, bits per weight, perplexity, KL divergence."""
     rows = []
     for model in results["models"]:
-        size, kld, top = (_number(model, key) for key in ("bytes", "mean_kld", "top_1"))
-        ppl, error = _number(model, "ppl"), _number(model, "mean_kld_error_over_chunks")
+        size, kld, top = (_number(model, key) for key in ("bytes", "kld", "same_top"))
+        ppl, error = _number(model, "ppl"), _number(model, "kld_error_over_chunks")
         rows.append((
             cell(str(model.get("name", ""))), f"{size / 2**30:.3f}", f"{_number(model, 'bits_per_weight'):.3f}",
             f"{ppl:.4f}", "reference" if math.isnan(kld) else f"{kld:.5f} ± {error:.5f}",
@@ -94,7 +94,9 @@ def _results(results: Mapping[str, Any]) -> str:
     conditions = results.get("conditions")
     text = conditions.get("text") if isinstance(conditions, dict) else None
     about = f" of {cell(Path(str(text)).name)}" if text else ""
-    return f"{table}\n\nOver {results.get('positions', 'all')} tokens{about}; ± is one standard error of the mean."
+    counts = [model.get("positions") for model in results["models"] if isinstance(model, dict)]
+    tokens = next((f"{count} tokens" for count in counts if isinstance(count, int)), "the tokens")
+    return f"{table}\n\nOver {tokens}{about}; ± is one standard error of the mean over chunks."
 
 
 def _number(model: object, key: str) -> float:

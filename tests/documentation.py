@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 # Multiples of 256, so that every type fits; a context for the default chunks of 512 tokens.
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "max_position_embeddings": 1024}
 TEXT = "A recipe names a type for every tensor. A rule is a pattern and a type; the first match decides. "
-OTHER_PROGRAMS = frozenset(("pip", "python", "python3", "make", "git", "cmp", "."))
+OTHER_PROGRAMS = frozenset(("pip", "python", "python3", "make", "git", "hf", "cmp", "."))
 _NOT_RUN = re.compile(r"<!-- not run: (?P<why>[^>]+) -->\s*$")
 _FENCE = re.compile(
     r"^(?P<indent> *)```(?P<language>\w*)(?P<options>[^\n]*)\n(?P<body>.*?)^(?P=indent)```[ \t]*$", re.M | re.S

@@ -69,7 +69,7 @@ def _front_matter(files: Sequence[GGUF]) -> str:
         stated["license"] = m.get("general.license")
         stated["language"] = m.get("general.languages")
         urls = [str(m[key]) for key in m if re.fullmatch(r"general\.base_model\.\d+\.repo_url", key)]
-        bases = [found[1] for url in urls if (found := _HUB_MODEL.fullmatch(url))]
+        bases = [model[1] for url in urls if (model := _HUB_MODEL.fullmatch(url))]
         if bases:
             stated |= {"base_model": bases, "base_model_relation": "quantized"}
         tags = m.get("general.tags")

@@ -62,8 +62,11 @@ class Repository:
 
         if constants.is_offline_mode():
             return cls._offline(address)
-        api = HfApi(library_name="quantkit")
-        info = retried(address, lambda: api.model_info(address.repo, revision=address.revision, files_metadata=True))
+        api, timeout = HfApi(library_name="quantkit"), constants.HF_HUB_DOWNLOAD_TIMEOUT
+        info = retried(
+            address,
+            lambda: api.model_info(address.repo, revision=address.revision, files_metadata=True, timeout=timeout),
+        )
         files = {
             s.rfilename: RemoteFile(s.rfilename, s.size or 0, s.lfs.sha256 if s.lfs else None, s.blob_id)
             for s in info.siblings or ()
@@ -180,11 +183,11 @@ def file_chunks(path: Path, start: int, stop: int) -> Iterator[bytes]:
 
 
 class _Passing(HubError):
-    """A failure that may pass. `retry_after` is what the server asks to wait, in seconds."""
+    """A failure that may pass. `retry_after` is what the server asks to wait, in seconds; `answered`: it did answer."""
 
-    def __init__(self, message: str, retry_after: float | None):
+    def __init__(self, message: str, retry_after: float | None, answered: bool = True):
         super().__init__(message)
-        self.retry_after = retry_after
+        self.retry_after, self.answered = retry_after, answered
 
 
 def _wait(error: _Passing, failures: int) -> None:
@@ -205,6 +208,8 @@ def retried(address: Address, call: Callable[[], T]) -> T:
                 return call()
         except _Passing as error:
             failures += 1
+            if address.given and not error.answered:  # it is rather a mistyped path
+                raise HubError(f"{error}; if {address.repo} is on the Hub, write hf://{address.repo}") from error
             _wait(error, failures)
 
 
@@ -247,7 +252,7 @@ def hub_errors(address: Address) -> Iterator[None]:
         raise HubError(f"{where}: {printable(str(error))}") from error
     except httpx.TransportError as error:
         reason = printable(str(error)) or type(error).__name__
-        raise _Passing(f"{where}: {endpoint} cannot be reached: {reason}", None) from error
+        raise _Passing(f"{where}: {endpoint} cannot be reached: {reason}", None, answered=False) from error
 
 
 def _unreachable(where: str, address: Address, error: Exception) -> HubError:

@@ -68,7 +68,8 @@ def convert(
     """Convert the Hugging Face checkpoint in directory `source` to the GGUF file `output`.
 
     `source` may be a checkpoint on the Hub, hf://ORG/NAME. It is streamed: it never lies on the disk as a whole, the
-    hash of every file is checked, and an interrupted run is resumed by the same call.
+    hash of every file is checked, and an interrupted run is resumed by the same call. `on_message` is called with lines
+    of text about that.
 
     `type` is the type of matrices: "bf16", "f16", "f32", "q8_0", or "auto" for the checkpoint's own 16-bit type. Norms,
     biases and vectors are f32. In the name `output`, {name} stands for the directory's name and {ftype} for the type

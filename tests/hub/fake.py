@@ -96,8 +96,11 @@ class FakeHub:
     def sha256(self, path: Path) -> str:
         key = path, path.stat().st_mtime
         if key not in self._hashes:
+            digest = hashlib.sha256()
             with open(path, "rb") as file:
-                self._hashes[key] = hashlib.file_digest(file, "sha256").hexdigest()
+                while block := file.read(1 << 20):
+                    digest.update(block)
+            self._hashes[key] = digest.hexdigest()
         return self._hashes[key]
 
     def sent(self, part: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -149,6 +150,24 @@ def test_errors_say_what_was_tried(hub: FakeHub, folder: Path, tmp_path: Path, m
     with pytest.raises(QuantkitError, match="no such file"):
         models.model_file("hf://org/gated/a.gguf")
     assert hub.requests[-1].token == "Bearer hf_secret"
+
+
+def test_a_mistyped_path_without_a_network_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
+    started = time.monotonic()
+    with pytest.raises(
+        QuantkitError, match=r"^no/such: no such file or directory here, so .* if no/such is on the Hub"
+    ):
+        models.model_file("no/such")
+    assert time.monotonic() - started < 5
+
+
+def test_python_loads_from_the_hub(hub: FakeHub, folder: Path) -> None:
+    hub.add("org/m-GGUF", folder / "repo")
+    local = quantkit.load(folder / "repo" / "m-bf16.gguf").logits([1, 2, 3])
+    assert (quantkit.load("hf://org/m-GGUF/m-bf16.gguf").logits([1, 2, 3]) == local).all()
 
 
 def test_nothing_is_imported_for_local_files() -> None:

@@ -18,8 +18,9 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from quantkit.errors import FormatError, QuantkitError, printable
 from quantkit.hub.address import Address
@@ -111,11 +112,11 @@ class Repository:
         self.file(name)
         if (path := self.cached(name)) is not None:
             return path
-        repo, commit = self.address.repo, self.commit
+        repo, commit, bar = self.address.repo, self.commit, cast(Any, partial(_TransferBar, Path(name).name))
         return Path(
             retried(
                 self.address.of(name),
-                lambda: hf_hub_download(repo, name, revision=commit, library_name="quantkit", tqdm_class=_TransferBar),
+                lambda: hf_hub_download(repo, name, revision=commit, library_name="quantkit", tqdm_class=bar),
             )
         )
 
@@ -292,9 +293,9 @@ def _retry_after(headers: Any) -> float | None:
 class _TransferBar:
     """What huggingface_hub reports a download to, drawn by `quantkit.progress`: the part of tqdm that it uses."""
 
-    def __init__(self, *, total: int | None = None, initial: int = 0, desc: str = "", **_: object):
+    def __init__(self, label: str, *, total: int | None = None, initial: int = 0, **_: object):
         self.n, self.total = initial, total
-        self._bar = ProgressBar(desc, total, unit="B")
+        self._bar = ProgressBar(label, total, unit="B", after=0.5)
         self._bar.initial = initial
         self._bar.__enter__()
 
@@ -308,8 +309,7 @@ class _TransferBar:
         self._bar.close()
 
     def set_description(self, desc: str = "", refresh: bool = True) -> None:
-        """Show another label."""
-        self._bar.label = desc
+        """Nothing: the label is the file's name."""
 
     def refresh(self) -> None:
         """Nothing: the bar draws itself."""

@@ -15,6 +15,7 @@ import pytest
 
 import quantkit
 from quantkit import ConvertOptions, QuantizeOptions
+from quantkit.cli import main
 from quantkit.errors import OptionError, QuantkitError
 from quantkit.formats.journal import read as read_journal
 from quantkit.hub import checkpoint as hub_checkpoint
@@ -286,3 +287,25 @@ def test_planning_reads_no_weights(hub: FakeHub, checkpoint: Path) -> None:
     config = quantkit.plan(f"{SOURCE}/config.json", "Q4_K_M")
     assert json.dumps(config.to_json()["tensors"]) == json.dumps(found.to_json()["tensors"])
     assert os.environ["HF_ENDPOINT"] == hub.url
+
+
+def test_the_commands(
+    hub: FakeHub,
+    checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Outputs without a name are in the working directory; a dry run fetches headers at most."""
+    hub.add(NAME, checkpoint)
+    monkeypatch.chdir(tmp_path)
+    assert main(["quantize", SOURCE, "Q4_0", "--dry-run"]) == 0
+    assert not hub.sent(".safetensors")
+    assert main(["convert", SOURCE, "--dry-run"]) == 0
+    assert not list(tmp_path.iterdir())
+    assert main(["quantize", SOURCE, "Q4_0", "--disk", "3M"]) == 0
+    assert main(["convert", NAME]) == 0
+    assert "checked: model-00001-of-" in capsys.readouterr().out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["Tiny-Llama-BF16.gguf", "ggml-model-Q4_0.gguf"]
+    assert main(["quantize", SOURCE, "Q4_0", "--calibrate", "text.txt"]) == 2
+    assert "fetch it first" in " ".join(capsys.readouterr().err.replace("│", " ").split())

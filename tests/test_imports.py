@@ -24,6 +24,7 @@ codegen
 types
 repack
 formats
+hub
 archs
 tokenizers
 recipe

@@ -74,7 +74,8 @@ def packages() -> None:
         [("pipelines", "convert, export, quantize, repack,|verify, resume"),
          ("runtime", "model, blocks, KV cache, decode plans,|kernels, several devices")],
         [("recipe", "rules, mixes, plan, lint"), ("placement", "tensor to device, fit, memory, speed")],
-        [("formats", "GGUF, safetensors,|imatrix, KLD"), ("archs", "one file per architecture"),
+        [("formats", "GGUF, safetensors,|imatrix, KLD"), ("hub", "the Hugging Face|Hub"),
+         ("archs", "one file|per architecture"),
          ("tokenizers", "read, write, encode")],
         [("repack", "row interleaving and back")],
         [("types", "one file per type: byte map, encode, decode")],
@@ -89,7 +90,11 @@ def packages() -> None:
             below = ("codegen", "inputs", "progress", "errors")
             colors = GOLD if name in ("recipe", "placement") else GRAY if name in below else TEAL
             p.box(20 + j * (width + 12), 16 + i * 72, width, 62, name, lines, colors)
-    p.note(390, 825, "Imports point downwards. Within a row: archs imports formats, tokenizers both, placement recipe.")
+    p.note(
+        390,
+        825,
+        "Imports point downwards. Within a row: hub and archs import formats, tokenizers both, placement recipe.",
+    )
     p.save("packages")
 
 

@@ -12,6 +12,7 @@ import typer
 from quantkit.cli.bench import integers
 from quantkit.cli.common.command import takes_model
 from quantkit.cli.common.evaluation import on_message
+from quantkit.cli.common.hub import from_hub
 from quantkit.cli.common.launch import Launch, runs_a_model
 from quantkit.cli.common.options import FastNumerics, Json, Threads
 from quantkit.cli.common.output import print_json
@@ -27,10 +28,16 @@ _HEADER = "|    PP |     TG |    B |   N_KV |   T_PP s | S_PP t/s |   T_TG s | S
 
 @shows_progress
 @takes_model()
+@from_hub("model")
 @runs_a_model
 def batched_bench(
     model: Annotated[
-        Path, typer.Argument(metavar="MODEL", help="A GGUF file, or any shard of a split one.", show_default=False)
+        Path,
+        typer.Argument(
+            metavar="MODEL",
+            help="A GGUF file, any shard of a split one, or hf://ORG/NAME/FILE.gguf.",
+            show_default=False,
+        ),
     ],
     prompts: Annotated[str, typer.Option("-npp", metavar="N,…", help="Prompt tokens of a sequence.")],
     generated: Annotated[str, typer.Option("-ntg", metavar="N,…", help="Tokens to generate of a sequence.")],

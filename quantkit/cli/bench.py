@@ -16,6 +16,7 @@ import typer
 
 from quantkit.cli.common.command import in_sections, takes_model
 from quantkit.cli.common.evaluation import on_message
+from quantkit.cli.common.hub import from_hub
 from quantkit.cli.common.launch import Launch, runs_variants
 from quantkit.cli.common.options import FastNumerics, Json, checked_threads
 from quantkit.cli.common.output import gib, print_json
@@ -37,11 +38,16 @@ _WIDTHS = (5, 11, 9, 7, 7, 6, 16, 6, 9)  # of the columns on a terminal, where a
            "numerics"],
 )  # fmt: skip
 @takes_model("models")
+@from_hub("models")
 @runs_variants
 def bench(
     models: Annotated[
         list[Path],
-        typer.Argument(metavar="MODEL…", help="GGUF files, or any shard of a split one.", show_default=False),
+        typer.Argument(
+            metavar="MODEL…",
+            help="GGUF files, any shard of a split one, or hf://ORG/NAME/FILE.gguf.",
+            show_default=False,
+        ),
     ],
     n_prompt: Annotated[
         str, typer.Option("--n-prompt", "-p", metavar="N,…", help="Prompt tokens; 0: no prompt test.")

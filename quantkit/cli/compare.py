@@ -32,6 +32,7 @@ from quantkit.cli.common.evaluation import (
     on_message,
     required_text,
 )
+from quantkit.cli.common.hub import from_hub
 from quantkit.cli.common.launch import Launch, runs_a_model
 from quantkit.cli.common.options import Json, Threads
 from quantkit.cli.common.output import json_text, print_json, print_table, with_schema
@@ -56,10 +57,16 @@ _TASKS_SCHEMA = "quantkit.compare-tasks/1"
     Reports=["plot", "html", "output", "as_markdown", "json"],
 )  # fmt: skip
 @takes_model("models")
+@from_hub("reference", "models")
 @runs_a_model
 def compare(
     reference: Annotated[
-        Path, typer.Argument(metavar="REFERENCE", help="The model to compare with.", show_default=False)
+        Path,
+        typer.Argument(
+            metavar="REFERENCE",
+            help="The model to compare with; it and the others may be hf://ORG/NAME/FILE.gguf.",
+            show_default=False,
+        ),
     ],
     models: Annotated[
         list[Path], typer.Argument(metavar="MODEL…", help="GGUF files with the same vocabulary.", show_default=False)

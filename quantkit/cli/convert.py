@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from pathlib import Path
@@ -11,6 +12,7 @@ import typer
 
 from quantkit.cli.common import without_effect
 from quantkit.cli.common.evaluation import on_message
+from quantkit.cli.common.hub import Disk, KeepShards, is_on_hub
 from quantkit.cli.common.options import (
     Json,
     MetadataFile,
@@ -20,7 +22,7 @@ from quantkit.cli.common.options import (
     Threads,
     parse_size,
 )
-from quantkit.cli.common.output import gib, print_json, print_left_out, print_table
+from quantkit.cli.common.output import gib, print_json, print_left_out, print_table, print_unfinished
 from quantkit.cli.common.positional import refuse_type
 from quantkit.cli.common.progress_options import shows_progress
 from quantkit.errors import UnsupportedError
@@ -37,7 +39,9 @@ def convert(
     source: Annotated[
         Path,
         typer.Argument(
-            metavar="HF_DIR", help="Directory with config.json, tokenizer files and weights.", show_default=False
+            metavar="HF_DIR",
+            help="Directory with config.json, tokenizer files and weights, or hf://ORG/NAME[@REVISION].",
+            show_default=False,
         ),
     ],
     out: Annotated[
@@ -66,6 +70,8 @@ def convert(
         Literal["auto", "keep", "drop"],
         typer.Option(help="MTP (multi-token prediction) layers; auto: the architecture's default."),
     ] = "auto",
+    disk: Disk = None,
+    keep_shards: KeepShards = False,
     metadata: MetadataFile = None,
     model_name: ModelName = None,
     vision: Annotated[
@@ -91,13 +97,16 @@ def convert(
 
     Matrices get the outtype; norms, biases and vectors are f32. A float32 checkpoint becomes f16 unless you say
     --outtype f32. Memory use does not grow with the model's size. The output file appears only when it is complete.
+
+    A checkpoint on the Hub is streamed: its tensors are fetched while others are converted, and removed from the disk
+    when they are done. The hash of every file is checked. To resume an interrupted run, give the same command again.
     """
     from quantkit.pipelines import api
     from quantkit.pipelines.options import ConvertOptions
 
     if out is not None and outfile not in (None, out):
         raise typer.BadParameter(f"the output is given twice: {out} and --outfile {outfile}; drop one of them")
-    target = outfile or out or str(source / "{name}-{FTYPE}.gguf")
+    target = outfile or out or ("" if is_on_hub(source) else f"{source}{os.sep}") + "{name}-{FTYPE}.gguf"
     refuse_type(target, "OUT.gguf", "the type of the matrices is --outtype")
     for flag, given, reason in (
         ("--use-temp-file", use_temp_file, _BOUNDED_MEMORY),
@@ -110,8 +119,17 @@ def convert(
         raise UnsupportedError(f"--vision {vision}: image and audio encoders are not converted; only drop is supported")
     size = None if split_max_size is None else parse_size(split_max_size)
     started = time.monotonic()
-    options = ConvertOptions(pre, mtp, size, dry_run, threads, metadata, model_name, split_max_tensors)
-    done = api.convert(source, target, outtype, options, progress=True)
+    options = ConvertOptions(
+        pre, mtp, size, dry_run, threads, metadata, model_name, split_max_tensors,
+        None if disk is None else parse_size(disk), keep_shards,
+    )  # fmt: skip
+    try:
+        done = api.convert(
+            source, target, outtype, options, progress=True, on_message=(lambda line: None) if json else print
+        )
+    except BaseException:
+        print_unfinished(Path(target))
+        raise
     record = _record(done, time.monotonic() - started)
     if json:
         print_json("quantkit.convert/1", record)

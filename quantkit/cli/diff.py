@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from quantkit.cli.common.hub import from_hub
 from quantkit.cli.common.options import Json, Threads
 from quantkit.cli.common.output import print_json, print_table
 from quantkit.cli.common.progress_options import shows_progress
@@ -20,8 +21,9 @@ if TYPE_CHECKING:
 
 
 @shows_progress
+@from_hub("a", "b")
 def diff(
-    a: Annotated[Path, typer.Argument(help="A GGUF file.", show_default=False)],
+    a: Annotated[Path, typer.Argument(help="A GGUF file, or hf://ORG/NAME/FILE.gguf.", show_default=False)],
     b: Annotated[Path, typer.Argument(help="The file to compare; errors are relative to A.", show_default=False)],
     values: Annotated[
         bool, typer.Option("--values/--no-values", help="Decode tensors that differ and measure the errors.")

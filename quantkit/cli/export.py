@@ -8,15 +8,22 @@ from typing import Annotated, Literal
 
 import typer
 
+from quantkit.cli.common.hub import from_hub
 from quantkit.cli.common.options import Json, Threads, parse_size
 from quantkit.cli.common.output import gib, print_json, print_table
 from quantkit.cli.common.progress_options import shows_progress
 
 
 @shows_progress
+@from_hub("source")
 def export(
     source: Annotated[
-        Path, typer.Argument(metavar="IN.gguf", help="A GGUF file, or any shard of a split one.", show_default=False)
+        Path,
+        typer.Argument(
+            metavar="IN.gguf",
+            help="A GGUF file, any shard of a split one, or hf://ORG/NAME/FILE.gguf.",
+            show_default=False,
+        ),
     ],
     directory: Annotated[Path, typer.Argument(metavar="HF_DIR", help="The output directory.", show_default=False)],
     dtype: Annotated[

@@ -11,6 +11,7 @@ import typer
 from quantkit import progress
 from quantkit.cli.common.command import in_sections, takes_model
 from quantkit.cli.common.evaluation import on_message
+from quantkit.cli.common.hub import from_hub
 from quantkit.cli.common.launch import Launch, runs_a_model, trained_context
 from quantkit.cli.common.options import FastNumerics, Json, Threads
 from quantkit.cli.common.output import print_json
@@ -26,10 +27,16 @@ if TYPE_CHECKING:
 @shows_progress
 @in_sections(Sampling=["temp", "top_k", "top_p", "min_p", "repeat_penalty", "repeat_last_n", "seed"])
 @takes_model()
+@from_hub("model")
 @runs_a_model
 def generate(
     model: Annotated[
-        Path, typer.Argument(metavar="MODEL", help="A GGUF file, or any shard of a split one.", show_default=False)
+        Path,
+        typer.Argument(
+            metavar="MODEL",
+            help="A GGUF file, any shard of a split one, or hf://ORG/NAME/FILE.gguf.",
+            show_default=False,
+        ),
     ],
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="Text to continue.", show_default=False)] = None,
     file: Annotated[

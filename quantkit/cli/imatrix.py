@@ -19,6 +19,7 @@ from quantkit.cli._imatrix_files import (
 )
 from quantkit.cli.common.command import in_sections, takes_model
 from quantkit.cli.common.evaluation import Batch, ChunkBar, ChunkLimit, Context, Numerics, ThreadsBatch, on_message
+from quantkit.cli.common.hub import from_hub
 from quantkit.cli.common.launch import Launch, runs_a_model
 from quantkit.cli.common.options import Json, Threads, parse_size
 from quantkit.cli.common.output import print_json, print_table
@@ -38,10 +39,16 @@ if TYPE_CHECKING:
     Second_moments=["second_moments", "second_moments_size", "dry_run"],
 )
 @takes_model()
+@from_hub("model")
 @runs_a_model
 def imatrix(
     model: Annotated[
-        Path, typer.Argument(metavar="MODEL", help="A GGUF file, or any shard of a split one.", show_default=False)
+        Path,
+        typer.Argument(
+            metavar="MODEL",
+            help="A GGUF file, any shard of a split one, or hf://ORG/NAME/FILE.gguf.",
+            show_default=False,
+        ),
     ],
     file: Annotated[
         list[Path] | None,

@@ -11,6 +11,7 @@ import numpy as np
 import typer
 
 from quantkit.cli.common.command import takes_model
+from quantkit.cli.common.hub import from_hub
 from quantkit.cli.common.options import Json
 from quantkit.cli.common.output import gib, print_json, print_table
 from quantkit.errors import printable
@@ -24,9 +25,15 @@ SHOWN_CHARACTERS = 100  # of a value in the table
 
 
 @takes_model("path")
+@from_hub("path", headers=True)
 def inspect(
     path: Annotated[
-        Path, typer.Argument(metavar="FILE", help="A GGUF file, or any shard of a split one.", show_default=False)
+        Path,
+        typer.Argument(
+            metavar="FILE",
+            help="A GGUF file, any shard of a split one, or hf://ORG/NAME/FILE.gguf.",
+            show_default=False,
+        ),
     ],
     json: Json = False,
     tensors: Annotated[bool, typer.Option("--tensors/--no-tensors", help="List every tensor.")] = True,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from quantkit.cli.common.hub import from_hub
 from quantkit.cli.common.options import DryRun, Json
 from quantkit.cli.common.output import print_json, print_table
 from quantkit.cli.common.progress_options import shows_progress
@@ -27,6 +28,7 @@ Force = Annotated[
 _SHOWN = 200  # characters of a value in the list of changes
 
 
+@from_hub("path", headers=True)
 def metadata(path: File, json: Json = False) -> None:
     """List, get, set and remove the metadata of a GGUF file.
 
@@ -43,6 +45,7 @@ def metadata(path: File, json: Json = False) -> None:
         _print_raw(f"{key}={_kind(found, key)}:{_text(_short(found, key), one_line=True)}")
 
 
+@from_hub("path", headers=True)
 def get(path: File, keys: Keys, json: Json = False) -> None:
     """Print the values of keys, one per line; strings verbatim, lists as JSON."""
     from quantkit.formats import gguf

@@ -30,6 +30,7 @@ from quantkit.cli.common.evaluation import (
     on_message,
     required_text,
 )
+from quantkit.cli.common.hub import from_hub
 from quantkit.cli.common.launch import Launch, runs_a_model
 from quantkit.cli.common.options import Json, Threads
 from quantkit.cli.common.output import print_json, print_table
@@ -56,10 +57,16 @@ _MIN_POSITIONS = 100
                            "multiple_choice_tasks", "binary_file"],
 )  # fmt: skip
 @takes_model()
+@from_hub("model")
 @runs_a_model
 def perplexity(
     model: Annotated[
-        Path, typer.Argument(metavar="MODEL", help="A GGUF file, or any shard of a split one.", show_default=False)
+        Path,
+        typer.Argument(
+            metavar="MODEL",
+            help="A GGUF file, any shard of a split one, or hf://ORG/NAME/FILE.gguf.",
+            show_default=False,
+        ),
     ],
     file: TextFile = None,
     chat: Chat = False,

@@ -25,7 +25,8 @@ def plan(
         Path,
         typer.Argument(
             metavar="MODEL",
-            help="A GGUF file or any shard of a split one, a checkpoint directory, or only its config.json.",
+            help="A GGUF file or any shard of a split one, a checkpoint directory, or only its config.json; "
+            "or hf://ORG/NAME[@REVISION][/FILE].",
             show_default=False,
         ),
     ],
@@ -44,7 +45,8 @@ def plan(
 ) -> None:
     """Show a plan: types, sizes, devices, and whether it fits.
 
-    No weights are read; a config.json is enough. The plan shows the type of every class of tensors with the reason, the
+    No weights are read; a config.json is enough. Of a model on the Hub, only config.json or the header of the GGUF file
+    is fetched. The plan shows the type of every class of tensors with the reason, the
     tensors that each rule matches, sizes, and warnings about probable mistakes. With -ngl, -ot, -ts and the related
     flags it shows the bytes on each device, with -c the KV cache, and with --vram and --ram whether the model fits.
     --fit fills the devices and prints the equivalent flags and predicted speeds.

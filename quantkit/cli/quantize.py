@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from quantkit.cli.common.command import in_sections
+from quantkit.cli.common.hub import Disk, KeepShards, is_on_hub
 from quantkit.cli.common.options import (
     Json,
     KeepSplit,
@@ -21,7 +21,7 @@ from quantkit.cli.common.options import (
     parse_size,
     split_limit,
 )
-from quantkit.cli.common.output import gib, print_json, print_left_out
+from quantkit.cli.common.output import gib, print_json, print_left_out, print_unfinished
 from quantkit.cli.common.plan_options import Verbose, takes_plan_options
 from quantkit.cli.common.plan_tables import print_imatrix, print_plan
 from quantkit.cli.common.positional import default_out
@@ -49,7 +49,8 @@ def quantize(
         Path,
         typer.Argument(
             metavar="IN",
-            help="A GGUF file, any shard of a split one, or a checkpoint directory; with --dry-run also config.json.",
+            help="A GGUF file, any shard of a split one, or a checkpoint directory; with --dry-run also config.json. "
+            "hf://ORG/NAME[@REVISION] is a checkpoint on the Hub, hf://ORG/NAME/FILE.gguf a file.",
             show_default=False,
         ),
     ],
@@ -156,6 +157,8 @@ def quantize(
             help="With --individual-tensors: do not write the first shard.",
         ),
     ] = False,
+    disk: Disk = None,
+    keep_shards: KeepShards = False,
     fresh: Annotated[
         bool,
         typer.Option("--restart", "--fresh", help="Discard the results of an interrupted run instead of resuming it."),
@@ -177,6 +180,9 @@ def quantize(
     --repack and --repack-pattern do in one pass what `quantkit repack` does to a file; --repack-pattern implies
     --repack. Interleaved types such as IQ4_K_R4 are also valid types. Flags for placement, cache and memory do not
     change the output: the plan shows where the tensors will go.
+
+    A checkpoint on the Hub is streamed: its tensors are fetched while others are quantized, and removed from the disk
+    when they are done. The hash of every file is checked.
 
     To resume an interrupted run, give the same command again. --partial-requant quantizes only tensors whose type,
     source, importance or codec differs from what OUT records, and copies the rest; `quantkit verify` lists them. If OUT
@@ -207,7 +213,14 @@ def quantize(
         only=only or (),
         individual_tensors=(individual_tensors,) if individual_tensors else (),
         skip_first_shard=skip_first_shard,
+        disk=None if disk is None else parse_size(disk),
+        keep_shards=keep_shards,
     )
+    if calibrate and is_on_hub(source):
+        raise OptionError(
+            "--calibrate reads the checkpoint more than once: fetch it first, with "
+            "`hf download ORG/NAME --local-dir NAME`, and pass the directory"
+        )
     if calibrate and (only or individual_tensors):
         raise OptionError("--calibrate runs the model over all layers: --only and --individual-tensors need --imatrix")
     calibration = _calibration(calibrate_ctx, calibrate_chunks, propagate, second_moments, second_moments_size)
@@ -231,7 +244,7 @@ def quantize(
     if job.part is not None and not json:
         shards = f" in {len(job.part.counts)} shard(s)" if job.part.shards else ""
         print(f"a part: {len(job.part.names)} of {len(job.plan.tensors)} tensors are written{shards}")
-    path = positional.out or default_out(source, job.plan.file_type.name)
+    path = positional.out or default_out(Path() if is_on_hub(source) else source, job.plan.file_type.name)
     if positional.out is None and not json:
         print(f"OUT is not given: the output is {path}")
     if dry_run:
@@ -241,7 +254,7 @@ def quantize(
     try:
         result = job.write(path, progress=True, on_message=(lambda line: None) if json else print)
     except BaseException:
-        _print_unfinished(path)
+        print_unfinished(path)
         raise
     _report(result, json)
 
@@ -263,18 +276,6 @@ def _calibration(
     from quantkit.evaluate.imatrix.one_pass import CalibrationOptions
 
     return CalibrationOptions(**given)
-
-
-def _print_unfinished(out: Path) -> None:
-    """After an error or an interrupt, print what is saved and how to resume."""
-    from quantkit.pipelines.resume import unfinished
-
-    if left := unfinished(out):
-        print(
-            f"\n{left[0]} of {left[1]} tensors are done and saved in {out}.partial-job; run the same command to "
-            "resume, or add --restart to start over",
-            file=sys.stderr,
-        )
 
 
 def _thread_limit(option: int | None, positional: int | None) -> int | None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from quantkit.cli.common.hub import from_hub
 from quantkit.cli.common.options import (
     DryRun,
     Json,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 
 @shows_progress
+@from_hub("source")
 def repack(
     source: Source,
     out: Out,

@@ -10,6 +10,7 @@ import typer
 from quantkit import progress
 from quantkit.cli.common.command import in_sections, takes_model
 from quantkit.cli.common.evaluation import on_message
+from quantkit.cli.common.hub import from_hub
 from quantkit.cli.common.launch import Launch, runs_a_model, trained_context
 from quantkit.cli.common.options import FastNumerics, Threads
 from quantkit.cli.common.progress_options import shows_progress
@@ -21,10 +22,16 @@ _CONTEXT = 4096
 @shows_progress
 @in_sections(Server=["host", "port", "api_key", "alias", "queue"])
 @takes_model()
+@from_hub("model")
 @runs_a_model
 def serve(
     model: Annotated[
-        Path, typer.Argument(metavar="MODEL", help="A GGUF file, or any shard of a split one.", show_default=False)
+        Path,
+        typer.Argument(
+            metavar="MODEL",
+            help="A GGUF file, any shard of a split one, or hf://ORG/NAME/FILE.gguf.",
+            show_default=False,
+        ),
     ],
     host: Annotated[
         str, typer.Option(metavar="ADDRESS", help="Address to listen on; needs an API key unless it is loopback.")

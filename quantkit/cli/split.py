@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from quantkit.cli.common.hub import from_hub
 from quantkit.cli.common.options import Json, Source, SplitMaxSize, SplitMaxTensors, Threads, parse_size
 from quantkit.cli.common.output import gib, print_json, print_table
 from quantkit.cli.common.progress_options import shows_progress
@@ -19,6 +20,7 @@ DEFAULT_TENSORS = 128  # as in gguf-split
 
 
 @shows_progress
+@from_hub("source")
 def split(
     source: Source,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Prefix of the shards' names.", show_default=False)],

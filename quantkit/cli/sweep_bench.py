@@ -11,6 +11,7 @@ import typer
 from quantkit.cli.bench import bench_conditions_line, record, shares
 from quantkit.cli.common.command import takes_model
 from quantkit.cli.common.evaluation import on_message
+from quantkit.cli.common.hub import from_hub
 from quantkit.cli.common.launch import Launch, runs_a_model
 from quantkit.cli.common.options import FastNumerics, Json, Threads
 from quantkit.cli.common.output import print_json
@@ -27,10 +28,16 @@ _MEMORY = "  RSS HWM |"
 
 @shows_progress
 @takes_model()
+@from_hub("model")
 @runs_a_model
 def sweep_bench(
     model: Annotated[
-        Path, typer.Argument(metavar="MODEL", help="A GGUF file, or any shard of a split one.", show_default=False)
+        Path,
+        typer.Argument(
+            metavar="MODEL",
+            help="A GGUF file, any shard of a split one, or hf://ORG/NAME/FILE.gguf.",
+            show_default=False,
+        ),
     ],
     ctx_size: Annotated[int, typer.Option("--ctx-size", "-c", help="Tokens of the cache to fill.", min=5)] = 2048,
     batch_size: Annotated[

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from quantkit.cli.common.hub import from_hub
 from quantkit.cli.common.options import (
     DryRun,
     Json,
@@ -18,6 +19,7 @@ from quantkit.cli.repack import run_repacking
 
 
 @shows_progress
+@from_hub("source")
 def unpack(
     source: Source,
     out: Out,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quantkit.cli.common.command import takes_model
+from quantkit.cli.common.hub import from_hub
 from quantkit.cli.common.options import Json, Threads
 from quantkit.cli.common.output import print_json
 from quantkit.cli.common.progress_options import shows_progress
@@ -20,9 +21,15 @@ _SHOWN = 10
 
 @shows_progress
 @takes_model("file")
+@from_hub("file")
 def verify(
     file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="A GGUF file, or any shard of a split one.", show_default=False)
+        Path,
+        typer.Argument(
+            metavar="FILE",
+            help="A GGUF file, any shard of a split one, or hf://ORG/NAME/FILE.gguf.",
+            show_default=False,
+        ),
     ],
     source: Annotated[
         Path | None,

@@ -22,6 +22,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quantkit.errors import OptionError
+from quantkit.hub import models
 from quantkit.pipelines.options import (
     ConvertOptions,
     ExportOptions,
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from quantkit.formats.gguf import GGUF
     from quantkit.formats.imatrix import Imatrix
     from quantkit.formats.pipeline import Progress
+    from quantkit.hub.address import Address
     from quantkit.pipelines.calibration import Calibration
     from quantkit.pipelines.conversion.plan import Conversion
     from quantkit.pipelines.export import Export
@@ -60,8 +63,13 @@ def convert(
     options: ConvertOptions | None = None,
     *,
     progress: Progress | bool = False,
+    on_message: Callable[[str], None] = lambda text: None,
 ) -> Conversion:
     """Convert the Hugging Face checkpoint in directory `source` to the GGUF file `output`.
+
+    `source` may be a checkpoint on the Hub, hf://ORG/NAME. It is streamed: it never lies on the disk as a whole, the
+    hash of every file is checked, and an interrupted run is resumed by the same call. `on_message` is called with lines
+    of text about that.
 
     `type` is the type of matrices: "bf16", "f16", "f32", "q8_0", or "auto" for the checkpoint's own 16-bit type. Norms,
     biases and vectors are f32. In the name `output`, {name} stands for the directory's name and {ftype} for the type
@@ -75,6 +83,10 @@ def convert(
     from quantkit.pipelines.conversion.convert import convert_checkpoint
 
     options = options or ConvertOptions()
+    if address := models.checkpoint_address(source):
+        return _convert_remote(address, output, type, options, progress, on_message)
+    if options.disk is not None or options.keep_shards:
+        raise OptionError(f"{source} is not a checkpoint on the Hub, which --disk and --keep-shards are about")
     return convert_checkpoint(
         source,
         output,
@@ -89,6 +101,37 @@ def convert(
         threads=options.threads,
         progress=progress,
     )
+
+
+def _convert_remote(
+    address: Address,
+    output: PathLike,
+    type: str,
+    options: ConvertOptions,
+    progress: Progress | bool,
+    on_message: Callable[[str], None],
+) -> Conversion:
+    """Convert a checkpoint on the Hub, as `quantize` copies it: while it is streamed, with a journal."""
+    from quantkit.pipelines import planning
+    from quantkit.pipelines.conversion.convert import filled_name
+    from quantkit.pipelines.conversion.remote import plan_remote
+    from quantkit.pipelines.quantize import quantize_with_plan
+
+    conversion = plan_remote(address, type, options, options.mtp)
+    if not options.dry_run:
+        view = conversion.as_gguf
+        written = quantize_with_plan(
+            view,
+            filled_name(output, conversion.source, conversion.outtype.name),
+            planning.plan_types(planning.PlanInput.of(view), "COPY", QuantizeOptions(), None),
+            split_max_bytes=options.split_max_size,
+            split_max_tensors=options.split_max_tensors,
+            threads=options.threads,
+            progress=progress,
+            on_message=on_message,
+        )
+        conversion.paths.extend(written.paths)
+    return conversion
 
 
 def export(
@@ -148,7 +191,8 @@ def plan(
 ) -> PlanResult:
     """Decide the type and the device of every tensor of `source`. No weights are read.
 
-    `source` is a GGUF file, a checkpoint directory or a config.json; `type` a file type such as "Q4_K_M". Without a
+    `source` is a GGUF file, a checkpoint directory or a config.json, on the disk or on the Hub. `type` is a file type
+    such as "Q4_K_M". Without a
     type and without options that choose types, tensors keep theirs. A type that needs an importance matrix is planned
     without one, with a warning in `plan.warnings`.
 
@@ -220,6 +264,11 @@ class Quantization:
         options, started = self.options, time.perf_counter()
         if self.model.file is None:
             raise FormatError("the input contains no weights; pass its directory or a GGUF file")
+        if getattr(self.model.file, "arrivals", None) and (options.partial_requant or options.reuse):
+            raise OptionError(
+                "--partial-requant and --reuse read the whole input before they decide: fetch it first, with "
+                "`hf download ORG/NAME --local-dir NAME`"
+            )
         written = quantize_with_plan(
             self.model.file,
             output,
@@ -257,7 +306,7 @@ def prepare_quantize(
 
     Without `weights`, `source` may be a config.json, and the plan can only be read.
     """
-    from quantkit.errors import FormatError, OptionError
+    from quantkit.errors import FormatError
     from quantkit.pipelines import parts, planning
     from quantkit.pipelines.quantize import Override
     from quantkit.types import effort_level
@@ -298,7 +347,7 @@ def quantize(
 ) -> QuantizeResult:
     """Quantize a GGUF file or a checkpoint directory to the GGUF file `output`.
 
-        source      a GGUF file, a checkpoint directory, or what `quantkit.open` returned
+        source      a GGUF file, a checkpoint directory, either on the Hub, or what `quantkit.open` returned
         output      the file, or the prefix of its shards; it appears under its name when it is complete
         type        a file type such as "Q4_K_M"; None if `options.plan` decides every type
         options     the command's flags: importance matrix, rules, encoder effort, shards

@@ -41,6 +41,9 @@ class ConvertOptions:
         metadata           a JSON file of `general.*` keys that override what the checkpoint states
         model_name         value of `general.name`
         split_max_tensors  maximum number of tensors in a shard; None: no limit
+        disk               for a checkpoint on the Hub: bytes on the disk beyond the output; None: 10 GB, or what is
+                           needed if that is more
+        keep_shards        for a checkpoint on the Hub: leave it in the directory NAME beside the output
     """
 
     pre: str | None = None
@@ -51,6 +54,8 @@ class ConvertOptions:
     metadata: PathLike | None = None
     model_name: str | None = None
     split_max_tensors: int | None = None
+    disk: int | None = None
+    keep_shards: bool = False
 
 
 @dataclass(frozen=True)
@@ -212,6 +217,9 @@ class QuantizeOptions(TypeOptions):
         only               write only tensors whose name matches one of these regexes, as a part for `merge`
         individual_tensors  with `keep_split`: write only these shards, numbers from 1, and the first one
         skip_first_shard   with `individual_tensors`: do not write the first shard unless it is one of them
+        disk               for a checkpoint on the Hub: bytes on the disk beyond the output; None: 10 GB, or what is
+                           needed if that is more
+        keep_shards        for a checkpoint on the Hub: leave it in the directory NAME beside the output
     """
 
     plan: PathLike | Mapping[str, Any] | None = None
@@ -231,6 +239,8 @@ class QuantizeOptions(TypeOptions):
     only: Sequence[str] = ()
     individual_tensors: Sequence[int] | Sequence[str] = ()
     skip_first_shard: bool = False
+    disk: int | None = None
+    keep_shards: bool = False
 
 
 @dataclass(frozen=True)

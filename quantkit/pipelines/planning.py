@@ -26,6 +26,7 @@ from quantkit.errors import OptionError, QuantkitError
 from quantkit.formats import gguf, imatrix
 from quantkit.formats.gguf import GGUF
 from quantkit.formats.imatrix import Entry, Imatrix
+from quantkit.hub import models
 from quantkit.inputs import json_input
 from quantkit.pipelines.options import PathLike, PlanOptions, QuantizeOptions, TypeOptions, comma_separated, texts
 from quantkit.placement.budget import GIB, Budget, CacheSettings, budget, experts_to_keep
@@ -87,6 +88,8 @@ def open_model(
 ) -> PlanInput:
     """Open a GGUF file, a checkpoint directory or its config.json; of the latter two, no weight file is opened.
 
+    All three may be on the Hub. There, a GGUF file is fetched if its weights are wanted, and only its header if not.
+
     With `weights`, the weight files of a directory are opened too, to read tensors as `convert` would write them. The
     `options` pre, metadata and model_name are those of `convert`; the latter two are an OptionError for a GGUF file.
     What is open already is only wrapped.
@@ -94,6 +97,16 @@ def open_model(
     options = options or QuantizeOptions()
     if isinstance(source, PlanInput):
         return source
+    address = models.checkpoint_address(source)
+    if address is not None and weights:
+        from quantkit.pipelines.conversion.plan import STORED
+        from quantkit.pipelines.conversion.remote import plan_remote
+
+        return PlanInput.of(plan_remote(address, STORED, options, "auto").as_gguf)
+    if address is None and (options.disk is not None or options.keep_shards):
+        raise OptionError(f"{source} is not a checkpoint on the Hub, which --disk and --keep-shards are about")
+    if isinstance(source, (str, os.PathLike)):
+        source = models.model_file(source) if weights else models.header_file(source, config=True)
     if isinstance(source, (str, os.PathLike)) and weights and Path(source).is_dir():
         from quantkit.pipelines.conversion.plan import STORED, plan_conversion
 

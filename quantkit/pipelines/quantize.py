@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,10 +29,11 @@ from quantkit.formats.atomic import refuse_directory, refuse_inputs
 from quantkit.formats.gguf import Metadata, TensorSpec, Writer
 from quantkit.formats.gguf.writer import layouts
 from quantkit.formats.imatrix import Imatrix
-from quantkit.formats.mapping import release
+from quantkit.formats.mapping import is_mapped, release
 from quantkit.formats.owned import followed
 from quantkit.formats.pipeline import Bar, Job, Progress, pump
 from quantkit.pipelines import resume
+from quantkit.pipelines.arrivals import Arrivals
 from quantkit.pipelines.calibration import Calibration, Stage
 from quantkit.pipelines.parts import Part
 from quantkit.pipelines.second_moments import PreparedMoments
@@ -169,7 +171,14 @@ def quantize_with_plan(
         part.set_keys(metadata, plan)
         plan = part.of(plan)
     expected = _expected_records(plan, imatrix, effort, calibration)
-    job = resume.ResumableJob(out, source.paths, expected, whole_source=calibration is not None)
+    arrivals: Arrivals | None = getattr(source, "arrivals", None)
+    job = resume.ResumableJob(
+        out,
+        source.paths,
+        expected,
+        whole_source=calibration is not None or arrivals is not None,  # a stream cannot be read twice
+        identities=arrivals.identities if arrivals is not None else None,
+    )
     has_records = plan.file_type.number is not None and (part is None or part.shards is None)
     if has_records:
         _set_records(metadata, job.expected.values(), hide_imatrix)
@@ -187,17 +196,26 @@ def quantize_with_plan(
             for message in job.find_unchanged(source.tensors, plan.tensors, old, threads=threads, progress=progress):
                 on_message(message)
             job.start(writer)
-            run = _Run(source, plan, effort, job)
+            run = _Run(source, plan, effort, job, arrivals)
             with Bar(run.nbytes, progress) as bar:
                 for stage in _stages(plan, imatrix, calibration, job, bar):
-                    pump(run.pieces(stage), functools.partial(run.write, writer), bar, threads=threads)
+                    pump(run.pieces(stage, bar.describe), functools.partial(run.write, writer), bar, threads=threads)
+                if arrivals is not None:
+                    bar.describe("checking the last file")
+                    arrivals.finish()
             job.close()
             if has_records:
                 _set_records(metadata, run.records(), hide_imatrix)
                 writer.rewrite(metadata)
         except BaseException:
+            if arrivals is not None:
+                arrivals.close()
             writer.resumable = job.abort()
             raise
+        if arrivals is not None:
+            arrivals.close()
+            for name, digest in arrivals.verified.items():
+                on_message(f"checked: {name} has the hash {digest}")
         paths = writer.paths
     job.remove_leftovers()
     size = sum(path.stat().st_size for path in paths)
@@ -232,7 +250,9 @@ class _Run:
         plan: Plan,
         effort: str,
         job: resume.ResumableJob,
+        arrivals: Arrivals | None = None,
     ):
+        self._arrivals = arrivals
         self._source, self._plan, self._effort, self._job = source, plan, effort, job
         self._records: dict[str, provenance.Record] = dict(job.done)
         self._in_progress: dict[str, TensorProgress] = {}
@@ -256,12 +276,32 @@ class _Run:
             del self._in_progress[name]
             copied = self._job.copied.get(name)
             self._records[name] = copied[1] if copied else progress.record(self._job.expected[name])
-            self._job.finish(self._records[name])
+            finish = functools.partial(self._job.finish, self._records[name])
+            if self._arrivals is not None and not copied:
+                self._arrivals.when_verified(name, finish)
+            else:
+                finish()
 
-    def pieces(self, stage: Stage) -> Iterator[Job]:
-        """The unfinished pieces of a stage, in its order."""
+    def pieces(self, stage: Stage, on_wait: Callable[[str], None]) -> Iterator[Job]:
+        """The unfinished pieces of a stage, in its order, or in that in which their sources arrive.
+
+        `on_wait` is called with a text while a source has not arrived.
+        """
         moments = PreparedMoments(stage.imatrix) if stage.imatrix is not None else None
-        for planned in stage.tensors:
+        if self._arrivals is None:
+            yield from self._pieces(stage.tensors, moments)
+            return
+        unfinished = {t.name: t for t in stage.tensors if t.name not in self._job.done}
+        tensors: Mapping[str, Any] = self._source.tensors
+        inputs = {name: [] if name in self._job.copied else tensors[name].inputs for name in unfinished}
+        for name in self._arrivals.begin(self._job.out, inputs):
+            self._arrivals.wait(name, on_wait)
+            jobs = list(self._pieces([unfinished[name]], moments))
+            left = _Countdown(len(jobs), functools.partial(self._arrivals.release, name))
+            yield from ((name, functools.partial(left.counted, make)) for _, make in jobs)
+
+    def _pieces(self, tensors: Iterable[PlannedTensor], moments: PreparedMoments | None) -> Iterator[Job]:
+        for planned in tensors:
             name = planned.name
             if name in self._job.done:
                 continue
@@ -297,6 +337,26 @@ class _Run:
         verbatim = same_bits and (self._plan.file_type.default is None or planned.source.name not in _FLOATS)
         tensor = self._source.tensors[planned.name]
         return _Piece(planned, tensor, *rows, importance, of_matrix, self._effort, verbatim, progress, number)
+
+
+class _Countdown:
+    """Calls `at_end` after the last of some jobs. Their results are not views of the source, which may go then."""
+
+    def __init__(self, jobs: int, at_end: Callable[[], None]):
+        self._left, self._at_end = jobs, at_end
+        self._lock = threading.Lock()
+
+    def counted(self, make: Callable[[], np.ndarray]) -> np.ndarray:
+        """The result of a job."""
+        data = make()
+        if is_mapped(data):
+            data = data.copy()
+        with self._lock:
+            self._left -= 1
+            is_last = self._left == 0
+        if is_last:
+            self._at_end()
+        return data
 
 
 class TensorProgress:

@@ -119,6 +119,7 @@ class ResumableJob:
     expected  the record that a new run would write for each tensor; hashes of bytes are not known yet
     whole_source  whether each tensor depends on all of the sources, not only on its own: a changed source leaves none
               as it was, and another file's tensors are not reused
+    identities  what tells whether the sources have changed; None: path, size and time of each file
     done      tensors that are already in the partial files
     copied    tensors to copy from another file, each with its record
     resumed   names of the tensors that an earlier run of this job finished
@@ -129,6 +130,7 @@ class ResumableJob:
     expected: Mapping[str, Record]
     layouts: Sequence[Layout] = ()
     whole_source: bool = False
+    identities: Sequence[Sequence[object]] | None = None
     done: dict[str, Record] = field(default_factory=dict)
     copied: dict[str, tuple[Rows, Record]] = field(default_factory=dict)
     resumed: set[str] = field(default_factory=set)
@@ -200,8 +202,8 @@ class ResumableJob:
         """
         stored = self._stored_tensors(planned)
         known = _records(self._stored_journal) if stored and self._stored_journal else {}
-        unchanged = self._stored_journal is not None and self._stored_journal.header.get("sources") == _identities(
-            self.sources
+        unchanged = (
+            self._stored_journal is not None and self._stored_journal.header.get("sources") == self._source_identities()
         )
         old_files = [file for file in (_open_stale(self.journal_path), old) if file and not self.whole_source]
 
@@ -232,6 +234,9 @@ class ResumableJob:
         if known or any(old_file.records for old_file in old_files):
             spread([functools.partial(examine, t) for t in planned], len(planned), unit="tensors", **options)
         return self._summary(old_files)
+
+    def _source_identities(self) -> list[list[Any]]:
+        return _identities(self.sources) if self.identities is None else [list(one) for one in self.identities]
 
     def _summary(self, old_files: Sequence[OldFile]) -> Iterator[str]:
         count = len(self.expected)
@@ -268,7 +273,7 @@ class ResumableJob:
     def start(self, writer: StreamWriter) -> None:
         """Start the journal, or continue the one that was found."""
         files = [partial(layout.path).name for layout in self.layouts]
-        header = {"job": self.digest, "sources": _identities(self.sources), "about": dict(self._settings),
+        header = {"job": self.digest, "sources": self._source_identities(), "about": dict(self._settings),
                   "tensors": len(self.expected), "files": files}  # fmt: skip
         found = self._stored_journal
         if found and (found.header.get("sources") != header["sources"] or set(found.entries) != set(self.done)):

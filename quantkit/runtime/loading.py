@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from quantkit.archs.common import validate
 from quantkit.formats import gguf
+from quantkit.hub.models import model_file
 from quantkit.placement import budget
 from quantkit.placement import fit as fitting
 from quantkit.placement.devices import CPU, Device, parse_devices
@@ -62,7 +63,7 @@ def load(
 ) -> Model:
     """Open the GGUF file `path`, or any shard of a set, as a Model. Tensors are read when they are needed.
 
-    `path` may also be an open `ModelFile`.
+    `path` may also be an address on the Hub, hf://ORG/NAME/FILE.gguf, or an open `ModelFile`.
 
     numerics    "exact": weights are decoded exactly, activations are float32. "fast": activations are quantized where
                 that is faster.
@@ -101,7 +102,7 @@ def load(
     """
     attention = AttentionOptions(flash_attention, attention_mib)
     kind = cache_type_of(cache_type, numerics, attention)
-    file = gguf.require_model(gguf.open(path)) if isinstance(path, (str, os.PathLike)) else path
+    file = gguf.require_model(gguf.open(model_file(path))) if isinstance(path, (str, os.PathLike)) else path
     described = validate.describe(file.metadata, file.tensors, file.path)
     rules = (override_tensor,) if isinstance(override_tensor, str) else tuple(override_tensor)
     requested = parse_devices(devices) if isinstance(devices, str) else tuple(devices) or (CPU,)

@@ -23,7 +23,7 @@ def card(file: GGUF) -> str:
     tensors = list(file.tensors.values())
     size, elements = sum(t.nbytes for t in tensors), sum(_elements(t) for t in tensors)
     parts = [
-        f"## {_cell(_title(file))} {gib(size)} ({8 * size / max(1, elements):.3f} BPW)",
+        f"## {cell(_title(file))} {gib(size)} ({8 * size / max(1, elements):.3f} BPW)",
         _facts(file, elements),
         markdown(("tensors", "layers", "shape", "type", "count", "GiB", "BPW"), _classes(tensors)),
         markdown(("type", "count", "weights", "GiB", "BPW"), _types(tensors)),
@@ -53,7 +53,7 @@ def _facts(file: GGUF, elements: int) -> str:
         "importance matrix": _imatrix(m),
         "made by": f"quantkit {m['quantkit.version']}" if "quantkit.version" in m else None,
     }
-    return "\n".join(f"- {name}: {_cell(str(value))}" for name, value in facts.items() if value)
+    return "\n".join(f"- {name}: {cell(str(value))}" for name, value in facts.items() if value)
 
 
 def _imatrix(metadata: Any) -> str:
@@ -137,7 +137,7 @@ def _commands(file: GGUF) -> str:
     return "```bash\n" + "\n".join(map(printable, lines)) + "\n```"
 
 
-def _cell(text: str) -> str:
+def cell(text: str) -> str:
     """Escape text for a table cell: no HTML, link, code, cell end or terminal control sequence."""
     return re.sub(r"([|<\[`\\])", r"\\\1", printable(text.replace("\n", " ")))
 

@@ -59,7 +59,10 @@ SplitMaxSize = Annotated[
 SplitMaxTensors = Annotated[int | None, typer.Option(metavar="N", min=1, help="Write shards of at most N tensors.")]
 KeepSplit = Annotated[bool, typer.Option("--keep-split", help="Split the output into the same shards as the input.")]
 Source = Annotated[
-    Path, typer.Argument(metavar="IN", help="A GGUF file, or any shard of a split one.", show_default=False)
+    Path,
+    typer.Argument(
+        metavar="IN", help="A GGUF file, any shard of a split one, or hf://ORG/NAME/FILE.gguf.", show_default=False
+    ),
 ]
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="The output file.", show_default=False)]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the changes and write nothing.")]

@@ -167,3 +167,15 @@ def print_left_out(left_out: Mapping[str, Sequence[str]], warnings: Sequence[str
         print(f"warning: {message(warning)}", file=sys.stderr)
     for what, names in left_out.items():
         print(f"left out: {what}: {len(names)} tensors, {printable(names[0])}{' …' if names[1:] else ''}")
+
+
+def print_unfinished(out: Path) -> None:
+    """After an error or an interrupt, print what is saved and how to resume."""
+    from quantkit.pipelines.resume import unfinished
+
+    if left := unfinished(out):
+        print(
+            f"\n{left[0]} of {left[1]} tensors are done and saved in {out}.partial-job; run the same command to "
+            "resume, or add --restart to start over",
+            file=sys.stderr,
+        )

@@ -222,7 +222,10 @@ def _integers(checkpoint: Checkpoint, codes: CheckpointTensor, settings: Json) -
             "its integers are not symmetric, so that they are needed"
         )
     order = _order(parts["g_idx"], n, count)
-    return IntegerTensor(f"{module}.weight", shape, codes, scales, bits, size, zero_points, order)
+    made = IntegerTensor(f"{module}.weight", shape, codes, scales, bits, size, zero_points, order)
+    if parts["zero_point"] is not None:
+        made.inputs.append(parts["zero_point"])
+    return made
 
 
 def _of_module(settings: Json, module: str) -> Json:

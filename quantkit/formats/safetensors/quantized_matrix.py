@@ -30,11 +30,15 @@ _E2M1 = np.concatenate([_E2M1, -_E2M1])
 
 
 class ScaledTensor(ABC):
-    """A matrix, or a stack of them, that is stored as codes and scales. `dtype` is that of the codes."""
+    """A matrix, or a stack of them, that is stored as codes and scales. `dtype` is that of the codes.
+
+    `inputs` are all tensors that its rows are read from.
+    """
 
     def __init__(self, name: str, dtype: str, shape: Shape, codes: CheckpointTensor, scales: CheckpointTensor):
         self.name, self.dtype, self.shape = name, dtype, shape
         self.codes, self.scales = codes, scales
+        self.inputs = [codes, scales]
         self.path = codes.path
         self.nbytes = codes.nbytes + scales.nbytes
 

@@ -34,6 +34,7 @@ from quantkit.formats.safetensors import Checkpoint, open_checkpoint
 from quantkit.formats.safetensors.quantized_checkpoint import FP8, INTEGERS, unscaled
 from quantkit.formats.torch_bin import is_bin, open_bin
 from quantkit.inputs.json_input import read_object
+from quantkit.pipelines.arrivals import Arrivals
 from quantkit.pipelines.conversion.metadata import general_keys
 from quantkit.pipelines.conversion.tensor import ConvertedTensor, GeneratedTensor, OutputTensor
 from quantkit.pipelines.output import WriteTask
@@ -62,6 +63,7 @@ class Conversion:
         left_out    names of tensors that are not converted, by kind
         warnings    parts of the checkpoint that were skipped as unreadable
         paths       the files; empty until they are written
+        arrivals    brings the tensors of a checkpoint on the Hub; None: all of them are on the disk
     """
 
     source: Path
@@ -75,6 +77,7 @@ class Conversion:
     left_out: dict[str, list[str]] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     paths: list[Path] = field(default_factory=list)
+    arrivals: Arrivals | None = None
 
     @functools.cached_property
     def tensors(self) -> dict[str, OutputTensor]:
@@ -91,7 +94,9 @@ class Conversion:
     @property
     def as_gguf(self) -> CheckpointView:
         """The checkpoint as an input of `quantize` and `verify`."""
-        return CheckpointView(self.checkpoint.paths, self.metadata, self.tensors, self.left_out, self.warnings)
+        return CheckpointView(
+            self.checkpoint.paths, self.metadata, self.tensors, self.left_out, self.warnings, self.arrivals
+        )
 
     @property
     def nbytes(self) -> int:
@@ -131,6 +136,7 @@ class CheckpointView:
     tensors: Mapping[str, OutputTensor]
     left_out: Mapping[str, list[str]]
     warnings: list[str]
+    arrivals: Arrivals | None = None
 
 
 def plan_conversion(
@@ -140,11 +146,14 @@ def plan_conversion(
     mtp: str = "auto",
     metadata: str | os.PathLike[str] | None = None,
     model_name: str | None = None,
+    opened: Checkpoint | None = None,
+    arrivals: Arrivals | None = None,
 ) -> Conversion:
     """Read configuration, tokenizer and tensor names of a checkpoint and plan its GGUF.
 
     `outtype` is one of OUTTYPES, or STORED for the checkpoint's own. `mtp` is passed to `Arch.with_mtp`. `metadata` (a
-    JSON file) and `model_name` override what the checkpoint states about the model (`metadata.py`).
+    JSON file) and `model_name` override what the checkpoint states about the model (`metadata.py`). `opened` are its
+    tensors, if they are not in `source`; `arrivals` then brings their bytes.
     """
     directory = Path(source)
     if outtype not in (*OUTTYPES, STORED):
@@ -155,7 +164,7 @@ def plan_conversion(
         stated = _read_config(directory)
         config: Mapping[str, Any] = archs.language_model(stated)
         arch = archs.from_hf(config)
-    opened = open_bin(directory) if is_bin(directory) else open_checkpoint(directory)
+    opened = opened or (open_bin(directory) if is_bin(directory) else open_checkpoint(directory))
     checkpoint = unscaled(opened, config)
     automatic = {"auto": "f16", STORED: "f32"}  # for a checkpoint that is all float32
     chosen = types.get(_first_16_bit(checkpoint) or automatic[outtype] if outtype in automatic else outtype)
@@ -172,7 +181,9 @@ def plan_conversion(
     specs = [TensorSpec(name, x.shape, types.get("f32")) for name, x in generated.items()]
     specs += [TensorSpec(piece.name, piece.shape, _type_of(piece, checkpoint, chosen)) for piece in pieces]
     by_name = {piece.name: piece for piece in pieces}
-    conversion = Conversion(directory, arch, checkpoint, chosen, Metadata(), specs, by_name, generated, left_out)
+    conversion = Conversion(
+        directory, arch, checkpoint, chosen, Metadata(), specs, by_name, generated, left_out, arrivals=arrivals
+    )
     overrides_file = None if metadata is None else Path(metadata)
     general = general_keys(directory, stated, arch.name, specs, chosen, conversion.warnings, overrides_file, model_name)
     # Tokenizer keys that the architecture sets override those read from the tokenizer files.

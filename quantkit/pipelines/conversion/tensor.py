@@ -75,6 +75,11 @@ class OutputTensor:
         """Rows of all its matrices."""
         return self.spec.n_rows
 
+    @property
+    def inputs(self) -> list[CheckpointTensor]:
+        """The tensors of the checkpoint that its rows are read from."""
+        return []
+
     def rows(self, start: int, stop: int) -> np.ndarray:
         """Rows in the GGUF type as uint8[stop - start, row_bytes]."""
         raise NotImplementedError
@@ -106,6 +111,10 @@ class ConvertedTensor(OutputTensor):
 
     piece: Piece
     sources: Sequence[SourceTensor]
+
+    @property
+    def inputs(self) -> list[CheckpointTensor]:
+        return [part for t in self.sources for part in (t.inputs if isinstance(t, ScaledTensor) else [t])]
 
     def tasks(self, writer: Writer) -> Iterator[WriteTask]:
         for start, stop in self._ranges():

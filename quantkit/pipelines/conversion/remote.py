@@ -1,0 +1,20 @@
+"""Plan the conversion of a checkpoint on the Hub from its headers. The Conversion's `arrivals` bring the weights later.
+
+The output has the bytes that it has from a directory of the same checkpoint, named as the repository.
+"""
+
+from __future__ import annotations
+
+from quantkit.hub.address import Address
+from quantkit.hub.checkpoint import open_checkpoint
+from quantkit.hub.stream import CheckpointStream
+from quantkit.pipelines.conversion.plan import Conversion, plan_conversion
+from quantkit.pipelines.options import ConvertOptions, QuantizeOptions
+
+
+def plan_remote(address: Address, outtype: str, options: ConvertOptions | QuantizeOptions, mtp: str) -> Conversion:
+    """Read configuration, tokenizer and headers of a checkpoint on the Hub and plan its GGUF."""
+    remote = open_checkpoint(address)
+    stream = CheckpointStream(remote, options.disk, options.keep_shards)
+    about = (options.pre, mtp, options.metadata, options.model_name)
+    return plan_conversion(remote.directory, outtype, *about, opened=remote.checkpoint, arrivals=stream)

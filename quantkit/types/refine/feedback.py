@@ -12,85 +12,118 @@ made from the last to the first. All sums have a fixed order, so the bits do not
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
+
 import numpy as np
 
-from quantkit.codegen import jit
-from quantkit.codegen.jit import kernel, subkernel
-from quantkit.types.refine.moments import PANEL, Moments, add_product
+from quantkit.codegen import jit, thread_pool
+from quantkit.codegen.jit import kernel
+from quantkit.types.refine.moments import PANEL, TILE_ROWS, Moments, add_product, gradient
 
-_LEAST = 1e-6  # of the largest diagonal element: pivots below are those of rounding errors
+_LEAST = 1e-6  # of the largest diagonal element: smaller pivots are rounding errors
+_MIN_PARALLEL_ROWS = 2048
+
+
+def keep_lower(now: Sequence[np.ndarray], before: Sequence[np.ndarray], moments: Moments, rows: int) -> None:
+    """Undo changes in the rows whose error did not fall. now, before: arrays by rows, the first is e."""
+    n = moments.columns
+    lower = row_errors(now[0], moments.panels, n) < row_errors(before[0], moments.panels, n)
+    kept = np.flatnonzero(~lower[:rows])
+    for array, old in zip(now, before):
+        array[kept] = old[kept]
+
+
+@kernel
+def row_errors(e: np.ndarray, panels: np.ndarray, n: int) -> np.ndarray:
+    """e^T H e of each row, float64[rows]."""
+    r = np.empty((len(e), PANEL), np.float32)
+    total = np.zeros(len(e), np.float64)
+    for p in range(len(panels)):
+        gradient(e, panels[p], n, r)
+        for row in range(len(e)):
+            for k in range(PANEL):
+                total[row] += np.float64(e[row, p * PANEL + k]) * np.float64(r[row, k])
+    return total
 
 
 def factors(moments: Moments, size: int) -> np.ndarray:
     """A, and D in place of its diagonal blocks, for groups of `size` columns: panels as those of `moments`, float32.
 
-    Made once; takes columns^3 / 3 multiplications, in one thread.
+    Made once; takes columns^3 / 3 multiplications. Threads that need them meanwhile wait.
     """
     with moments.lock:
         if size not in moments.factors:
             found = np.zeros_like(moments.panels)
-            _factorize(moments.panels, moments.columns, size, found)
+            _factorize(moments.panels, moments.columns, found)
+            for p, panel in enumerate(found):
+                _divide_by_blocks(panel, p * PANEL, min(PANEL, moments.columns - p * PANEL), size)
             moments.factors[size] = jit.readonly(found)
         return moments.factors[size]
 
 
-@kernel
-def _factorize(panels: np.ndarray, n: int, size: int, found: np.ndarray) -> None:
-    across = np.empty((PANEL, PANEL), np.float32)
-    block = np.empty((PANEL, PANEL), np.float64)
-    largest = np.float64(0)
-    for i in range(n):
-        largest = max(largest, np.float64(panels[i // PANEL, i, i % PANEL]))
+def _factorize(panels: np.ndarray, n: int, found: np.ndarray) -> None:
+    """found = R, in panels."""
+    least = _LEAST * float(max(panels[i // PANEL, i, i % PANEL] for i in range(n)))
+    inverse = np.empty((PANEL, PANEL), np.float32)
     for p in range(len(panels) - 1, -1, -1):
-        first = p * PANEL
-        width = min(PANEL, n - first)
-        rest = found[p]
-        rest[: first + width] = panels[p, : first + width]
-        for q in range(p + 1, len(panels)):  # minus R_q R_q[panel]^T
-            for i in range(PANEL):
-                for k in range(PANEL):
-                    across[k, i] = -found[q, first + i, k]
-            add_product(found[q, : first + PANEL], across, rest)
-        _factorize_block(rest[first:], width, _LEAST * largest, block)
-        _solve(rest, first, width, block)
+        first, panel = p * PANEL, found[p]
+        _over_rows(functools.partial(_subtract_products, panels, found, p), first + PANEL)
+        _factorize_block(panel[first:], min(PANEL, n - first), least, inverse)
+        if p:
+            above = panel[:first].copy()
+            panel[:first] = 0
+            _over_rows(lambda a, b: add_product(above[a:b], inverse, panel[a:b]), first)  # noqa: B023
+
+
+def _over_rows(task: Callable[[int, int], None], rows: int) -> None:
+    thread_pool.over_rows(task, rows, multiple=TILE_ROWS, is_long=rows >= _MIN_PARALLEL_ROWS)
+
+
+@kernel
+def _subtract_products(panels: np.ndarray, found: np.ndarray, p: int, start: int, stop: int) -> None:
+    """Rows of H of panel p less R R^T of the panels behind it."""
+    across = np.empty((PANEL, PANEL), np.float32)
+    found[p, start:stop] = panels[p, start:stop]
+    for q in range(p + 1, len(panels)):
         for i in range(PANEL):
             for k in range(PANEL):
-                rest[first + i, k] = np.float32(block[i, k])
-    for p in range(len(panels)):
-        _divide_by_blocks(found[p], p * PANEL, min(PANEL, n - p * PANEL), size)
+                across[k, i] = -found[q, p * PANEL + i, k]
+        add_product(found[q, start:stop], across, found[p, start:stop])
 
 
-@subkernel
-def _factorize_block(h: np.ndarray, width: int, least: float, r: np.ndarray) -> None:
-    """r float64[PANEL, PANEL], upper triangular, with h[:width, :width] = r r^T; the rest is the identity."""
-    r[:] = 0
+@kernel
+def _factorize_block(h: np.ndarray, width: int, least: float, inverse: np.ndarray) -> None:
+    """In place: r, upper triangular, of h[:width, :width] = r r^T float32[PANEL, PANEL]. Also its inverse, transposed.
+
+    The rest of r is zero, of the inverse the identity.
+    """
+    r, solved = np.zeros((PANEL, PANEL), np.float64), np.zeros((PANEL, PANEL), np.float64)
     for j in range(width, PANEL):
         r[j, j] = 1
     for j in range(width - 1, -1, -1):
         pivot = np.float64(h[j, j])
         for k in range(j + 1, width):
             pivot -= r[j, k] * r[j, k]
-        r[j, j] = np.sqrt(pivot) if pivot > least else np.sqrt(max(least, 1e-30))
+        r[j, j] = np.sqrt(max(pivot, least, 1e-30))
         for i in range(j):
             value = np.float64(h[i, j])
             for k in range(j + 1, width):
                 value -= r[i, k] * r[j, k]
             r[i, j] = value / r[j, j]
+    for j in range(PANEL):  # column j of the inverse
+        for i in range(j, -1, -1):
+            value = np.float64(1 if i == j else 0)
+            for k in range(i + 1, j + 1):
+                value -= r[i, k] * solved[k, j]
+            solved[i, j] = value / r[i, i]
+    for i in range(PANEL):
+        for k in range(PANEL):
+            h[i, k] = np.float32(r[i, k]) if i < width and k < width else np.float32(0)
+            inverse[k, i] = np.float32(solved[i, k])
 
 
-@subkernel
-def _solve(rest: np.ndarray, rows: int, width: int, r: np.ndarray) -> None:
-    """rest[:rows] = rest[:rows] r^-T, in place."""
-    for i in range(rows):
-        row = rest[i]
-        for j in range(width - 1, -1, -1):
-            value = np.float64(row[j])
-            for k in range(j + 1, width):
-                value -= np.float64(row[k]) * r[j, k]
-            row[j] = np.float32(value / r[j, j])
-
-
-@subkernel
+@kernel
 def _divide_by_blocks(found: np.ndarray, first: int, width: int, size: int) -> None:
     """R of a panel becomes A, and D in its diagonal blocks."""
     block = np.empty((size, size), np.float64)

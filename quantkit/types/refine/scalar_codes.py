@@ -2,13 +2,13 @@
 
     error  e^T H e of a row, e = decoded row - row, H the second moment of the input (`moments`)
 
-A code moves to the next larger or smaller value of its block if that lowers the error: a step s of element j changes it
-by 2 s r_j + s^2 H_jj, r = e H. Panels of columns are taken in turn: r of a panel comes from one product with all of e;
-within the panel, r is updated after each move. Where no code moves any more, scales and minima of sub-blocks do
-(`sub_block_scales`), then pairs of codes (`code_pairs`).
+Codes are chosen anew first, in the order of the columns, each against the errors of those before it (`feedback`: GPTQ,
+Frantar et al., 2022). Then a code moves to the next larger or smaller value of its block if that lowers the error: a
+step s of element j changes it by 2 s r_j + s^2 H_jj, r = e H. Panels of columns are taken in turn: r of a panel comes
+from one product with all of e; within the panel, r is updated after each move. Where no code moves any more, scales and
+minima of sub-blocks do (`sub_block_scales`), then pairs of codes (`code_pairs`).
 
-Source of the method: coordinate descent on the objective of GPTQ (Frantar et al., 2022), as in QuantEase (Behdin et
-al., 2023).
+Source of the descent: QuantEase (Behdin et al., 2023).
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import numpy as np
 from quantkit.codegen.jit import kernel, subkernel
 from quantkit.types.families.code_bits import Codec, Codes, Ladder, read_codes, write_codes
 from quantkit.types.families.scale_bits import minimum_of, scale_of, write_numbers
-from quantkit.types.refine import sub_block_scales
+from quantkit.types.refine import feedback, sub_block_scales
 from quantkit.types.refine.code_pairs import DOWN, UP, best_partner, least_partners
 from quantkit.types.refine.moments import PANEL, Moments, gradient
 from quantkit.types.refine.panel_rows import add_scaled, weigh_steps
 from quantkit.types.refine.sub_block_scales import Numbers, move_numbers
 
 INNER = 4  # sweeps of a panel over single codes
-ROUNDS = ((0,), (0, 0, 1), (0, 0, 2, 2, 2, 2))  # by effort: for each sweep over all columns, rounds of scales and pairs
+ROUNDS = ((0,), (0, 1), (0, 0, 2, 2, 2, 2))  # by effort: for each sweep over all columns, rounds of scales and pairs
 
 
 def refine(
@@ -50,6 +50,9 @@ def refine(
     _units(codes, found.ladder, decoded, unit)
     scale, minimum = (scale_of(kind), minimum_of(kind)) if any(rounds) else (None, None)
     scales, minima = (sub_block_scales.read(kind, number, data, decoded) for number in (scale, minimum))
+    before = e.copy(), codes.copy()
+    feed_back(e, codes, unit, found.ladder, feedback.factors(moments, 1), rows)
+    feedback.keep_lower((e, codes), before, moments, rows)
     for count in rounds:
         if not descend(e, codes, unit, found.ladder, scales, minima, moments.panels, rows, INNER, count) and count:
             break
@@ -76,6 +79,40 @@ def _units(codes: np.ndarray, ladder: Ladder, decoded: np.ndarray, unit: np.ndar
             code = codes[row, j]
             step = ladder.up[code] if ladder.up[code] != 0 else ladder.down[code]
             unit[row, j] = (unit[row, j] - decoded[row, j]) / step
+
+
+@kernel
+def feed_back(
+    e: np.ndarray, codes: np.ndarray, unit: np.ndarray, ladder: Ladder, factors: np.ndarray, rows: int
+) -> None:
+    """Choose each code against the errors of the columns before it. As in `descend`; factors: of `feedback.factors`."""
+    n = codes.shape[1]
+    r = np.empty((len(e), PANEL), np.float32)
+    for p in range(len(factors)):
+        first, last = p * PANEL, min(n, (p + 1) * PANEL)
+        if p:
+            gradient(e, factors[p], first, r)
+        else:
+            r[:] = np.float32(0)
+        a = factors[p, first : first + PANEL]
+        for row in range(rows):
+            fed = r[row]
+            for j in range(first, last):
+                codes[row, j], e[row, j] = _nearest(ladder, codes[row, j], unit[row, j], e[row, j], fed[j - first])
+                add_scaled(e[row, j], a[j - first].ctypes.data, fed.ctypes.data)
+
+
+@subkernel
+def _nearest(ladder: Ladder, code: int, unit: float, error: float, fed: float) -> tuple[int, float]:
+    """The code whose error comes closest to -fed, and its error; they begin with those of `code`."""
+    while True:
+        apart, up, down = error + fed, unit * ladder.up[code], unit * ladder.down[code]
+        if abs(apart + up) < abs(apart):
+            code, error = ladder.above[code], error + up
+        elif abs(apart + down) < abs(apart):
+            code, error = ladder.below[code], error + down
+        else:
+            return code, error
 
 
 class Part(NamedTuple):

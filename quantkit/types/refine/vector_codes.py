@@ -28,6 +28,7 @@ from quantkit.codegen.simd import F32, I8, I32, IrBuilder, Value, simd_intrinsic
 from quantkit.types.families.scale_bits import SubBlockNumber, get_bit, read_field, set_bit, write_field, write_numbers
 from quantkit.types.refine import feedback, sub_block_scales
 from quantkit.types.refine.moments import PANEL, Moments, gradient
+from quantkit.types.refine.panel_rows import add_scaled
 from quantkit.types.refine.sub_block_scales import Decoder, Numbers, move_numbers
 
 NEAR = 32  # neighbours of a point
@@ -211,7 +212,9 @@ def refine(
     flips = 0 if not len(codes.sign_bits) else 2 if (codes.sign_bits < 0).any() else 1
     number = number if any(moves_scales) else None
     numbers = sub_block_scales.read(kind, number, data, decoded)
-    _start(e, points, signs, table, scales, codes, moments, rows, flips)
+    before = e.copy(), points.copy(), signs.copy()
+    feed_back(e, points, signs, table, scales, codes, feedback.factors(moments, size), rows, flips)
+    feedback.keep_lower((e, points, signs), before, moments, rows)
     for moves in moves_scales:
         own = numbers if moves else sub_block_scales.NONE
         moved = descend(e, points, signs, table, scales, own, codes, moments.panels, rows, flips, INNER)
@@ -220,19 +223,6 @@ def refine(
     write_fields(data, codes, points, signs)
     if number is not None:
         write_numbers(number.codes[numbers.places], number, data)
-
-
-def _start(
-    e: np.ndarray, points: np.ndarray, signs: np.ndarray, tables: np.ndarray, scales: np.ndarray, codes: VectorCodes,
-    moments: Moments, rows: int, flips: int,
-) -> None:  # fmt: skip
-    """Choose points and signs anew in the order of the columns, in the rows whose error that lowers."""
-    n, size = moments.columns, codes.values.shape[2]
-    before = e.copy(), points.copy(), signs.copy()
-    feed_back(e, points, signs, tables, scales, codes, feedback.factors(moments, size), rows, flips)
-    worse = ~(row_errors(e, moments.panels, n) < row_errors(before[0], moments.panels, n))
-    for now, old in zip((e, points, signs), before):
-        now[:rows][worse[:rows]] = old[:rows][worse[:rows]]
 
 
 @kernel
@@ -296,9 +286,8 @@ def _choose_points(
                     e[at + i] += step[i, best]
                     for k in range(size):
                         slopes[k] += step[i, best] * a[at + i, at + k]
-        for i in range(size):
-            for k in range(at + size, PANEL):
-                fed[k] += e[at + i] * a[at + i, k]
+        for i in range(size):  # to the columns behind the group; those of the group itself are not read any more
+            add_scaled(e[at + i], a[at + i].ctypes.data, fed.ctypes.data)
 
 
 @subkernel
@@ -311,19 +300,6 @@ def _follow_target(part: Part, values: np.ndarray, group: int) -> None:
         if target * part.signs[at] * value < np.float32(0):
             part.e[at] -= np.float32(2) * part.signs[at] * value
             part.signs[at] = -part.signs[at]
-
-
-@kernel
-def row_errors(e: np.ndarray, panels: np.ndarray, n: int) -> np.ndarray:
-    """e^T H e of each row, float64[rows]."""
-    r = np.empty((len(e), PANEL), np.float32)
-    total = np.zeros(len(e), np.float64)
-    for p in range(len(panels)):
-        gradient(e, panels[p], n, r)
-        for row in range(len(e)):
-            for k in range(PANEL):
-                total[row] += np.float64(e[row, p * PANEL + k]) * np.float64(r[row, k])
-    return total
 
 
 @kernel

@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 
 from quantkit import types
-from quantkit.types.refine import Moments, feedback, prepare
+from quantkit.types.families.code_bits import codes_of, read_codes, write_codes
+from quantkit.types.refine import Moments, feedback, prepare, scalar_codes
+from quantkit.types.refine.feedback import keep_lower, row_errors
 from quantkit.types.refine.moments import TILE_ROWS
-from quantkit.types.refine.vector_codes import WALK, feed_back, read_fields, row_errors
+from quantkit.types.refine.vector_codes import WALK, feed_back, read_fields
 from tests.types.data import second_moments
 
 
@@ -107,3 +109,42 @@ def test_row_errors() -> None:
     h = dense(moments.panels, 160)
     expected = np.einsum("ri,ij,rj->r", e[:, :160].astype(np.float64), h, e[:, :160].astype(np.float64))
     np.testing.assert_allclose(row_errors(e, moments.panels, 160), expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["q4_0", "iq4_k", "iq2_k", "q3_K", "q6_0"])
+def test_codes_against_the_plain_formula(name: str) -> None:
+    """Every code of a row is the nearest to its target, among all values of its block."""
+    t, n = types.get(name), 512
+    h = second_moments(0, n, 400)
+    moments = prepare(h, n)
+    x = np.random.default_rng(7).standard_normal((1, n)).astype(np.float32)
+    data = t.quantize(x, np.diagonal(h))
+    found = codes_of(t)
+    values = []
+    for code in range(len(found.ladder.up)):
+        moved = data.copy()
+        write_codes(np.full((1, n), code, np.uint8), found, moved)
+        values.append(t.dequantize(moved, n)[0] if code != t.unwritten_code else np.full(n, np.inf))
+    values = np.array(values)
+    before = t.dequantize(data, n)[0] - x[0]
+
+    scalar_codes.refine(t, found, x, data, moments, ())
+    codes = np.empty((1, n), np.uint8)
+    read_codes(data, found, codes)
+    error = (t.dequantize(data, n) - x)[0].astype(np.float64)
+    a, _ = factored(moments, 1)
+    target = x[0] - error @ a
+    chosen, nearest = np.abs(values[codes[0], range(n)] - target), np.abs(values - target).min(axis=0)
+    np.testing.assert_allclose(chosen, nearest, atol=1e-4)
+    whole = dense(moments.panels, n)
+    assert error @ whole @ error < 0.9 * (before @ whole @ before)
+
+
+def test_rows_whose_error_does_not_fall_stay() -> None:
+    moments = prepare(np.diag(np.ones(32, np.float32)), 32)
+    before, now = moments.padded_zeros(3), moments.padded_zeros(3)
+    before[:3, 0], now[:3, 0] = (1, 2, 3), (2, 1, 3)
+    codes, old = np.array([[5], [5], [5]]), np.array([[4], [4], [4]])
+    keep_lower((now, codes), (before, old), moments, 3)
+    assert now[:3, 0].tolist() == [1, 1, 3]
+    assert codes.ravel().tolist() == [4, 5, 4]

@@ -18,12 +18,12 @@ from quantkit.errors import DataError
 class Option:
     """A way to store a group.
 
-    type, device   the name of the type of its tensors, and where they are
+    types, device  the names of the types of its tensors, in their order, and where they are
     cost           what is minimized: the expected rise of the KL divergence, in nats per token
     uses           amount by resource: bytes of a device, seconds per token, …
     """
 
-    type: str
+    types: tuple[str, ...]
     device: str
     cost: float
     uses: Mapping[str, float]
@@ -31,7 +31,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Group:
-    """Tensors that get the same type and device: `tensors` are their names."""
+    """Tensors whose types and device are chosen together: `tensors` are their names."""
 
     tensors: tuple[str, ...]
     options: tuple[Option, ...]
@@ -73,6 +73,11 @@ class Solution:
     chosen: tuple[Option, ...]
     cost: float
     bound: float
+
+    @property
+    def types(self) -> set[str]:
+        """The names of all types in use."""
+        return {name for option in self.chosen for name in option.types}
 
     @property
     def gap(self) -> float:

@@ -1,7 +1,7 @@
 """Solve an allocation problem as a mixed-integer program with HiGHS (`scipy.optimize.milp`).
 
     variables   x[g, o] = 1 if group g has option o;  with max_types y[t] = 1 if type t is used
-    rows        sum over o of x[g, o] = 1;  sum of uses x <= limit;  sum over o of type t of x[g, o] <= y[t];
+    rows        sum over o of x[g, o] = 1;  sum of uses x <= limit;  sum over o with type t of x[g, o] <= y[t];
                 sum of y <= max_types
 
 A linear relaxation with one choice per group is tight: at an optimum at most as many groups are split between options
@@ -119,7 +119,7 @@ class _Program:
         self._starts = np.cumsum([0, *(len(group.options) for group in problem.groups)])
         mean = float(np.sum([np.mean([o.cost for o in group.options]) for group in problem.groups]))
         self._scale = _COST / mean if mean > 0 else 1.0
-        types = sorted({o.type for o in self._options}) if problem.max_types is not None else []
+        types = sorted({name for o in self._options for name in o.types}) if problem.max_types is not None else []
         first_type = len(self._options)
         first_slack = first_type + len(types)
         self._size = first_slack + (len(limits) if slack else 0)
@@ -156,11 +156,11 @@ class _Program:
         for a, b in zip(self._starts, self._starts[1:]):
             rows: dict[str, int] = {}
             for column in range(a, b):
-                name = self._options[column].type
-                if name not in rows:
-                    rows[name] = self._row(0)
-                    self._entries.add(rows[name], column_of[name], -1)
-                self._entries.add(rows[name], column, 1)
+                for name in set(self._options[column].types):
+                    if name not in rows:
+                        rows[name] = self._row(0)
+                        self._entries.add(rows[name], column_of[name], -1)
+                    self._entries.add(rows[name], column, 1)
         assert self._problem.max_types is not None
         row = self._row(self._problem.max_types)
         for column in column_of.values():

@@ -134,14 +134,29 @@ class RecipeFit:
         return self.plan.to_json() | {"fit": figures | {"tensors": each}}
 
 
+@dataclass(frozen=True)
+class CurvePoint:
+    """A size and the lowest predicted KL divergence at it: bits per weight, bytes of tensors, nats per token.
+
+    label   the name of the type where all tensors have one; "" for an allocation
+    """
+
+    bits_per_weight: float
+    nbytes: int
+    cost: float
+    label: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """The point in the field `curve` of `recipe fit --json`."""
+        return {"bits_per_weight": self.bits_per_weight, "bytes": self.nbytes, "kld": self.cost, "type": self.label}
+
+
 class _Fit:
-    """One call of `fit_recipe`."""
+    """One model with its costs and options."""
 
     def __init__(self, model: PlanInput, costs: Costs, options: FitOptions, matrix: Imatrix | None, imatrix_file: str):
         self.model, self.costs, self.options = model, costs, options
         self.matrix, self.imatrix_file = matrix, imatrix_file
-        if not (options.size or options.bpw or options.vram or options.ram):
-            raise OptionError("recipe fit needs a limit: --size, --bpw, --vram or --ram")
         if options.same not in grouping.SAME:
             raise OptionError(f"--same {options.same}: choose one of {', '.join(grouping.SAME)}")
         if options.layer_group < 1:
@@ -207,7 +222,9 @@ class _Fit:
         return found
 
     def result(self) -> RecipeFit:
-        groups = grouping.make_groups(self.free, self.costs, self.options.constraints, self.pools, self.speed)
+        if not (self.options.size or self.options.bpw or self.options.vram or self.options.ram):
+            raise OptionError("recipe fit needs a limit: --size, --bpw, --vram or --ram")
+        groups = self.groups()
         header, more = self._smallest_header(groups), dict[str, int]()
         for _ in range(_ATTEMPTS):
             limits = self.limits(header, more)
@@ -227,6 +244,43 @@ class _Fit:
             f"after {_ATTEMPTS} solutions, header and working memory still exceed what is reserved for them; give a "
             "slightly larger limit"
         )
+
+    def groups(self) -> tuple[Group, ...]:
+        """The groups of tensors whose types are free."""
+        return grouping.make_groups(self.free, self.costs, self.options.constraints, self.pools, self.speed)
+
+    def curve(self, count: int) -> list[CurvePoint]:
+        """The lowest costs at `count` sizes from the smallest to the largest, other limits left out."""
+        groups = self.groups()
+        sizes = [[option.uses[BITS] for option in group.options] for group in groups]
+        low, high = sum(map(min, sizes)), sum(map(max, sizes))
+        kept = sum(t.bytes_after for t in self.kept)
+        elements = sum(t.elements for t in self.base.values())
+        points = []
+        for i in range(count):
+            limit = low + (high - low) * i // max(1, count - 1)
+            problem = Problem(groups, {BITS: limit}, self.options.max_types)
+            try:
+                solution = solver.solve(problem, gap=self.options.gap, seconds=self.options.seconds)
+            except InfeasibleError:  # few types reach the smallest size only together with others
+                continue
+            nbytes = int(problem.used(solution.chosen)[BITS]) + kept
+            points.append(CurvePoint(8 * nbytes / elements, nbytes, solution.cost))
+        return points
+
+    def single_types(self) -> list[CurvePoint]:
+        """The size and cost of each type where all tensors have it, or their fallback."""
+        found = []
+        wanted = self.options.constraints.types or tuple(map(types.layout, self.costs.types()))
+        for kind in wanted:
+            plan = self.plan(parse(f".*={kind.name}"), "Q8_0")
+            costs = [
+                self.costs.cost(t.name, t.shape, t.type, t.source) for t in plan.tensors if t.wanted is not None
+            ]  # fmt: skip
+            if None not in costs:
+                total = sum(cost or 0.0 for cost in costs)
+                found.append(CurvePoint(plan.bits_per_weight, plan.bytes_after, total, kind.name))
+        return sorted(found, key=lambda point: point.nbytes)
 
     def _smallest_header(self, groups: Sequence[Group]) -> int:
         """Bytes of the header of the smallest file; the recipe is in the header, so others may have a longer one."""
@@ -314,11 +368,12 @@ class _Fit:
         limit, fixed = self.pools.limits[device], self.pools.fixed.get(device, 0)
         margin = self.memory.margin if device != CPU.name else 0
         flag = "--ram" if device == CPU.name else "--vram"
+        enough = math.ceil(100 * (limit + margin + amount) / GIB) / 100
         reserved = f" after a margin of {margin / GIB:.3f}" if margin else ""
         return (
             f"{device} would need {(limit + amount) / GIB:.3f} GiB with the smallest types, {fixed / GIB:.3f} of it "
             f"for cache and working memory, and has {limit / GIB:.3f}{reserved}: {amount / GIB:.3f} GiB too much; give "
-            f"{flag} {(limit + margin + amount) / GIB:.1f} or more, smaller --types, or a shorter or quantized cache"
+            f"{flag} {enough:g} or more, smaller --types, or a shorter or quantized cache"
         )
 
 
@@ -371,3 +426,16 @@ def fit_recipe(
     DataError if nothing fits (what, by how much, the remedy), and for costs of another model.
     """
     return _Fit(model, costs, options, matrix, imatrix_file).result()
+
+
+def cost_curve(model: PlanInput, costs: Costs, options: FitOptions, count: int = 16) -> list[CurvePoint]:
+    """The lowest predicted KL divergence at `count` sizes between the smallest and the largest file.
+
+    The limits of `options` are left out, its constraints hold.
+    """
+    return _Fit(model, costs, options, None, "").curve(count)
+
+
+def single_types(model: PlanInput, costs: Costs, options: FitOptions | None = None) -> list[CurvePoint]:
+    """Size and predicted KL divergence of files with one type for all tensors, smallest first."""
+    return _Fit(model, costs, options or FitOptions(allow_requantize=True), None, "").single_types()

@@ -146,7 +146,7 @@ def test_a_speed_that_must_be_reached() -> None:
     [
         ({"bpw": 1.5}, r"the smallest types need 2\.\d+ bits per weight, --bpw is 1.5"),
         ({"size": GIB}, r"the smallest file has [\d,]+ bytes \(\d\.\d+ GiB\), --size is 1,073,741,824 \(1.000 GiB\)"),
-        ({"ram": 1.0}, r"CPU would need \d\.\d+ GiB with the smallest types, .* give --ram \d\.\d or more"),
+        ({"ram": 1.0}, r"CPU would need \d\.\d+ GiB with the smallest types, .* give --ram \d\.\d+ or more"),
         ({"vram": [2.0], "ram": 0.5, "ctx_size": 16384}, r"CUDA0 would need .* give --vram"),
         ({"bpw": 4.5, "min": ["nothing=q8_0"]}, "matches none of the"),
         ({"bpw": 4.5, "min": ["attn_v"]}, "is not REGEX=TYPE"),

@@ -41,9 +41,11 @@ class _Matrix:
         data = kind.quantize(self.rows, importance, second_moments=given, effort=effort)
         e = kind.dequantize(data, self.rows.shape[1]).astype(np.float64) - self.rows
         if self.moments is not None:
-            return np.einsum("ij,ij->i", e @ self.moments.astype(np.float64), e)
+            found: np.ndarray = np.einsum("ij,ij->i", e @ self.moments.astype(np.float64), e)
+            return found
         weights = np.ones(e.shape[1]) if self.importance is None else self.importance.astype(np.float64)
-        return (e * e) @ weights
+        found = (e * e) @ weights
+        return found
 
 
 class RowSample:

@@ -137,7 +137,7 @@ class _Run:
         done = self._stored(path)
         measured = [t for t in self.free if self._kind(t, self.probe).block_size > 1]
         total = 2 * len(measured)
-        entries: dict[str, dict[str, Any]] = dict(done.entries) if done is not None else {}
+        entries = {name: dict(entry) for name, entry in done.entries.items()} if done is not None else {}
         if entries:
             on_message(f"{len(entries)} of {total} measurements are already in {path}")
         writer = journal.Journal(path, {"job": self.job}, lambda: None, done)

@@ -100,11 +100,15 @@ def recipe_of(tensors: Sequence[Allocated], about: str = "") -> Recipe:
     rules = []
     for found in classes(tensors):
         kind = found.name.removeprefix("blk.*.").removesuffix(".weight").replace("(gate|up)", "gate and up")
-        remark = f"{kind}: {found.tensors} tensors, {found.nbytes / 2**20:.2f} MiB, predicted KLD {found.cost:.3g}"
+        remark = f"{kind}: {_counted(found.tensors)}, {found.nbytes / 2**20:.2f} MiB, predicted KLD {found.cost:.3g}"
         for quant_type, layers in found.types.items():
             rules.append(Rule(_pattern(found, layers), quant_type, remark=remark))
             remark = ""
     return Recipe(tuple(rules), about)
+
+
+def _counted(tensors: int) -> str:
+    return f"{tensors} tensor{'s' if tensors > 1 else ''}"
 
 
 def _pattern(found: TensorClass, layers: Sequence[int]) -> str:

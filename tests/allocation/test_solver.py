@@ -103,3 +103,11 @@ def test_a_group_without_options_and_no_types_at_all() -> None:
     with pytest.raises(DataError, match="--max-types 0"):
         Problem((sized(1),), {}, 0)
     assert solve(Problem(())).chosen == ()
+
+
+def test_nothing_is_printed_to_stdout(capfd: pytest.CaptureFixture[str]) -> None:
+    """HiGHS prints a line on this problem, and a command's stdout may be a JSON document."""
+    group = Group(("t",), (Option(("a",), "GPU", 1.0, {"GPU": 131074}),))
+    with pytest.raises(InfeasibleError):
+        solve(Problem((group,), {"GPU": 1}))
+    assert capfd.readouterr().out == ""

@@ -51,6 +51,15 @@ def test_costs_say_what_they_are_of(folder: Path) -> None:
         assert t.of("q8_0") < t.of("q5_0"), name  # type: ignore[operator]
 
 
+def test_a_checkpoint_has_the_costs_of_its_file(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    printed = run(capsys, "sensitivity", folder / "HF_DIR", "-f", folder / "calibration.txt", "-o", tmp_path / "c.json",
+                  "--imatrix", folder / "imatrix.gguf", "--types", TYPES, *SMALL, "--json")  # fmt: skip
+    assert costs_file.read(tmp_path / "c.json").tensors == costs_file.read(folder / "costs.json").tensors
+    assert [point["type"] for point in json.loads(printed)["single_types"]][-1] == "q8_0"
+
+
 @pytest.mark.parametrize("source", ["model-bf16.gguf", "HF_DIR"])
 @pytest.mark.parametrize("imatrix", [True, False])
 def test_the_file_has_the_predicted_size(

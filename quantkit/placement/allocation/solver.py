@@ -11,7 +11,10 @@ a tolerance only; here sums are checked exactly, and a limit that is exceeded by
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import os
+import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -96,6 +99,26 @@ def _missing(problem: Problem, seconds: float) -> dict[str, float]:
     return problem.exceeded(program.chosen(found.x))
 
 
+@contextlib.contextmanager
+def _native_output_to_stderr() -> Iterator[None]:
+    """A context in which native code that writes to stdout writes to stderr.
+
+    HiGHS prints a line on some problems, whatever its options, and stdout may be a JSON document.
+    """
+    try:
+        sys.stdout.flush()
+        kept = os.dup(1)
+    except (OSError, ValueError, AttributeError):  # there is no stdout
+        yield
+        return
+    try:
+        os.dup2(2, 1)
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
 @dataclass
 class _Entries:
     """A sparse matrix that is built entry by entry."""
@@ -173,13 +196,14 @@ class _Program:
 
         e = self._entries
         matrix = csr_array((e.values, (e.rows, e.columns)), shape=(len(self._upper), self._size))
-        return milp(
-            self._costs,
-            integrality=self._integral,
-            bounds=Bounds(0, self._most),
-            constraints=LinearConstraint(matrix, self._lower, self._upper),
-            options={"mip_rel_gap": gap, "time_limit": seconds},
-        )
+        with _native_output_to_stderr():
+            return milp(
+                self._costs,
+                integrality=self._integral,
+                bounds=Bounds(0, self._most),
+                constraints=LinearConstraint(matrix, self._lower, self._upper),
+                options={"mip_rel_gap": gap, "time_limit": seconds},
+            )
 
     def chosen(self, x: np.ndarray) -> tuple[Option, ...]:
         """The option of each group."""

@@ -242,6 +242,8 @@ def _print(found: RecipeFit, points: list[CurvePoint], check: AllocationCheck | 
         print_budget(found.budget)
     if check is not None:
         _print_check(check)
+    for note in found.notes:
+        print(f"note: {note}")
     if found.flags:
         print(f"placement: {found.flags}")
     file = gib(found.size) if found.is_exact else f"{gib(found.size)} and the tokenizer, which config.json lacks"

@@ -19,7 +19,7 @@ from quantkit import types
 from quantkit.errors import DataError, OptionError, QuantkitError
 from quantkit.formats.imatrix import Imatrix
 from quantkit.pipelines.options import PlanOptions, texts
-from quantkit.pipelines.planning import PlanInput, complete_imatrix, placement_flags
+from quantkit.pipelines.planning import PlanInput, complete_imatrix, missing_imatrix, placement_flags
 from quantkit.pipelines.quantize import written_size
 from quantkit.placement.allocation import groups as grouping
 from quantkit.placement.allocation import solver
@@ -32,9 +32,10 @@ from quantkit.placement.budget import GIB, Budget, CacheSettings, budget
 from quantkit.placement.devices import CPU
 from quantkit.placement.rules import Flags
 from quantkit.placement.speed import ASSUMED, parse_rates
-from quantkit.recipe import Options, Plan, Recipe, parse
+from quantkit.recipe import ImportanceError, Options, Plan, Recipe, parse
 from quantkit.recipe import plan as decide
 from quantkit.recipe.planning.planned import PlannedTensor
+from quantkit.recipe.rules.layers import listed
 
 _ATTEMPTS = 6  # solutions whose header or working memory turned out larger than was reserved
 
@@ -110,6 +111,7 @@ class RecipeFit:
     size        bytes of the file; without a tokenizer (`is_exact` is False) those of its vocabulary are missing
     budget      loads of the devices; None without memory limits
     flags       placement flags that the recipe was made for
+    notes       full sentences about what the costs do not say
     """
 
     recipe: Recipe
@@ -123,11 +125,12 @@ class RecipeFit:
     is_exact: bool
     budget: Budget | None
     flags: str
+    notes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """The document of `recipe fit --json`: a plan that `quantize --plan` executes, and `fit`."""
         figures = {"kld": self.cost, "kld_error": self.error, "gap": self.gap, "size": self.size,
-                   "size_is_exact": self.is_exact, "flags": self.flags,
+                   "size_is_exact": self.is_exact, "flags": self.flags, "notes": list(self.notes),
                    "devices": self.budget and self.budget.to_json()}  # fmt: skip
         each = [{"name": t.name, "type": t.type.name, "device": t.device, "bytes": t.nbytes, "kld": t.cost} for t in
                 self.tensors]  # fmt: skip
@@ -181,15 +184,18 @@ class _Fit:
         self.speed = self._speed()
 
     def plan(self, recipe: Recipe, file_type: str) -> Plan:
-        """The plan of a recipe; a complete importance matrix is assumed if none is given."""
-        return decide(
-            self.model.tensors,
-            file_type,
-            recipe,
-            metadata=self.model.metadata,
-            imatrix=self.matrix or complete_imatrix(self.model.tensors),
-            options=Options(allow_requantize=self.options.allow_requantize),
-        )
+        """The plan of a recipe; a complete importance matrix is assumed if none is given and a type needs one."""
+
+        def planned(matrix: Imatrix | None) -> Plan:
+            options = Options(allow_requantize=self.options.allow_requantize)
+            return decide(
+                self.model.tensors, file_type, recipe, metadata=self.model.metadata, imatrix=matrix, options=options
+            )
+
+        try:
+            return planned(self.matrix)
+        except ImportanceError:
+            return planned(complete_imatrix(self.model.tensors))
 
     def _speed(self) -> Speed | None:
         if self.options.min_tg is None:
@@ -313,7 +319,8 @@ class _Fit:
             )  # fmt: skip
         size = written_size(self.model.metadata, plan, self.matrix, self.imatrix_file)
         return RecipeFit(recipe, plan, file_type, tuple(tensors), solution.cost, error, solution.gap, size,
-                         "tokenizer.ggml.tokens" in self.model.metadata, placed, _flags_text(flags))  # fmt: skip
+                         "tokenizer.ggml.tokens" in self.model.metadata, placed, _flags_text(flags),
+                         self._notes(plan))  # fmt: skip
 
     def _allocated(self, name: str, kind: types.QuantType, device: str) -> Allocated:
         t = self.base[name]
@@ -335,6 +342,17 @@ class _Fit:
             f"Predicted KL divergence {solution.cost:.5f} ± {error:.5f} nats per token, at most "
             f"{100 * solution.gap:.3f} % above the best choice."
         )
+
+    def _notes(self, plan: Plan) -> tuple[str, ...]:
+        measured = {t.name: self.costs.tensors.get(t.name) for t in self.free}
+        unused = [name for name, cost in measured.items() if cost is not None and cost.kld == cost.kld_error == 0]
+        notes = [] if self.matrix is not None else [missing_imatrix(plan)]
+        if unused:
+            notes.append(
+                f"{len(unused)} tensors cost nothing, because the model did not use them when costs were measured: "
+                f"{listed(unused)}; give them a floor with --min if your runtime uses them"
+            )
+        return tuple(filter(None, notes))
 
     def _require_as_planned(self, plan: Plan, tensors: Sequence[Allocated]) -> None:
         planned = {t.name: t.type for t in plan.tensors}

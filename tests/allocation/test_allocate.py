@@ -14,7 +14,7 @@ from quantkit import types
 from quantkit.archs import language_model
 from quantkit.errors import DataError, FormatError, OptionError, UnsupportedError
 from quantkit.pipelines.allocate import FitOptions, RecipeFit, fit_recipe
-from quantkit.pipelines.planning import PlanInput
+from quantkit.pipelines.planning import PlanInput, complete_imatrix
 from quantkit.placement.allocation import costs as costs_file
 from quantkit.placement.allocation.costs import Costs, TensorCost
 from quantkit.placement.budget import GIB
@@ -174,14 +174,22 @@ def test_what_is_said_to_suffice_suffices() -> None:
         fitted("LLAMA_8B", size=needed - 8192)
 
 
-def test_the_json_is_a_plan() -> None:
-    found = fitted("LLAMA_8B", bpw=4.5)
+@pytest.mark.parametrize("kinds", [SMALL, TYPES])
+def test_the_json_is_a_plan(kinds: tuple[str, ...]) -> None:
+    """Of types that need an importance matrix, with one."""
+    found = fitted("LLAMA_8B", bpw=5.0, types=kinds)
     document = {"schema": "quantkit.recipe-fit/1", **found.to_json()}
-    about = model("LLAMA_8B")
-    replayed = replay(document, about.tensors, None, where="fit") if not any(t.importance for t in found.plan.tensors) \
-        else dataclasses.replace(found.plan)  # fmt: skip
+    tensors = model("LLAMA_8B").tensors
+    needs = any(t.importance for t in found.plan.tensors)
+    replayed = replay(document, tensors, complete_imatrix(tensors) if needs else None, where="fit")
     assert [t.type for t in replayed.tensors] == [t.type for t in found.plan.tensors]
     assert document["fit"]["kld"] == found.cost
+
+
+def test_an_importance_matrix_that_will_be_needed_is_named() -> None:
+    tensors = costs_of(model("LLAMA_8B").tensors, ("iq2_xxs", "q8_0"))
+    found = fit_recipe(model("LLAMA_8B"), tensors, FitOptions(types=("iq2_xxs", "q8_0"), bpw=4.0))
+    assert "needs an importance matrix" in found.notes[0]
 
 
 def test_costs_files(tmp_path: Path) -> None:
@@ -203,6 +211,19 @@ def test_costs_files(tmp_path: Path) -> None:
     path.write_text("{}", encoding="utf-8")
     with pytest.raises(FormatError, match="not a costs file"):
         costs_file.read(path)
+
+
+def test_tensors_that_were_not_used_are_named() -> None:
+    about = costs("LLAMA_8B")
+    unused = {name: dataclasses.replace(t, kld=0.0, kld_error=0.0) for name, t in about.tensors.items() if
+              name.startswith("blk.31.ffn")}  # fmt: skip
+    given = FitOptions(types=TYPES, bpw=4.5)
+    found = fit_recipe(model("LLAMA_8B"), dataclasses.replace(about, tensors={**about.tensors, **unused}), given)
+    assert len(found.notes) == 1
+    assert found.notes[0].startswith("3 tensors cost nothing")
+    assert "blk.31.ffn_gate.weight" in found.notes[0]
+    assert {t.type.name for t in found.tensors if t.name in unused} == {"iq2_ks"}
+    assert fitted("LLAMA_8B", bpw=4.5).notes == ()
 
 
 def test_errors_of_costs_add_up() -> None:

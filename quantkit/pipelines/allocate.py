@@ -228,8 +228,8 @@ class _Fit:
         return found
 
     def result(self) -> RecipeFit:
-        if not (self.options.size or self.options.bpw or self.options.vram or self.options.ram):
-            raise OptionError("recipe fit needs a limit: --size, --bpw, --vram or --ram")
+        if not (self.options.size or self.options.bpw or self.pools.limits):
+            raise OptionError("recipe fit needs a limit: --size, --bpw, --vram, --ram or --devices with sizes")
         groups = self.groups()
         header, more = self._smallest_header(groups), dict[str, int]()
         for _ in range(_ATTEMPTS):

@@ -61,6 +61,7 @@ def again(name: str, found: RecipeFit) -> int:
         ("QWEN3_30B", {"vram": [8.0, 8.0], "ram": 8.0, "ctx_size": 4096, "cache_type_k": "q8_0"}),
         ("LLAMA_8B", {"ram": 5.0, "ctx_size": 4096}),
         ("QWEN3_30B", {"vram": [24.0], "ram": 64.0, "placement": "-ngl 99 -ot exps=CPU", "ctx_size": 4096}),
+        ("QWEN3_30B", {"placement": "-ngl 99 -ot exps=CPU --devices cpu=14GiB,cuda:0=3GiB", "ctx_size": 1024}),
     ],
 )
 def test_limits_are_kept_and_the_recipe_gives_what_was_counted(name: str, options: dict[str, Any]) -> None:
@@ -158,6 +159,7 @@ def test_a_speed_that_must_be_reached() -> None:
         ({"bpw": 4.5, "layer_group": 0}, "--layer-group 0"),
         ({"bpw": 4.5, "max_types": 0}, "--max-types 0"),
         ({"vram": [8.0, 8.0], "placement": "-sm graph -ngl 99"}, "not -sm graph"),
+        ({"vram": [8.0], "placement": "-ngl 99 --devices cuda:0=8GiB"}, "drop one of them"),
     ],
 )
 def test_what_cannot_be_is_said_with_numbers(options: dict[str, Any], message: str) -> None:

@@ -18,14 +18,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from quantkit.codegen import thread_pool
-from quantkit.errors import UnsupportedError
+from quantkit.errors import OptionError, UnsupportedError
 from quantkit.placement import fit, workspace
 from quantkit.placement.budget import GIB, CacheSettings
 from quantkit.placement.devices import CPU, Device
 from quantkit.placement.rules import ALL_LAYERS, Flags, Placement, place_by_flags, place_model
 from quantkit.placement.tensor_info import TensorInfo
-
-FILE = "the file"
 
 
 @dataclass(frozen=True)
@@ -44,8 +42,6 @@ class Pools:
     fixed: Mapping[str, int]
     flags: Flags
     movable: bool = False
-    gpus: tuple[Device, ...] = ()
-    ram: int | None = None
 
     def flags_for(self, device_of: Mapping[str, str]) -> Flags:
         """The flags that place tensors on the chosen devices."""
@@ -65,9 +61,14 @@ class Memory:
 
 
 def pools(tensors: Mapping[str, TensorInfo], metadata: Mapping[str, Any], flags: Flags, memory: Memory) -> Pools:
-    """The pools of a machine. UnsupportedError for -sm graph, where a device holds parts of tensors."""
+    """The pools of a machine.
+
+    UnsupportedError for -sm graph, where a device holds parts of tensors; OptionError for memory that is given twice.
+    """
     if flags.split_mode == "graph":
         raise UnsupportedError("recipe fit places whole tensors; use -sm layer or -sm none, not -sm graph")
+    if memory.vram and flags.devices:
+        raise OptionError("--vram and --devices both set the memory of CUDA0, CUDA1, …; drop one of them")
     gpus = tuple(Device(f"CUDA{i}", size) for i, size in enumerate(memory.vram))
     bare = replace(flags, runtime=Flags().runtime)
     movable = bool(gpus) and bare == Flags()
@@ -86,14 +87,12 @@ def pools(tensors: Mapping[str, TensorInfo], metadata: Mapping[str, Any], flags:
         else (placement[name].name,)
         for name in tensors
     }  # fmt: skip
-    limits = {gpu.name: (gpu.memory or 0) - memory.margin for gpu in gpus}
-    for device in flags.devices:
-        if device.memory is not None and device != CPU:
-            limits[device.name] = device.memory - memory.margin
-    if memory.ram is not None:
-        limits[CPU.name] = memory.ram
-    return Pools(devices, limits, _fixed(tensors, metadata, placement, devices, memory), flags, movable, gpus,
-                 memory.ram)  # fmt: skip
+    limits = {
+        device.name: device.memory - (memory.margin if device != CPU else 0)
+        for device in (*flags.devices, *gpus, Device(CPU.name, memory.ram))
+        if device.memory is not None
+    }
+    return Pools(devices, limits, _fixed(tensors, metadata, placement, devices, memory), flags, movable)
 
 
 def _bulk(tensors: Mapping[str, TensorInfo]) -> frozenset[str]:

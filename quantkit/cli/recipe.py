@@ -1,4 +1,4 @@
-"""`quantkit recipe`: list, show, convert and check recipes."""
+"""`quantkit recipe`: list, show, convert and check recipes; `fit`, which makes one, is in `_recipe_fit`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from quantkit.cli._recipe_fit import fit
 from quantkit.cli.common.options import Json
 from quantkit.cli.common.output import print_json, print_table
 from quantkit.cli.common.plan_options import ImatrixFile, Set, Strict, read_settings
@@ -34,7 +35,7 @@ _Model = Annotated[
 
 
 def recipe(json: Json = False) -> None:
-    """List the shipped recipes; `recipe show` and `recipe lint` read one."""
+    """List the shipped recipes; `recipe show` and `recipe lint` read one, `recipe fit` makes one."""
     from quantkit.recipe import find, shipped
 
     found = {name: find(name) for name in shipped()}
@@ -152,4 +153,4 @@ def _row(name: str, found: Recipe) -> tuple[str, int, str]:
     return name, len(found.rules), found.about.partition("\n")[0]
 
 
-SUBCOMMANDS = {"show": show, "lint": lint}
+SUBCOMMANDS = {"show": show, "lint": lint, "fit": fit}

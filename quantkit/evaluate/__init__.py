@@ -13,5 +13,7 @@ quantized (`layers/checkpoint_model.py`, `imatrix`); `pipelines` never imports i
     statistics, bounded                            errors over chunks; bounds for bounded base files
     chunk_log, fingerprint, base_files             resuming; base files
     conditions                                     what figures depend on besides the file
-    imatrix, layers, report                        packages: importance matrices; one layer at a time; tables and plots
+    allocation_check                               a recipe of `recipe fit` against its rivals
+    imatrix, layers, report, sensitivity           packages: importance matrices; one layer at a time; tables and plots;
+                                                   what each type costs in each matrix
 """

@@ -222,6 +222,17 @@ def quantize_with_plan(
     return Written(paths, size, len(plan.tensors), len(job.resumed), len(job.reused))
 
 
+def written_size(
+    source: Mapping[str, object], plan: Plan, imatrix: Imatrix | None = None, imatrix_file: str = ""
+) -> int:
+    """Bytes of the file that `quantize_with_plan` writes of an input with this metadata: header, tensors, padding."""
+    metadata = output_metadata(source, plan, imatrix, imatrix_file)
+    if plan.file_type.number is not None:
+        _set_records(metadata, _expected_records(plan, imatrix, "normal").values(), False)
+    specs = [TensorSpec(t.name, t.shape, t.type) for t in plan.tensors]
+    return sum(layout.size for layout in layouts(Path("out.gguf"), metadata, specs))
+
+
 def _stages(
     plan: Plan, imatrix: Imatrix | None, calibration: Calibration | None, job: resume.ResumableJob, bar: Bar
 ) -> Iterable[Stage]:

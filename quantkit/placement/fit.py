@@ -85,7 +85,7 @@ class _Model:
             if layer is not None and on_gpus and not gpu_kernels(tensor.type, tensor.shape[-1], runtime):
                 self.without_kernel.append(name)
             elif layer is not None:
-                is_bulk = "_exps." in name if has_experts else _DENSE.match(name) is not None
+                is_bulk = "_exps." in name if has_experts else is_dense_feed_forward(name)
                 (self.bulk if is_bulk else self.base)[layer].append(name)
 
     def layer(self, name: str) -> int | None:
@@ -156,7 +156,7 @@ def _ranges(model: _Model, gpus: Sequence[Device], margin: int, flags: Flags, ml
         start += count
     split = tuple(float(count) for count in counts) if len(gpus) > 1 else ()
     layers = last + 1 if first == 0 and sum(counts) > last else last - first
-    return replace(flags, gpu_layers=layers, override_tensor=_rules(on_cpu), tensor_split=split)
+    return replace(flags, gpu_layers=layers, override_tensor=cpu_rules(on_cpu), tensor_split=split)
 
 
 def _partition(base: Sequence[int], bulk: Sequence[int], free_bytes: Sequence[int]) -> tuple[int, list[int]]:
@@ -262,13 +262,18 @@ def _graph(model: _Model, gpus: Sequence[Device], margin: int, flags: Flags, mla
             free = [room - size for room, size in zip(free, need)]
         else:
             on_cpu += model.bulk[layer]
-    return replace(flags, gpu_layers=len(layers), override_tensor=_rules(on_cpu), tensor_split=split)
+    return replace(flags, gpu_layers=len(layers), override_tensor=cpu_rules(on_cpu), tensor_split=split)
 
 
 # ----------------------------------------------------------------------------------------------------- rules and errors
 
 
-def _rules(names: Iterable[str]) -> tuple[str, ...]:
+def is_dense_feed_forward(name: str) -> bool:
+    """Whether a tensor is a matrix of the feed-forward of a dense layer."""
+    return _DENSE.match(name) is not None
+
+
+def cpu_rules(names: Iterable[str]) -> tuple[str, ...]:
     """The -ot rules that put exactly these tensors on the CPU. Kinds of tensors with the same layers share a rule."""
     layers: dict[str, list[int]] = defaultdict(list)
     alone = []

@@ -240,7 +240,7 @@ def test_rules_match_exactly_the_tensors_that_stay(chosen: set[tuple[int, str]])
     """Ranges of layers instead of lists: the same tensors, and each rule is short where layers follow each other."""
     every = [f"blk.{i}.{kind}" for i in range(94) for kind in ("ffn_up_exps.weight", "ffn_down_exps.weight")]
     names = [f"blk.{i}.{kind}" for i, kind in sorted(chosen)]
-    texts = fitting._rules([*names, "output.weight"])
+    texts = fitting.cpu_rules([*names, "output.weight"])
     rules = [rule for text in texts for rule in parse_rules(text)]
     assert all(rule.device == CPU.name for rule in rules)
     assert [name for name in [*every, "output.weight"] if any(rule.matches(name) for rule in rules)] == [
@@ -249,5 +249,5 @@ def test_rules_match_exactly_the_tensors_that_stay(chosen: set[tuple[int, str]])
 
 
 def test_a_range_of_layers_is_a_short_rule() -> None:
-    (text,) = fitting._rules([f"blk.{i}.ffn_up_exps.weight" for i in range(20, 36)])
+    (text,) = fitting.cpu_rules([f"blk.{i}.ffn_up_exps.weight" for i in range(20, 36)])
     assert text == r"^blk\.(2[0-9]|3[0-5])\.(ffn_up_exps\.weight)$=CPU"

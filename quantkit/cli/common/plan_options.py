@@ -173,7 +173,7 @@ def _plan_options(given: dict[str, Any]) -> PlanOptions:
     values: dict[str, Any] = {"placement": placement_flags({name: given.pop(name) for name in PLACEMENT})}
     values |= {name: value for name, value in given.items() if value is not None}
     values["settings"] = read_settings(given.get("settings"))
-    values["vram"] = _numbers("--vram", given.get("vram"))
+    values["vram"] = read_vram(given.get("vram"))
     return PlanOptions(**values)
 
 
@@ -188,10 +188,11 @@ def read_settings(texts: Sequence[str] | None) -> dict[str, str]:
     return found
 
 
-def _numbers(flag: str, text: str | None) -> list[float]:
+def read_vram(text: str | None) -> list[float]:
+    """The GiB of each GPU of --vram."""
     try:
         return [float(part) for part in (text or "").split(",") if part.strip()]
     except ValueError:
         raise typer.BadParameter(
-            f"{flag} '{text}': write the GiB of each GPU, comma-separated, for example 24,24"
+            f"--vram '{text}': write the GiB of each GPU, comma-separated, for example 24,24"
         ) from None

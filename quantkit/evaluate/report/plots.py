@@ -1,4 +1,4 @@
-"""Plots with matplotlib: a comparison, the speed of a sweep over depth, an importance matrix.
+"""Plots with matplotlib: a comparison, the speed of a sweep over depth, an importance matrix, costs over sizes.
 
 matplotlib is an extra; `MissingPlots` tells how to install it.
 """
@@ -27,6 +27,8 @@ from quantkit.formats.atomic import writing
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+    from quantkit.pipelines.allocate import CurvePoint
 
 _COLOURS = ("#2f6db3", "#d1662b", "#3a9157", "#8a4fa3", "#b8a02c", "#4aa3a8", "#c2477d", "#6b6b6b")
 _MIN_KLD = 1e-6  # nats; smaller values are rounding errors of the base file
@@ -184,6 +186,37 @@ def plot_importance(path: str | os.PathLike[str], rows: Sequence[Coverage], titl
     _draw_lines(right, rows, lambda row: row.similarity)
     right.set_ylabel("cosine with the layer before")
     right.set_title("Similarity of neighbouring layers", fontsize=10)
+    _save(figure, path)
+
+
+def plot_costs(
+    path: str | os.PathLike[str],
+    curve: Sequence[CurvePoint],
+    single: Sequence[CurvePoint],
+    title: str,
+    measured: bool = False,
+) -> None:
+    """Plot KL divergence over bits per weight: allocations as a line, other files as points.
+
+    `measured`: the costs of the points are measured divergences, not predicted ones.
+    """
+    require_matplotlib()
+    figure = _figure(title, 5.4)
+    axes = figure.subplots()
+    points = [point for point in curve if point.cost > 0]
+    axes.plot([p.bits_per_weight for p in points], [p.cost for p in points], color=_COLOURS[0], marker=".",
+              label="types allocated by recipe fit")  # fmt: skip
+    others = [point for point in single if point.cost > 0]
+    axes.scatter([p.bits_per_weight for p in others], [p.cost for p in others], color=_COLOURS[1],
+                 label="other files" if measured else "one type")  # fmt: skip
+    for point in others:
+        axes.annotate(_plain(point.label), (point.bits_per_weight, point.cost), textcoords="offset points",
+                      xytext=(6, 4), fontsize=8.5, color=_COLOURS[1])  # fmt: skip
+    axes.set_yscale("log")
+    axes.set_xlabel("bits per weight")
+    axes.set_ylabel(f"{'measured' if measured else 'predicted'} KL divergence, nats")
+    axes.legend(fontsize=8.5, frameon=False)
+    _style_axes(axes)
     _save(figure, path)
 
 

@@ -247,7 +247,7 @@ class _Planner:
         choice = self._choose(t, matching)
         if choice.rule is not None:
             self.uses[choice.rule].decided.append(t.name)
-        fitted, why = _fit(choice.type, t)
+        fitted, why = fitted_type(choice.type, t)
         reason = f"{choice.reason}; {why}" if why else choice.reason
         planned = PlannedTensor(t.name, t.shape, t.type, fitted, reason, choice.type, choice.rule)
         if planned.copied or planned.reordered:
@@ -367,7 +367,7 @@ def is_very_low(name: str, chosen: QuantType, target: FileType) -> bool:
     return (kind in _VERY_LOW or (kind == "q2_K" and target.name == "Q2_K_S")) and name not in (EMBEDDING, OUTPUT)
 
 
-def _fit(wanted: QuantType, t: Tensor) -> tuple[QuantType, str]:
+def fitted_type(wanted: QuantType, t: Tensor) -> tuple[QuantType, str]:
     """The type that a tensor's shape allows, and the reason if it is not `wanted`."""
     rows, columns = t.shape[-2], t.shape[-1]
     found, why = wanted, []

@@ -18,7 +18,8 @@ from quantkit.recipe.planning.planner import Tensor, refuse_requantizing
 from quantkit.recipe.planning.presets import file_type
 from quantkit.recipe.rules.grammar import parse
 
-SCHEMAS = ("quantkit.plan/1", "quantkit.quantize/1")  # `quantize --json` prints a plan and what was written
+# `quantize --json` prints a plan and what was written, `recipe fit --json` a plan and why.
+SCHEMAS = ("quantkit.plan/1", "quantkit.quantize/1", "quantkit.recipe-fit/1")
 
 
 def replay(

@@ -1,0 +1,150 @@
+"""The KL divergence of a model with one matrix alone in a coarse type, for each matrix.
+
+Nothing before a matrix' layer changes, so a probe runs from that layer on: the hidden states that enter the layer are
+kept while its matrices are probed. Every probe is computed in the same way whatever was measured before, so a resumed
+run has the same numbers. Memory: hidden states of the text's tokens, and the model's log probabilities at the scored
+ones.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from quantkit.codegen import blas, jit
+from quantkit.errors import UnsupportedError
+from quantkit.evaluate.chunk_runs import check_context
+from quantkit.evaluate.statistics import Sample
+from quantkit.evaluate.text import Chunks
+from quantkit.formats.gguf import Tensor
+from quantkit.runtime.blocks.spans import Span
+from quantkit.runtime.scale_check import layer_of
+from quantkit.types import QuantType
+
+if TYPE_CHECKING:
+    from quantkit.archs.common.blocks import Block
+    from quantkit.runtime.model import Model
+
+_ROWS = 64  # of logits at a time
+
+
+class Probed(NamedTuple):
+    """Mean KL divergence in nats per token, and its standard error over passages (`statistics.Sample`)."""
+
+    kld: float
+    error: float
+
+
+class EncodedTensor(Tensor):
+    """A tensor of a file in another type, in memory."""
+
+    __slots__ = ()
+
+    def __init__(self, tensor: Tensor, kind: QuantType, data: np.ndarray):
+        super().__init__(tensor.name, tensor.shape, kind, data.nbytes, 0, tensor.path)
+        self._file = jit.readonly(data.reshape(-1))
+
+
+class Probes:
+    """Runs probes of a model over chunks.
+
+    replacement   called with a tensor; the tensor in the probe's type
+    """
+
+    def __init__(self, model: Model, chunks: Chunks, replacement: Callable[[Tensor], Tensor]):
+        if model.numerics != "exact" or model.split is not None:
+            raise UnsupportedError("sensitivity runs in exact numerics on the CPU, layer by layer")
+        check_context(model, chunks.n_ctx)
+        self._model, self._chunks, self._replacement = model, chunks, replacement
+        self._sample = Sample(len(chunks), len(range(*chunks.rows.indices(chunks.n_ctx))))
+        self._base: np.ndarray | None = None
+
+    def run(self, names: Sequence[str]) -> Iterator[tuple[str, Probed]]:
+        """Yield (name, result) for matrices, layer by layer. One that the model does not use has a divergence of 0."""
+        if not names:
+            return
+        model, layers = self._model, {block.layer for block in self._model.blocks}
+        base = self._base_log_probabilities()
+        outputs = [name for name in names if name == model.head.output.weight != model.head.embedding]
+        inputs = [name for name in names if layer_of(name) is None and name not in outputs]
+        for name in inputs:
+            yield name, self._probe(name, lambda: self._finish(0, self._embed()), base)
+        x = self._embed()
+        for number, block in enumerate(model.blocks):
+            for name in [name for name in names if layer_of(name) == block.layer]:
+                yield name, self._probe(name, functools.partial(self._finish, number, x), base)
+            x = self._block(block, x)
+        for name in outputs:
+            yield name, self._probe(name, functools.partial(self._finish, len(model.blocks), x), base)
+        for name in names:
+            if layer_of(name) is not None and layer_of(name) not in layers:
+                yield name, Probed(0.0, 0.0)
+
+    def _probe(self, name: str, states: Callable[[], np.ndarray], base: np.ndarray) -> Probed:
+        """The divergence with one tensor replaced; `states` gives what leaves the last layer then."""
+        model = self._model
+        replaced = {name: self._replacement(model.weights[name])}
+        weights = model.weights
+        try:
+            model.weights = {**weights, **replaced}
+            model.drop_cached(replaced)
+            values = np.concatenate([
+                _divergence(base[start : start + len(logits)], logits)
+                for start, logits in self._logits(states())
+            ])  # fmt: skip
+        finally:
+            model.weights = weights
+            model.drop_cached(replaced)
+        found = self._sample.mean(values)
+        error = found.error if np.isfinite(found.error) else abs(found.value)
+        return Probed(max(found.value, 0.0), error)
+
+    def _embed(self) -> np.ndarray:
+        """float32[tokens, n_embd] of all chunks."""
+        return self._model.embed(np.asarray(self._chunks.inputs, np.int64).reshape(-1))
+
+    def _block(self, block: Block, x: np.ndarray) -> np.ndarray:
+        length = self._chunks.n_ctx
+        found = np.empty_like(x)
+        with blas.single_threaded():
+            for start in range(0, len(x), length):  # one chunk at a time bounds the memory of attention and experts
+                cache = self._model.layer_cache(length)
+                part = x[start : start + length]
+                found[start : start + length] = self._model.run_block(block, part, [Span(0, length, cache)])
+        return found
+
+    def _finish(self, first: int, x: np.ndarray) -> np.ndarray:
+        """What leaves the last layer, of what enters layer `first`."""
+        for block in self._model.blocks[first:]:
+            x = self._block(block, x)
+        return x
+
+    def _logits(self, x: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield (first scored position, float32[rows, n_vocab]) of states of all positions."""
+        states = x.reshape(len(self._chunks), self._chunks.n_ctx, -1)[:, self._chunks.rows].reshape(-1, x.shape[1])
+        for start in range(0, len(states), _ROWS):
+            yield start, self._model.project(states[start : start + _ROWS])
+
+    def _base_log_probabilities(self) -> np.ndarray:
+        """float32[scored positions, n_vocab] of the model itself."""
+        if self._base is None:
+            parts = [_log_softmax(logits) for _, logits in self._logits(self._finish(0, self._embed()))]
+            self._base = np.concatenate([part.astype(np.float32) for part in parts])
+        return self._base
+
+
+def _log_softmax(x: np.ndarray) -> np.ndarray:
+    """float64[rows, n] of float32[rows, n], over the columns."""
+    shifted = x.astype(np.float64) - x.max(axis=1, keepdims=True)
+    found: np.ndarray = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    return found
+
+
+def _divergence(base: np.ndarray, logits: np.ndarray) -> np.ndarray:
+    """float64[rows]: KL divergence of float32[rows, n] logits from float32[rows, n] log probabilities."""
+    p = base.astype(np.float64)
+    found: np.ndarray = (np.exp(p) * (p - _log_softmax(logits))).sum(axis=1)
+    return found

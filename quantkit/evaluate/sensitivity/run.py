@@ -1,0 +1,248 @@
+"""`sensitivity`: measure the costs of all matrices of a model, and write the costs file.
+
+The work is a list of measurements, first the probe of each matrix, then its errors. Each is recorded in a journal
+beside the output when it is done. A run that is killed is resumed by the same call, with the same numbers: no
+measurement depends on another. After a change of model, text or settings the journal belongs to another run, and that
+is an error.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from quantkit import types
+from quantkit.errors import DataError, UnsupportedError
+from quantkit.evaluate.fingerprint import fingerprint
+from quantkit.evaluate.layers.checkpoint_model import CheckpointModel
+from quantkit.evaluate.models import OnMessage, no_message
+from quantkit.evaluate.sensitivity.encoding_errors import RowSample
+from quantkit.evaluate.sensitivity.probes import EncodedTensor, Probes
+from quantkit.evaluate.text import DEFAULT_CONTEXT, chunked
+from quantkit.formats import gguf, imatrix, journal
+from quantkit.formats.atomic import JOURNAL, PARTIAL_JOB, check_outputs
+from quantkit.formats.gguf import Tensor
+from quantkit.formats.imatrix import Imatrix
+from quantkit.formats.owned import followed
+from quantkit.pipelines import planning
+from quantkit.placement.allocation.costs import Costs, TensorCost
+from quantkit.recipe import Options, PlannedTensor, parse, plan
+from quantkit.recipe.planning.planner import fitted_type, importance_entry
+from quantkit.types import QuantType
+
+if TYPE_CHECKING:
+    from quantkit.runtime.model import Model
+
+PROBE = "q4_0"
+TYPES = ("iq2_ks", "iq2_k", "iq3_ks", "iq3_k", "iq4_ks", "iq4_k", "iq5_ks", "iq5_k", "iq6_k", "q8_0")
+
+_Progress = Callable[[int, int, str], None]  # measurements that are done, all, the tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class SensitivityOptions:
+    """Options of `sensitivity`: the flags of `quantkit sensitivity`.
+
+    imatrix             importance matrix that files will be quantized with; its second moments are the metric of errors
+    no_second_moments   do not use them: neither for the metric nor for encoding
+    types               names of the types to measure; of those that do not fit a tensor's rows the fallback is measured
+    probe               the type of the probes
+    ctx_size, chunks    tokens per chunk, and at most this many chunks
+    rows                rows of a matrix that are encoded
+    effort              encoder effort
+    threads             number of threads
+    restart             discard the measurements of an interrupted run
+    """
+
+    imatrix: str | os.PathLike[str] | None = None
+    no_second_moments: bool = False
+    types: Sequence[str] = TYPES
+    probe: str = PROBE
+    ctx_size: int = DEFAULT_CONTEXT
+    chunks: int | None = 2
+    rows: int = 128
+    effort: str = "normal"
+    threads: int | None = None
+    restart: bool = False
+
+
+def sensitivity(
+    source: str | os.PathLike[str],
+    text: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    options: SensitivityOptions | None = None,
+    *,
+    progress: _Progress = lambda done, total, name: None,
+    on_message: OnMessage = no_message,
+) -> Costs:
+    """Measure what every type costs in every matrix of a model, and write the costs file `output`.
+
+        source      a GGUF file or a checkpoint directory
+        text        a text file, UTF-8: of the kind that the model will be used for, and not the one it is tested on
+        progress    called after each measurement with the number of those done, of all, and the tensor
+
+    A tensor's cost in a type is the error of its encoding in the metric of its inputs, times what such an error costs
+    at the model's output, measured with a coarse type (`probe`) in that tensor alone.
+
+    An interrupted run leaves OUTPUT.partial-job.journal; the same call resumes it. DataError if that is of another run.
+    """
+    o = options or SensitivityOptions()
+    run = _Run(source, Path(text), followed(Path(output)), o)
+    return run.measure(progress, on_message)
+
+
+class _Run:
+    """One call of `sensitivity`."""
+
+    def __init__(self, source: str | os.PathLike[str], text: Path, output: Path, o: SensitivityOptions):
+        self.options, self.output = o, output
+        self.probe = types.get(o.probe)
+        self.wanted = [types.get(name) for name in dict.fromkeys(o.types)]
+        for kind in (self.probe, *self.wanted):
+            if kind.encode_rows is None or kind.interleave > 1 or kind.activation:
+                raise UnsupportedError(
+                    f"--types {kind.name}: measured are types that quantkit encodes row by row; an interleaved type "
+                    "costs what its base does"
+                )
+        opened = planning.open_model(source, weights=True)
+        assert opened.file is not None
+        paths = [*opened.file.paths, text, *([Path(o.imatrix)] if o.imatrix else [])]
+        check_outputs([output], paths)
+        self.free = _free(opened)
+        self.matrix = _read_imatrix(o, [t.name for t in self.free])
+        self.model = _load(opened.file, o)
+        self.chunks = chunked(self.model.tokenizer, text, o.ctx_size, o.chunks)
+        names = ("no_second_moments", "probe", "ctx_size", "rows", "effort")
+        settings: dict[str, object] = {name: getattr(o, name) for name in names}
+        settings |= {"types": [t.name for t in self.wanted], "chunks": len(self.chunks)}
+        self.about: dict[str, Any] = {
+            "model": str(source),
+            "model_hash": fingerprint(list(opened.file.paths), {}),
+            "text": str(text),
+            "text_hash": fingerprint([text], {}),
+            "imatrix": str(o.imatrix) if o.imatrix else None,
+            **settings,
+            "quantkit": _version(),
+        }
+        self.job = fingerprint(paths, settings | {"quantkit": _version()})
+
+    def measure(self, progress: _Progress, on_message: OnMessage) -> Costs:
+        """Measure what is not in the journal, and write the costs."""
+        path = self.output.with_name(self.output.name + PARTIAL_JOB + JOURNAL)
+        done = self._stored(path)
+        measured = [t for t in self.free if self._kind(t, self.probe).block_size > 1]
+        total = 2 * len(measured)
+        entries = {name: dict(entry) for name, entry in done.entries.items()} if done is not None else {}
+        if entries:
+            on_message(f"{len(entries)} of {total} measurements are already in {path}")
+        writer = journal.Journal(path, {"job": self.job}, lambda: None, done)
+
+        def record(kind: str, name: str, values: dict[str, Any]) -> None:
+            entries[f"{kind} {name}"] = {"name": f"{kind} {name}", **values}
+            writer.add(entries[f"{kind} {name}"])
+            progress(len(entries), total, name)
+
+        progress(len(entries), total, "")
+        try:
+            self._probe_all([t for t in measured if f"kld {t.name}" not in entries], record)
+            for t in measured:
+                if f"errors {t.name}" not in entries:
+                    record("errors", t.name, self._errors(t))
+        finally:
+            writer.close()
+        found = {t.name: _cost(t, entries) for t in measured}
+        costs = Costs(found, self.about, str(self.output))
+        costs.write(self.output)
+        path.unlink(missing_ok=True)
+        return costs
+
+    def _stored(self, path: Path) -> journal.StoredJournal | None:
+        if self.options.restart:
+            return None
+        found = journal.read(path)
+        if found is not None and found.header.get("job") != self.job:
+            raise DataError(
+                f"{path}: belongs to another run: model, text, importance matrix or a setting differs; pass --restart "
+                "to discard it, or name another output"
+            )
+        return found
+
+    def _kind(self, t: PlannedTensor, kind: QuantType) -> QuantType:
+        """A type, or what the tensor's rows allow instead."""
+        return fitted_type(kind, t)[0]
+
+    def _probe_all(self, tensors: Sequence[PlannedTensor], record: Callable[[str, str, dict[str, Any]], None]) -> None:
+        planned = {t.name: t for t in tensors}
+
+        def replacement(tensor: Tensor) -> Tensor:
+            kind = self._kind(planned[tensor.name], self.probe)
+            return EncodedTensor(tensor, kind, self._encoded(tensor, kind))
+
+        for name, found in Probes(self.model, self.chunks, replacement).run(list(planned)):
+            record("kld", name, {"kld": found.kld, "error": found.error})
+
+    def _encoded(self, tensor: Tensor, kind: QuantType) -> np.ndarray:
+        """All rows of a tensor in the probe's type, with importance and without second moments."""
+        rows = tensor.shape[-2]
+        parts = []
+        for matrix in range(tensor.n_rows // rows):
+            x = tensor.type.dequantize(tensor.rows(matrix * rows, (matrix + 1) * rows), tensor.shape[-1])
+            parts.append(kind.quantize(x, self._importance(tensor, matrix)))
+        return np.concatenate(parts)
+
+    def _importance(self, tensor: Tensor, matrix: int) -> np.ndarray | None:
+        entry = importance_entry(tensor.name, self.matrix) if self.matrix is not None else None
+        if entry is None or self.matrix is None:
+            return None
+        found: np.ndarray = self.matrix[entry].columns(tensor.shape[-1])[matrix]
+        return found
+
+    def _errors(self, t: PlannedTensor) -> dict[str, Any]:
+        sample = RowSample(self.model.weights[t.name], self.matrix, self.options.rows)
+        kinds = list(dict.fromkeys(self._kind(t, kind) for kind in self.wanted))
+        quantized = [kind for kind in kinds if kind.block_size > 1]
+        probe, errors = sample.measure(self._kind(t, self.probe), quantized, self.options.effort)
+        return {"probe": probe, "errors": {name: list(values) for name, values in errors.items()},
+                "metric": sample.metric}  # fmt: skip
+
+
+def _version() -> str:
+    from quantkit import __version__
+
+    return __version__
+
+
+def _free(model: planning.PlanInput) -> list[PlannedTensor]:
+    """The tensors whose types a recipe decides."""
+    options = Options(allow_requantize=True, ignore_imatrix_rules=True)
+    found = plan(model.tensors, "Q8_0", parse(".*=q8_0"), metadata=model.metadata, options=options)
+    return [t for t in found.tensors if t.wanted is not None]
+
+
+def _read_imatrix(o: SensitivityOptions, names: Sequence[str]) -> Imatrix | None:
+    if o.imatrix is None:
+        return None
+    found = imatrix.read(o.imatrix)
+    if names and not any(importance_entry(name, found) for name in names):
+        raise DataError(f"{o.imatrix}: has no entry for any of the {len(names)} matrices, such as {names[0]}; it was "
+                        "measured on another model")  # fmt: skip
+    return Imatrix(found.entries, found.chunks, found.dataset, found.chunk_size) if o.no_second_moments else found
+
+
+def _load(file: Any, o: SensitivityOptions) -> Model:
+    from quantkit.runtime import loading
+
+    opened = file if isinstance(file, gguf.GGUF) else CheckpointModel.of(file)
+    return loading.load(opened, threads=o.threads, n_ctx=o.ctx_size)
+
+
+def _cost(t: PlannedTensor, entries: dict[str, dict[str, Any]]) -> TensorCost:
+    probed, errors = entries[f"kld {t.name}"], entries[f"errors {t.name}"]
+    each = {name: (float(value), float(error)) for name, (value, error) in errors["errors"].items()}
+    return TensorCost(t.shape, float(probed["kld"]), float(probed["error"]), float(errors["probe"]), each,
+                      str(errors["metric"]))  # fmt: skip

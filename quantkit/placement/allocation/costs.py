@@ -1,0 +1,156 @@
+"""The costs file: how much the KL divergence of a model rises for each matrix and each type.
+
+    {"schema": "quantkit.costs/1", "model": …, "text": …, …,
+     "tensors": {"blk.0.attn_q.weight": {"shape": [576, 576], "kld": 0.0012, "kld_error": 0.0001, "probe_error": 3.1,
+                                         "errors": {"q4_0": [3.1, 0.1], "q6_0": [0.2, 0.01]}}}}
+
+    cost of a type = kld * error of the type / probe_error
+
+kld          mean KL divergence, in nats per token, with this matrix alone in the probe type, and its standard error
+errors       of each type the squared error in the metric of the matrix' inputs, with its standard error, as rows are
+             sampled
+probe_error  the same of the probe type
+
+A squared error raises the divergence in proportion, and those of several matrices add up, as long as they are small:
+docs/explanation/allocation.md has how well that holds. `quantkit sensitivity` measures and writes the file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from quantkit import types
+from quantkit.errors import DataError, FormatError
+from quantkit.formats.atomic import writing
+from quantkit.inputs import json_input
+from quantkit.types import QuantType
+
+SCHEMA = "quantkit.costs/1"
+
+
+@dataclass(frozen=True)
+class TensorCost:
+    """What is measured of one matrix; fields as in the module's docstring. `metric` is "second moments", "importance"
+    or "plain"; `errors` by names of types without row interleaving."""
+
+    shape: tuple[int, ...]
+    kld: float
+    kld_error: float
+    probe_error: float
+    errors: Mapping[str, tuple[float, float]]
+    metric: str = "plain"
+
+    def of(self, name: str) -> float | None:
+        """The cost of a type in nats per token; None if its error was not measured."""
+        found = self.errors.get(name)
+        if found is None:
+            return None
+        return self.kld * found[0] / self.probe_error if self.probe_error > 0 else 0.0
+
+    def error_of(self, name: str) -> float:
+        """The standard error of the cost: of the probe's divergence and of the sampled rows."""
+        value, error = self.errors[name]
+        if self.probe_error <= 0:
+            return 0.0
+        return math.hypot(self.kld_error * value, self.kld * error) / self.probe_error
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The costs of a model's matrices by name. `about` has the other fields of the file: model, text, settings."""
+
+    tensors: Mapping[str, TensorCost]
+    about: Mapping[str, Any] = field(default_factory=dict)
+    where: str = "costs"
+
+    def types(self) -> list[str]:
+        """Names of all types with an error for some matrix, in the order of the file."""
+        return list(dict.fromkeys(name for tensor in self.tensors.values() for name in tensor.errors))
+
+    def cost(self, name: str, shape: tuple[int, ...], kind: QuantType, source: QuantType) -> float | None:
+        """The cost of a tensor in a type, 0 for its source type and for floats; None if the type was not measured.
+
+        Interleaving changes no value, so an interleaved type costs what its base does. DataError for a tensor that the
+        file lacks or has with another shape.
+        """
+        if kind is source or kind.block_size == 1:
+            return 0.0
+        tensor = self.tensors.get(name)
+        if tensor is None:
+            raise DataError(
+                f"{self.where}: has no costs of {name}; they were measured on another model, or without this tensor: "
+                "measure again with quantkit sensitivity"
+            )
+        if tensor.shape != tuple(shape):
+            raise DataError(
+                f"{self.where}: {name} has shape {list(tensor.shape)} there and {list(shape)} here; the costs were "
+                "measured on another model"
+            )
+        return tensor.of((kind.base or kind.name).lower())
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Write the file; it appears when it is complete."""
+        with writing(path) as stream:
+            stream.write(json.dumps(self.to_json(), indent=1).encode() + b"\n")
+
+    def to_json(self) -> dict[str, Any]:
+        """The document of the file."""
+        entries = {
+            name: {
+                "shape": list(t.shape),
+                "kld": t.kld,
+                "kld_error": t.kld_error,
+                "probe_error": t.probe_error,
+                "metric": t.metric,
+                "errors": {kind: list(values) for kind, values in t.errors.items()},
+            }
+            for name, t in self.tensors.items()
+        }
+        return {"schema": SCHEMA, **{k: v for k, v in self.about.items() if k != "schema"}, "tensors": entries}
+
+
+def read(path: str | os.PathLike[str]) -> Costs:
+    """Read a costs file. FormatError for anything else, with the tensor that is wrong."""
+    return from_json(json_input.read(Path(path)), str(path))
+
+
+def from_json(document: Any, where: str = "costs") -> Costs:
+    """The costs of a document, as `Costs.to_json` gives it."""
+    if not isinstance(document, dict) or document.get("schema") != SCHEMA:
+        raise FormatError(f"{where}: not a costs file of schema {SCHEMA}; quantkit sensitivity writes one")
+    tensors: dict[str, TensorCost] = {}
+    entries = document.get("tensors")
+    if not isinstance(entries, dict):
+        raise FormatError(f"{where}: 'tensors' is missing or not an object")
+    for name, entry in entries.items():
+        try:
+            tensors[name] = _tensor(entry)
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise FormatError(f"{where}: {name}: not as quantkit sensitivity writes it: {error!r}") from None
+    return Costs(tensors, {key: value for key, value in document.items() if key != "tensors"}, where)
+
+
+def _tensor(entry: Mapping[str, Any]) -> TensorCost:
+    errors = {str(types.layout(kind).name).lower(): (_number(value), _number(error)) for kind, (value, error) in
+              entry["errors"].items()}  # fmt: skip
+    return TensorCost(
+        tuple(map(int, entry["shape"])),
+        _number(entry["kld"]),
+        _number(entry["kld_error"]),
+        _number(entry["probe_error"]),
+        errors,
+        str(entry.get("metric", "plain")),
+    )
+
+
+def _number(value: Any) -> float:
+    found = float(value)
+    if not math.isfinite(found) or found < 0:
+        raise ValueError(f"{value} is not a number of at least 0")
+    return found

@@ -1,0 +1,146 @@
+"""`sensitivity` and `recipe fit` on a tiny model: from costs to a file of the predicted size, and its proof."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quantkit import cli
+from quantkit.formats import gguf
+from quantkit.placement.allocation import costs as costs_file
+from tests.documentation import make_world
+
+TYPES = "q4_0,q5_0,q6_0,q8_0,iq4_k"
+SMALL = ["-c", "16", "--chunks", "4", "--rows", "32"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files of the documentation, with an importance matrix and costs."""
+    found = tmp_path_factory.mktemp("fit")
+    make_world(found)
+    model, text = str(found / "model-bf16.gguf"), str(found / "calibration.txt")
+    imatrix = str(found / "imatrix.gguf")
+    assert cli.main(["imatrix", model, "-f", text, "-o", imatrix, "-c", "16", "--second-moments", "full", "-q"]) == 0
+    assert cli.main(["sensitivity", model, "-f", text, "-o", str(found / "costs.json"), "--imatrix", imatrix,
+                     "--types", TYPES, *SMALL]) == 0  # fmt: skip
+    return found
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    capsys.readouterr()
+    assert cli.main(list(map(str, words))) == 0
+    return capsys.readouterr().out
+
+
+def fit(folder: Path, *words: object) -> list[object]:
+    return ["recipe", "fit", folder / "model-bf16.gguf", "--costs", folder / "costs.json", *words]
+
+
+def test_costs_say_what_they_are_of(folder: Path) -> None:
+    found = costs_file.read(folder / "costs.json")
+    metrics = {name: t.metric for name, t in found.tensors.items()}
+    assert metrics["token_embd.weight"] == "plain"  # which an importance matrix has no entry for
+    assert metrics["blk.1.ffn_down.weight"] == "second moments"
+    assert found.about["types"] == ["q4_0", "q5_0", "q6_0", "q8_0", "iq4_k"]
+    assert len(found.about["model_hash"]) == len(found.about["text_hash"]) == 64
+    for name, t in found.tensors.items():
+        assert t.of("q8_0") < t.of("q5_0"), name  # type: ignore[operator]
+
+
+def test_a_checkpoint_has_the_costs_of_its_file(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    printed = run(capsys, "sensitivity", folder / "HF_DIR", "-f", folder / "calibration.txt", "-o", tmp_path / "c.json",
+                  "--imatrix", folder / "imatrix.gguf", "--types", TYPES, *SMALL, "--json")  # fmt: skip
+    assert costs_file.read(tmp_path / "c.json").tensors == costs_file.read(folder / "costs.json").tensors
+    assert [point["type"] for point in json.loads(printed)["single_types"]][-1] == "q8_0"
+
+
+@pytest.mark.parametrize("source", ["model-bf16.gguf", "HF_DIR"])
+@pytest.mark.parametrize("imatrix", [True, False])
+def test_the_file_has_the_predicted_size(
+    folder: Path, tmp_path: Path, source: str, imatrix: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the printed recipe, and by the plan of --json."""
+    given = ["--imatrix", folder / "imatrix.gguf"] if imatrix else []
+    model, recipe, plan = folder / source, tmp_path / "fit.recipe", tmp_path / "plan.json"
+    words = ["recipe", "fit", model, "--costs", folder / "costs.json", "--bpw", "5.5", *given]
+    document = run(capsys, *words, "--json", "-o", recipe)
+    plan.write_text(document, encoding="utf-8")
+    found: dict[str, Any] = json.loads(document)
+    assert found["bits_per_weight"] <= 5.5
+    first, second = tmp_path / "recipe.gguf", tmp_path / "plan.gguf"
+    run(capsys, "quantize", model, first, found["file_type"], "--recipe", recipe, *given)
+    assert gguf.open(first).size == found["fit"]["size"]
+    assert {t.name: t.type.name for t in gguf.open(first).tensors.values()} == {
+        t["name"]: t["type"] for t in found["tensors"]
+    }
+    run(capsys, "quantize", model, second, "--plan", plan, *given)
+    assert second.read_bytes() == first.read_bytes()
+
+
+def test_limits_of_the_file_hold(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = json.loads(run(capsys, *fit(folder, "--bpw", "9", "--json")))["fit"]["size"]
+    size = whole * 3 // 4
+    found = json.loads(run(capsys, *fit(folder, "--size", f"{size / 1e6:.6f}M", "--json")))
+    assert 0.97 * size < found["fit"]["size"] <= size
+    assert cli.main(list(map(str, fit(folder, "--size", "0.1M")))) == 1
+    assert "the smallest file has" in capsys.readouterr().err
+
+
+def test_tables_and_plots(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "curve.png"
+    text = run(capsys, *fit(folder, "--ram", "1", "-c", "64", "--max-types", "2", "--curve", picture))
+    assert picture.read_bytes()[1:4] == b"PNG"
+    assert "blk.*.attn_output.weight" in text
+    assert text.count("allocated ") > 8
+    assert "fits" in text
+    assert "predicted KLD" in text.splitlines()[-2]
+    assert cli.main(list(map(str, fit(folder)))) == 2
+    assert "needs a limit" in capsys.readouterr().err
+
+
+def test_two_pools_print_flags(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Flags that `plan` places tensors by as it was counted."""
+    costs = tmp_path / "moe.json"
+    run(capsys, "sensitivity", folder / "moe-bf16.gguf", "-f", folder / "calibration.txt", "-o", costs, "--types",
+        "q4_0,q8_0", *SMALL)  # fmt: skip
+    words = ["recipe", "fit", folder / "moe-bf16.gguf", "--costs", costs, "-o", tmp_path / "r"]
+    budgets = ["--vram", "0.01", "--ram", "0.01", "--fit-margin", "0"]
+    found = json.loads(run(capsys, *words, *budgets, "--json"))
+    loads = {load["device"]: load for load in found["fit"]["devices"]["devices"]}
+    assert found["fit"]["devices"]["fits"]
+    assert loads["CUDA0"]["tensors"]
+    assert loads["CPU"]["tensors"]
+    assert found["fit"]["flags"].startswith("-ngl 999")
+
+
+def test_verify_measures_and_decides(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = tmp_path / "fit.recipe"
+    given = ["--verify", folder / "wiki.txt", "--verify-ctx", "16", "--imatrix", folder / "imatrix.gguf", "-o", recipe]
+    words = fit(folder, "--bpw", "4.6", "--types", "q4_0", *given)  # IQ4_K has the same size and less divergence
+    assert cli.main(list(map(str, words))) == 1
+    printed = capsys.readouterr()
+    assert "not less, with 95 % confidence, divergence than IQ4_K-pure: +0.0" in printed.out
+    assert "so it is not written" in printed.err
+    assert not recipe.exists()
+    found = json.loads(run(capsys, *words, "--force", "--json"))
+    assert recipe.exists()
+    verify = found["fit"]["verify"]
+    assert verify["holds"] is False
+    assert [rival["better"] for rival in verify["rivals"]][-1] is False
+    assert verify["rivals"][-1]["kld"] < verify["kld"]
+    words = fit(folder, "--bpw", "6.6", *given)
+    assert cli.main(list(map(str, words))) in (0, 1)
+    assert f"predicted {0:.0f}" in capsys.readouterr().out
+
+
+def test_verify_needs_a_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["recipe", "fit", folder / "HF_DIR", "--costs", folder / "costs.json", "--bpw", "5", "--verify",
+             folder / "wiki.txt"]  # fmt: skip
+    assert cli.main(list(map(str, words))) == 1
+    assert "quantkit convert makes one" in capsys.readouterr().err

@@ -5,6 +5,7 @@ Biases of experts, sinks and scales are drawn so that leaving one out shows.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -185,12 +186,42 @@ def test_heads_that_are_no_multiple_of_a_vector(name: str, tmp_path: Path) -> No
 # --------------------------------------------------------------------------------------------------- single features
 
 
+def with_blocks(monkeypatch: pytest.MonkeyPatch, name: str, method: str, change: Callable[[Any, int], Any]) -> None:
+    """Blocks that no architecture has yet: `change(part, layer)` of what an architecture's method gives."""
+    kind = type(archs.get(name))
+    given = getattr(kind, method)
+    monkeypatch.setattr(kind, method, lambda self, hp, i: change(given(self, hp, i), i))
+
+
 def test_a_norm_over_all_heads_after_rope(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No architecture has both; blocks can say it."""
-    kind = type(archs.get("minimax-m2"))
-    attention = kind.attention
-    monkeypatch.setattr(kind, "attention", lambda self, hp, i: replace(attention(self, hp, i), norms_after_rope=True))
+    with_blocks(monkeypatch, "minimax-m2", "attention", lambda part, i: replace(part, norms_after_rope=True))
     check(written(tmp_path / "m.gguf", "minimax-m2"))
+
+
+def test_rope_apart_from_attention_without_a_norm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_blocks(monkeypatch, "llama", "attention", lambda part, i: replace(part, norms_after_rope=True))
+    check(written(tmp_path / "m.gguf", "llama"))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_of_experts(name: str, fused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_blocks(monkeypatch, "qwen3moe", "feed_forward", lambda part, i: replace(part, activation=name))
+    check(written(tmp_path / "m.gguf", "qwen3moe"), fused_experts=fused)
+
+
+def test_norms_of_a_shared_expert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its activation too. The norms have weights of another norm: n_embd elements, as the shared expert's rows here."""
+
+    def changed_part(part: Any, i: int) -> Any:
+        if not isinstance(part, blocks.Experts):
+            return part
+        assert part.shared is not None
+        norm = blocks.Norm(f"blk.{i}.attn_norm.weight", 1e-5)
+        return replace(part, shared=replace(part.shared, post_norm=norm, sub_norm=norm, activation="relu2"))
+
+    with_blocks(monkeypatch, "glm4moe", "feed_forward", changed_part)
+    check(written(tmp_path / "m.gguf", "glm4moe", n_shared_experts=2, moe_intermediate_size=32))
 
 
 @pytest.mark.parametrize("fused", [True, False])

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import records
 from benchmarks.records import Column, Table
-from benchmarks.synthetic import SHAPES, write
+from benchmarks.synthetic import NAMES, write
 from quantkit import types
 from quantkit.codegen import cpu_target, thread_pool
 from quantkit.evaluate.bench import bytes_per_token
@@ -195,7 +195,7 @@ def line(row: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", type=Path)
-    parser.add_argument("--synthetic", choices=SHAPES)
+    parser.add_argument("--synthetic", choices=NAMES)
     parser.add_argument("--types", default="q4_K")
     parser.add_argument("--folder", type=Path, default=Path("/tmp/quantkit-models"))
     parser.add_argument("-t", "--threads", type=int, default=thread_pool.default_threads())

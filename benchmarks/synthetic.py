@@ -2,20 +2,27 @@
 
     write("llama-1.2b", "iq4_k", path)
     write("qwen3moe", "iq4_k", path)
+    write("gemma3", "q4_K", path)
 
 A few hundred random rows are encoded for each row length, and every matrix repeats them: the time of a product does not
 depend on the weights, and encoding a billion of them would take longer than the benchmark. Embedding and output have
 the type too, or q8_0 if rows of an embedding cannot have it; norms are float32. There is no tokenizer.
+
+SHAPES are of llama and qwen3moe; CONFIGS are of other architectures, a config.json each: rows as long as in the real
+models, but fewer layers, experts and tokens of the vocabulary. With mxfp4, only experts have this type and the rest
+q8_0, as in the published gpt-oss.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from quantkit import types
+from quantkit import archs, types
 from quantkit.formats.gguf import Metadata, TensorSpec, Writer
 from quantkit.types import QuantType
 
@@ -48,6 +55,46 @@ SHAPES = {
     "qwen3moe-tiny": Shape(layers=2, columns=512, ff=256, heads=4, kv_heads=2, vocabulary=1024, arch="qwen3moe",
                            head_dim=64, experts=8, used=3),
 }  # fmt: skip
+
+_ALIKE = {"vocab_size": 32000, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "tie_word_embeddings": False}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "gpt-oss": _ALIKE | {
+        "architectures": ["GptOssForCausalLM"], "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 4,
+        "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 32,
+        "num_experts_per_tok": 4, "sliding_window": 128, "rope_theta": 150000.0, "attention_bias": True,
+    },
+    "gemma3": _ALIKE | {
+        "architectures": ["Gemma3ForCausalLM"], "hidden_size": 2560, "intermediate_size": 10240,
+        "num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+        "query_pre_attn_scalar": 256, "sliding_window": 1024, "tie_word_embeddings": True,
+    },
+    "glm4moe": _ALIKE | {
+        "architectures": ["Glm4MoeForCausalLM"], "hidden_size": 5120, "intermediate_size": 12288,
+        "num_hidden_layers": 3, "num_attention_heads": 96, "num_key_value_heads": 8, "head_dim": 128,
+        "moe_intermediate_size": 1536, "n_routed_experts": 32, "num_experts_per_tok": 8, "n_shared_experts": 1,
+        "first_k_dense_replace": 1, "attention_bias": True, "use_qk_norm": True, "num_nextn_predict_layers": 0,
+        "rope_theta": 1e6, "partial_rotary_factor": 0.5, "routed_scaling_factor": 2.5, "norm_topk_prob": True,
+        "n_group": 1, "topk_group": 1,
+    },
+}  # fmt: skip
+NAMES = [*SHAPES, *CONFIGS]
+
+
+def of_config(config: dict[str, Any], kind: QuantType) -> tuple[Metadata, list[TensorSpec]]:
+    """Keys and tensors of a config.json, all matrices but routers of one type, or of q8_0 where rows do not fit it."""
+    arch, f32, fallback = archs.from_hf(config), types.get("f32"), types.get("q8_0")
+    made = Metadata({"general.architecture": arch.name})
+    for key, (value, value_type) in arch.metadata(config).items():
+        made.set(key, value, value_type)
+    made.set("tokenizer.ggml.model", "no_vocab", "str")
+
+    def chosen(name: str, shape: tuple[int, ...], is_f32: bool) -> QuantType:
+        if is_f32 or "gate_inp" in name:
+            return f32
+        fits = shape[-1] % kind.block_size == 0 and (kind.interleave == 1 or name != "token_embd.weight")
+        return kind if fits and (kind.name != "mxfp4" or "_exps" in name) else fallback
+
+    return made, [TensorSpec(t.name, t.shape, chosen(t.name, t.shape, t.f32)) for t in arch.tensors(config)]
 
 
 def specs(shape: Shape, kind: QuantType) -> list[TensorSpec]:
@@ -98,15 +145,19 @@ def metadata(shape: Shape) -> Metadata:
 
 
 def write(name: str, kind_name: str, path: Path) -> Path:
-    """A model of a shape in SHAPES with all matrices of a type."""
-    shape, kind = SHAPES[name], types.get(kind_name)
+    """A model of SHAPES or CONFIGS with all matrices of a type."""
+    kind = types.get(kind_name)
+    if name in CONFIGS:
+        keys, wanted = of_config(CONFIGS[name], kind)
+    else:
+        keys, wanted = metadata(SHAPES[name]), specs(SHAPES[name], kind)
     rng = np.random.default_rng(0)
     drawn: dict[tuple[str, int], np.ndarray] = {}
 
     def rows(spec: TensorSpec) -> np.ndarray:
         n = spec.shape[-1]
-        if len(spec.shape) == 1:
-            return np.ones((1, n), np.float32).view(np.uint8)
+        if spec.type.name == "f32" and "gate_inp.weight" not in spec.name:  # norms and biases
+            return np.ones((math.prod(spec.shape[:-1]), n), np.float32).view(np.uint8)
         if (spec.type.name, n) not in drawn:
             x = rng.standard_normal((ROWS, n)).astype(np.float32) / np.float32(n) ** np.float32(0.5)
             even = np.ones(n, np.float32) if spec.type.requires_imatrix else None
@@ -115,8 +166,7 @@ def write(name: str, kind_name: str, path: Path) -> Path:
             return rng.standard_normal(spec.shape).astype(np.float32).view(np.uint8)
         return np.tile(drawn[spec.type.name, n], (-(-spec.shape[-2] // ROWS), 1))[: spec.shape[-2]]
 
-    wanted = specs(shape, kind)
-    with Writer(path, metadata(shape), wanted, durable=False) as writer:
+    with Writer(path, keys, wanted, durable=False) as writer:
         for spec in wanted:
             for _ in range(spec.shape[0] if len(spec.shape) == 3 else 1):
                 writer.write(spec.name, rows(spec))

@@ -23,6 +23,7 @@ RECORD_BYTES = 88  # bytes in a tile for 32 columns of one token
 FLOAT_TILE_TOKENS = 6
 
 # decode_attention.py and prefill_attention.py
+MIN_HEAD_DIM = 16  # of a key or value: one vector
 DECODE_SPAN = 64  # positions per online-softmax step when decoding; a multiple of 16
 PIECE_QUERIES = 192  # query rows (tokens times heads of a group) per piece: enough to make decoding keys cheap
 KEY_BLOCK = 128  # positions decoded at a time in prefill; a multiple of 32
@@ -37,6 +38,11 @@ RUN_BYTES = 24  # bytes of a run: one expert's entries
 def whole_lines(nbytes: int) -> int:
     """Round a size up to whole cache lines."""
     return -(-nbytes // CACHE_LINE) * CACHE_LINE
+
+
+def whole_vectors(dim: int) -> int:
+    """Round elements of a head up to whole vectors of 16 floats."""
+    return -(-dim // 16) * 16
 
 
 def activation_bytes(n: int) -> int:
@@ -67,7 +73,12 @@ def float_scratch_bytes(n: int) -> int:
 
 def decode_attention_bytes(heads: int, dim_k: int, group: int, span: int) -> int:
     """Per thread, when decoding: queries, and the scores of one group of heads for `span` positions."""
-    return 4 * (heads * dim_k + group * span)
+    return 4 * (heads * whole_vectors(dim_k) + group * span)
+
+
+def partial_bytes(threads: int, heads: int, dim_v: int) -> int:
+    """Partial results of attention when decoding: per thread and head the sum of values, a maximum, a denominator."""
+    return 4 * threads * heads * (whole_vectors(dim_v) + 2)
 
 
 def piece_rows(group: int, tokens: int) -> int:
@@ -81,7 +92,7 @@ def prefill_attention_bytes(group: int, dim_k: int, dim_v: int, tokens: int, spa
     For pieces of `tokens` tokens and `span` positions per online-softmax step, a multiple of KEY_BLOCK.
     """
     rows, width = piece_rows(group, tokens), -(-dim_v // 32) * 32
-    return 4 * (2 * KEY_BLOCK * dim_k + KEY_BLOCK * width + rows * (dim_k + span + width + 2))
+    return 4 * (2 * KEY_BLOCK * whole_vectors(dim_k) + KEY_BLOCK * width + rows * (dim_k + span + width + 2))
 
 
 def selected_experts_bytes(experts: int, used: int) -> int:

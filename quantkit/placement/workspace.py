@@ -11,7 +11,7 @@ hidden state, queries, keys, values and the feed-forward:
               T pieces                          keys and values of 128 positions, queries, scores
               experts: most = B used + 5 count tile entries of E and F, three vectors per expert, lists
     tokens    T activations(E), logits, q, k, v, gate, up: small
-    RoPE      8 bytes per position and pair, for both
+    RoPE      8 bytes per position and pair, for both; 4 bytes per position if queries are scaled by it
 
 `placement/kernel_sizes.py` has the sizes for this CPU. A test compares the prediction with the buffers of loaded
 models.
@@ -19,15 +19,18 @@ models.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
+from quantkit import archs
+from quantkit.archs.common import blocks, required_tensors
+from quantkit.errors import QuantkitError
 from quantkit.placement import kernel_sizes
 from quantkit.placement.kernel_sizes import BATCH_TOKENS, activation_bytes, whole_lines
 from quantkit.placement.tensor_info import TensorInfo
 
 _PANEL_RECORD = 640  # bytes of 16 rows of 32 columns, unpacked: 576 to 768, by the type's scales
+_BATCH_RECORDS = 24 * (1 + BATCH_TOKENS)  # bytes of the record of a batch, and of its sequences: at most one a token
 _DECODED = 64 << 20
 _FLOATS = frozenset(("f32", "f16", "bf16"))
 
@@ -45,34 +48,43 @@ class _Buffers(dict[tuple[str, int], int]):
 def work_bytes(tensors: Mapping[str, TensorInfo], metadata: Mapping[str, Any], n_ctx: int, threads: int) -> int | None:
     """Bytes of working memory of a model on the CPU, for caches of `n_ctx` tokens.
 
-    None if a layer is not attention with q, k, v followed by a gated feed-forward or experts: such models run layer by
-    layer and allocate memory on demand.
+    None if the architecture is not known, a tensor is missing, or a layer is not attention with q, k, v followed by a
+    gated feed-forward or experts: such models run layer by layer and allocate memory on demand.
     """
-    arch = metadata.get("general.architecture")
-    layers = {int(found[1]) for name in tensors if (found := re.match(r"blk\.(\d+)\.", name))}
-    heads = int(metadata.get(f"{arch}.attention.head_count") or 0)
-    used = int(metadata.get(f"{arch}.expert_used_count") or 0)
-    if not heads or not layers or "token_embd.weight" not in tensors:
+    parts = _parts(tensors, metadata)
+    if parts is None or "token_embd.weight" not in tensors:
         return None
     vocab, embd = tensors["token_embd.weight"].shape
     prompt, step = _Buffers(), _Buffers()
+    tables: set[tuple[object, int]] = set()  # what they are of, and bytes for each position
     prompt.add("x", 4 * BATCH_TOKENS * embd)
+    prompt.add("batch", _BATCH_RECORDS)
     step.add("x and logits", 4 * (embd + vocab))
-    head_dim = 0
-    for layer in sorted(layers):
-        own = {name[len(f"blk.{layer}.") :]: t for name, t in tensors.items() if name.startswith(f"blk.{layer}.")}
-        if not {"attn_q.weight", "attn_k.weight", "attn_v.weight", "attn_output.weight"} <= own.keys():
-            return None
-        head_dim = own["attn_q.weight"].shape[0] // heads
-        _attention(prompt, step, own, heads, threads)
-        if "ffn_gate_exps.weight" in own and used and "ffn_gate_shexp.weight" not in own:
-            _experts(prompt, step, own, used, threads)
-        elif {"ffn_gate.weight", "ffn_up.weight", "ffn_down.weight"} <= own.keys():
-            _feed_forward(prompt, step, own, threads)
+    for part in parts:
+        if isinstance(part, blocks.Attention):
+            _attention(prompt, step, tensors, part, threads)
+            tables.add((part.rope, 8 * (part.rope.dim // 2)))
+            tables.add((part.temperature, 4 if part.temperature else 0))
+        elif isinstance(part, blocks.Experts):
+            _experts(prompt, step, tensors, part, threads)
+        elif isinstance(part, blocks.FeedForward):
+            _feed_forward(prompt, step, tensors, part, threads)
         else:
             return None
-    rope = int(metadata.get(f"{arch}.rope.dimension_count") or head_dim)
-    return sum(prompt.values()) + sum(step.values()) + 2 * 8 * n_ctx * (rope // 2)
+    return sum(prompt.values()) + sum(step.values()) + 2 * n_ctx * sum(nbytes for _, nbytes in tables)
+
+
+def _parts(tensors: Mapping[str, TensorInfo], metadata: Mapping[str, Any]) -> list[blocks.Part] | None:
+    """The parts of all blocks, whose matrices are all in `tensors`; None if they are not or cannot be known."""
+    try:
+        arch = archs.get(str(metadata.get("general.architecture")))
+        hparams = arch.hparams(metadata, tensors.keys())
+        required = required_tensors.required(hparams, arch.blocks(hparams), arch.head(hparams), tensors)
+        if not all(name in tensors for name, _ in required):
+            return None
+        return [part for block in arch.blocks(hparams) for part in block.parts]
+    except QuantkitError:
+        return None
 
 
 def device_bytes(shapes: Mapping[str, tuple[int, ...]], used: int, tokens: int = BATCH_TOKENS) -> int:
@@ -109,12 +121,12 @@ def _read(buffers: _Buffers, tensors: list[TensorInfo], n: int, threads: int) ->
             buffers.private("panels", kernel_sizes.panels_bytes(n, _PANEL_RECORD), threads)
 
 
-def _attention(prompt: _Buffers, step: _Buffers, own: Mapping[str, TensorInfo], heads: int, threads: int) -> None:
-    q, k, v, out = (own[f"attn_{name}.weight"] for name in ("q", "k", "v", "output"))
+def _attention(
+    prompt: _Buffers, step: _Buffers, tensors: Mapping[str, TensorInfo], part: blocks.Attention, threads: int
+) -> None:
+    q, k, v, out = (tensors[linear.weight] for linear in (part.q, part.k, part.v, part.out))
     embd = q.shape[1]
-    dim_k = q.shape[0] // heads
-    kv_heads = max(1, k.shape[0] // dim_k)
-    dim_v, group = v.shape[0] // kv_heads, heads // kv_heads
+    heads, dim_k, dim_v, group = part.heads, part.head_dim_k, part.head_dim_v, part.heads // part.kv_heads
     for name, t in (("q", q), ("k", k), ("v", v)):
         prompt.add(name, 4 * BATCH_TOKENS * t.shape[0])
         step.add(name, 4 * t.shape[0])
@@ -128,13 +140,29 @@ def _attention(prompt: _Buffers, step: _Buffers, own: Mapping[str, TensorInfo], 
     prompt.private("pieces", pieces, threads)
     step.private("normed", activation_bytes(embd), threads)
     step.private("scratch", kernel_sizes.decode_attention_bytes(heads, dim_k, group, kernel_sizes.DECODE_SPAN), threads)
-    step.add("partial", 4 * threads * heads * (dim_v + 2))
+    step.add("partial", kernel_sizes.partial_bytes(threads, heads, dim_v))
     step.private("merged", activation_bytes(heads * dim_v), threads)
     step.add("added", 4 * embd)
+    if part.norms_across_heads:
+        for name, norm, t in (("q normed", part.q_norm, q), ("k normed", part.k_norm, k)):
+            step.add(name, 4 * t.shape[0] if norm else 0)
+    _result_norms(prompt, step, part.sub_norm, heads * dim_v, part.post_norm or part.out.scale, embd, threads)
 
 
-def _feed_forward(prompt: _Buffers, step: _Buffers, own: Mapping[str, TensorInfo], threads: int) -> None:
-    gate, up, down = (own[f"ffn_{name}.weight"] for name in ("gate", "up", "down"))
+def _result_norms(
+    prompt: _Buffers, step: _Buffers, sub_norm: blocks.Norm | None, n: int, after: object, embd: int, threads: int
+) -> None:
+    """Add the buffers for a norm of n elements before the last product, and for a norm or scale after it."""
+    if sub_norm is not None:
+        step.private("sub normed", activation_bytes(n), threads)
+    if after is not None:
+        prompt.add("added", 4 * BATCH_TOKENS * embd)
+
+
+def _feed_forward(
+    prompt: _Buffers, step: _Buffers, tensors: Mapping[str, TensorInfo], part: blocks.FeedForward, threads: int
+) -> None:
+    gate, up, down = (tensors[linear.weight] for linear in (part.gate, part.up, part.down))
     ff, embd = gate.shape
     for name in ("gate", "up"):
         prompt.add(name, 4 * BATCH_TOKENS * ff)
@@ -142,12 +170,16 @@ def _feed_forward(prompt: _Buffers, step: _Buffers, own: Mapping[str, TensorInfo
     step.add("hidden", activation_bytes(ff))
     _read(prompt, [gate, up], embd, threads)
     _read(prompt, [down], ff, threads)
+    _result_norms(prompt, step, part.sub_norm, ff, part.post_norm or part.down.scale, embd, threads)
 
 
-def _experts(prompt: _Buffers, step: _Buffers, own: Mapping[str, TensorInfo], used: int, threads: int) -> None:
-    router = own["ffn_gate_inp.weight"]
-    gate, up, down = (own[f"ffn_{name}_exps.weight"] for name in ("gate", "up", "down"))
-    count, ff, embd = gate.shape
+def _experts(
+    prompt: _Buffers, step: _Buffers, tensors: Mapping[str, TensorInfo], part: blocks.Experts, threads: int
+) -> None:
+    router, gate, up, down = (tensors[linear.weight] for linear in (part.router, part.gate, part.up, part.down))
+    (count, ff, embd), used = gate.shape, part.used
+    if part.shared is not None:
+        _feed_forward(prompt, step, tensors, part.shared, threads)
     most = kernel_sizes.max_entries(BATCH_TOKENS, count, used, kernel_sizes.TILE_TOKENS)
     _read(prompt, [router], embd, threads)
     prompt.add("router", 4 * BATCH_TOKENS * count)

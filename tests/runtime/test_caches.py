@@ -58,7 +58,9 @@ def reader(ggml_type: int, dim: int, size: int) -> Callable:
     @simd_intrinsic("void")
     def read(ir, row, out):
         for c, v in kv_rows.row_floats(ir, ggml_type, row, 0, dim):
-            ir.store(v, out + 4 * c)
+            for lane in range(16):
+                if c + lane < dim:
+                    ir.store(v.lane(lane), out + 4 * (c + lane))
 
     @kernel
     def run(data, out, count):
@@ -68,8 +70,11 @@ def reader(ggml_type: int, dim: int, size: int) -> Callable:
     return run
 
 
-@pytest.mark.parametrize("dim", [64, 96])
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(
+    ("name", "dim"),
+    [(name, dim) for name in ALL for dim in (64, 96)]
+    + [(name, dim) for name in kv_rounding.FLOATS for dim in (16, 100, 23)],
+)
 def test_rows_are_kept_and_read_as_the_plain_ones_are(name: str, dim: int, rng: np.random.Generator) -> None:
     x, t = hard_rows(rng, 40, dim), types.get(name)
     expected = kv_rounding.encode(name, x)
@@ -172,7 +177,7 @@ class Compiled:
         position = ops.keep(np.array([cache.length], np.int64)).ctypes.data
         nbytes = kernel_sizes.decode_attention_bytes(part.heads, part.head_dim_k, self.heads.group, self.span)
         scratch, stride = ops.private_buffer("scratch", nbytes)
-        partial = ops.buffer("partial", 4 * self.threads * part.heads * (part.head_dim_v + 2))
+        partial = ops.buffer("partial", kernel_sizes.partial_bytes(self.threads, part.heads, part.head_dim_v))
         attention = decode_attention.AttentionParameters(
             position=position, layer_view=self._view(ops, [cache]), span=self.span, partial=partial, scratch=scratch,
             private_stride=stride, **self._heads(ops, q, k, v),
@@ -289,6 +294,8 @@ def test_attention_over_caches_of_each_type(name: str, rng: np.random.Generator)
         ((2, 2, 192, 128, None), "q4_0/iq4_nl khad vhad", 129, False),
         ((4, 4, 64, 32, 97), "q4_1/f16", 300, True),
         ((6, 2, 80, 80, 61), "f16/bf16", 150, False),
+        ((6, 2, 100, 20, 61), "f16/f32", 150, False),
+        ((4, 4, 24, 120, None), "bf16/f16", 130, True),
     ],
 )
 def test_attention_of_each_shape(shape: tuple, kind: str, past: int, at_once: bool, rng: np.random.Generator) -> None:

@@ -22,6 +22,7 @@ from quantkit.formats import gguf
 from quantkit.runtime.kernels.cpu.dequantize import FLOAT_TYPES
 from quantkit.runtime.kernels.cpu.formats.registry import FORMATS
 from quantkit.runtime.loading import load
+from tests.archs.files import written
 from tests.runtime.conftest import rewrite
 from tests.runtime.other_cpus import CPUS, environment_of
 from tests.runtime.test_experts import moe as moe  # a fixture
@@ -66,6 +67,18 @@ def check(paths: list[Path], isa: str) -> None:
 @pytest.mark.parametrize("isa", ["generic", "avx2", pytest.param("avx512", marks=pytest.mark.full)])
 def test_a_few_types(isa: str, tiny: Path, moe: Path, tmp_path: Path) -> None:
     check([of_types(tiny, tmp_path / "a.gguf", SOME), of_types(moe, tmp_path / "b.gguf", SOME[1:2])], isa)
+
+
+@pytest.mark.parametrize("isa", ["generic", "avx2", pytest.param("avx512", marks=pytest.mark.full)])
+def test_features_of_architectures(isa: str, tmp_path: Path) -> None:
+    """Each operation that some architectures need, over weights of Q8_0; heads are alike, to compile them once."""
+    paths = []
+    for name in ("gpt-oss", "gemma3", "hunyuan-moe", "minimax-m2", "mistral3", "bitnet-b1.58"):
+        heads = {"num_attention_heads": 2, "num_key_value_heads": 1} if name == "bitnet-b1.58" else {"head_dim": 32}
+        source = written(tmp_path / f"{name}-f32.gguf", name, **heads)
+        paths.append(rewrite(source, tmp_path / f"{name}.gguf", "q8_0"))
+    paths.append(written(tmp_path / "heads.gguf", "llama", head_dim=40, num_key_value_heads=1))
+    check(paths, isa)
 
 
 @pytest.mark.full

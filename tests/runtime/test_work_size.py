@@ -11,6 +11,7 @@ from quantkit.codegen import cpu_target
 from quantkit.formats import gguf
 from quantkit.placement import workspace
 from quantkit.runtime.loading import load
+from tests.archs.files import written
 from tests.runtime.conftest import random_model, rewrite
 from tests.runtime.test_experts import moe  # noqa: F401
 
@@ -66,6 +67,24 @@ def test_within_a_tenth(which: str, kind: str, request: pytest.FixtureRequest, t
         measured = actual(path, n_ctx, threads)
         print(which, kind, threads, predicted, measured)
         assert abs(predicted / measured - 1) < 0.1
+
+
+@pytest.mark.skipif(not cpu_target.isa().startswith("avx512"), reason="tiles are those of AVX-512")
+@pytest.mark.parametrize(
+    ("arch", "change"),
+    [
+        ("gpt-oss", {}), ("gemma3", {}), ("bitnet-b1.58", {}), ("minimax-m2", {}), ("mistral3", {}),
+        ("glm4moe", {"n_shared_experts": 2}), ("hunyuan-moe", {}), ("ernie4_5-moe", {}), ("llama", {"head_dim": 24}),
+    ],
+)  # fmt: skip
+def test_float_matrices_are_predicted_exactly(arch: str, change: dict[str, int], tmp_path: Path) -> None:
+    """To the word that each buffer ends with: panels of float weights have one size, unlike those of quantized ones."""
+    path = written(tmp_path / "m.gguf", arch, **change)
+    file = gguf.open(path)
+    for n_ctx, threads in ((64, 1), (100, 2)):
+        predicted = workspace.work_bytes(file.tensors, file.metadata, n_ctx, threads)
+        assert predicted is not None
+        assert 0 <= actual(path, n_ctx, threads) - predicted < 1000
 
 
 def test_other_models_are_not_guessed(moe: Path) -> None:  # noqa: F811

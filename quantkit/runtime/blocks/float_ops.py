@@ -132,5 +132,10 @@ def scale_queries(q: np.ndarray, beta: float, length: int, spans: Sequence[Span]
     """Multiply queries float32[tokens, n] at position p by 1 + beta ln(1 + floor(p / length)), in place."""
     for span in spans:
         position = np.arange(span.cache.length, span.cache.length + span.stop - span.start)
-        factor = 1 + beta * np.log1p(np.floor(position / length))
-        q[span.start : span.stop] *= factor.astype(np.float32)[:, None]
+        q[span.start : span.stop] *= query_factors(beta, length, position)[:, None]
+
+
+def query_factors(beta: float, length: int, positions: np.ndarray) -> np.ndarray:
+    """float32[n]: 1 + beta ln(1 + floor(p / length)) of int[n] positions p, computed in float64."""
+    factors: np.ndarray = jit.readonly((1 + beta * np.log1p(np.floor(positions / length))).astype(np.float32))
+    return factors

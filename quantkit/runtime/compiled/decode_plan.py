@@ -3,10 +3,11 @@
 Operations per block, with barriers where | stands:
 
     attention       norm, q, k, v | attention | merge, out, add to x |
-    feed-forward    norm, gate, up, SwiGLU | down, add to x |
-    experts         norm, router | select, gate, up, SwiGLU | down, add to x |
+    feed-forward    norm, gate, up, activation | down, add to x |
+    experts         norm, router | select, gate, up, activation | down, add to x |
 
-A shared expert runs as a feed-forward before the routed ones, on the same norm.
+A shared expert runs as a feed-forward before the routed ones, on the same norm. A norm of a block's result has a
+barrier before and after it, as has a norm of queries and keys over all heads.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from quantkit.runtime.compiled.plan_base import (
     PlanOps,
     rope_fields,
 )
-from quantkit.runtime.kernels.cpu import decode_attention, decode_experts, decode_ops
+from quantkit.runtime.kernels.cpu import decode_attention, decode_experts, decode_norms, decode_ops
 from quantkit.runtime.kv.cache import Cache
 
 
@@ -92,23 +93,44 @@ class DecodeOps(PlanOps):
 
     def norm(self, norm: blocks.Norm) -> Activations:
         """Append the norm of x."""
-        buffer, stride = self.private_buffer("normed", activation_bytes(self.n_embd))
+        return self._norm(norm, Activations(self.x, 0), self.n_embd, "normed")
+
+    def sub_norm(self, norm: blocks.Norm | None, x: Activations, n: int) -> Activations:
+        """Append a norm of float32[n] before a product; x as it is without one."""
+        return x if norm is None else self._norm(norm, x, n, "sub normed")
+
+    def _norm(self, norm: blocks.Norm, x: Activations, n: int, name: str) -> Activations:
+        buffer, stride = self.private_buffer(name, activation_bytes(n))
         parameters = decode_ops.NormParameters(
-            x=self.x,
+            x=x.address,
             weight=self.vector(norm.weight),
-            n=self.n_embd,
+            n=n,
             eps=self.constant(norm.eps),
             buffer=buffer,
             private_stride=stride,
+            x_stride=x.stride,
         )
         self.add(decode_ops.norm, parameters)
         return Activations(buffer, stride)
+
+    def norm_rows(self, norm: blocks.Norm, x: int, n: int, out: int, *, add: bool = False) -> None:
+        """Append out (+)= norm(x), float32[n], of what all threads computed."""
+        parameters = decode_norms.NormRowsParameters(
+            x=x,
+            weight=self.vector(norm.weight),
+            n=n,
+            eps=self.constant(norm.eps),
+            multiple=SPLIT_ROWS,
+            out=out,
+            add=int(add),
+        )
+        self.add(decode_norms.norm_rows, parameters)
 
     def matvec(
         self, linear: blocks.Linear, x: Activations, out: int, *, barrier: bool = False, multiple: int = SPLIT_ROWS,
         residual: int = 0,
     ) -> None:  # fmt: skip
-        """Append out = W x (+ bias); `residual`, if given, is the address of what the result is added to."""
+        """Append out = W x (* scale) (+ bias); `residual`, if given, is the address of what that is added to."""
         rows, n = self.tensor(linear).shape
         parameters = decode_ops.MatvecParameters(
             product=self.matvec_function(linear),
@@ -121,12 +143,17 @@ class DecodeOps(PlanOps):
             out=out,
             bias=self.vector(linear.bias),
             residual=residual,
+            scale=self.vector(linear.scale),
         )
         self.add(decode_ops.matvec, parameters, barrier)
 
-    def add_to_residual(self, linear: blocks.Linear, x: Activations) -> None:
-        """Append x += W x', the end of a block."""
-        self.matvec(linear, x, self.buffer("added", 4 * self.n_embd), residual=self.x, barrier=True)
+    def add_to_residual(self, linear: blocks.Linear, x: Activations, post_norm: blocks.Norm | None = None) -> None:
+        """Append x += W x', the end of a block, or x += norm(W x')."""
+        added = self.buffer("added", 4 * self.n_embd)
+        self.matvec(linear, x, added, residual=0 if post_norm else self.x, barrier=True)
+        if post_norm is not None:
+            self.norm_rows(post_norm, added, self.n_embd, self.x, add=True)
+            self.add_barrier()
 
 
 # --------------------------------------------------------------------------------------------------------------- blocks
@@ -152,15 +179,19 @@ def add_head(ops: DecodeOps, logits: Array) -> None:
 
 def add_attention(ops: DecodeOps, layer: int, part: blocks.Attention, shape: PlannedCaches) -> None:
     """Append attention with its norm: projections, RoPE, cache, softmax, output; the result is added to x."""
-    normed = ops.norm(part.norm)
+    normed, view = ops.norm(part.norm), ops.layer_view(layer, part)
     q, k, v = (ops.buffer(name, 4 * ops.rows(getattr(part, name))) for name in "qkv")
-    _add_heads(ops, part, part.q, part.q_norm, normed, q)
-    _add_heads(ops, part, part.k, part.k_norm, normed, k)
+    _add_heads(ops, part, part.q, part.q_norm, normed, q, view)
+    _add_heads(ops, part, part.k, part.k_norm, normed, k, view)
     ops.matvec(part.v, normed, v, barrier=True)
+    if part.norms_across_heads:
+        q = _norm_across_heads(ops, part.q, part.q_norm, q, "q normed")
+        k = _norm_across_heads(ops, part.k, part.k_norm, k, "k normed")
+        ops.add_barrier()
     heads, span = shape.heads(part), shape.span(ops.model.attending, kernel_sizes.DECODE_SPAN)
     nbytes = kernel_sizes.decode_attention_bytes(part.heads, part.head_dim_k, heads.group, span)
     scratch, stride = ops.private_buffer("scratch", nbytes)
-    partial = ops.buffer("partial", 4 * ops.threads * part.heads * (part.head_dim_v + 2))
+    partial = ops.buffer("partial", kernel_sizes.partial_bytes(ops.threads, part.heads, part.head_dim_v))
     attention = decode_attention.AttentionParameters(
         position=ops.position,
         q=q,
@@ -168,12 +199,12 @@ def add_attention(ops: DecodeOps, layer: int, part: blocks.Attention, shape: Pla
         v=v,
         kv_heads=part.kv_heads,
         scale=ops.constant(part.scale),
-        layer_view=ops.layer_view(layer, part),
+        layer_view=view,
         span=span,
         partial=partial,
         scratch=scratch,
         private_stride=stride,
-        **rope_fields(part),
+        **rope_fields(part, is_applied=part.norms_after_rope),
     )
     ops.add(decode_attention.attention(heads), attention, barrier=True)
     merged = Activations(*ops.private_buffer("merged", activation_bytes(part.heads * part.head_dim_v)))
@@ -183,20 +214,30 @@ def add_attention(ops: DecodeOps, layer: int, part: blocks.Attention, shape: Pla
         dim=part.head_dim_v,
         buffer=merged.address,
         private_stride=merged.stride,
+        sinks=ops.vector(part.sinks),
     )
     ops.add(decode_attention.merge(heads.rotate_v), merge)
-    ops.add_to_residual(part.out, merged)
+    ops.add_to_residual(part.out, ops.sub_norm(part.sub_norm, merged, merge.heads * merge.dim), part.post_norm)
 
 
 def _add_heads(
-    ops: DecodeOps, part: blocks.Attention, linear: blocks.Linear, norm: blocks.Norm | None, x: Activations, out: int
-) -> None:
+    ops: DecodeOps, part: blocks.Attention, linear: blocks.Linear, norm: blocks.Norm | None, x: Activations, out: int,
+    view: int,
+) -> None:  # fmt: skip
     """Append queries or keys, and their norm by heads if there is one. Each thread normalizes the heads it computed."""
-    if norm is None:
+    if norm is None and not part.norms_after_rope:
         ops.matvec(linear, x, out)
         return
     multiple = math.lcm(SPLIT_ROWS, part.head_dim_k)
     ops.matvec(linear, x, out, multiple=multiple)
+    if part.norms_after_rope:
+        rope = decode_norms.RopeHeadsParameters(
+            position=ops.position, x=out, rows=ops.rows(linear), dim=part.head_dim_k, multiple=multiple,
+            layer_view=view, **rope_fields(part),
+        )  # fmt: skip
+        ops.add(decode_norms.rope_heads, rope)
+    if norm is None or part.norms_across_heads:
+        return
     parameters = decode_ops.HeadNormParameters(
         x=out,
         weight=ops.vector(norm.weight),
@@ -208,6 +249,16 @@ def _add_heads(
     ops.add(decode_ops.head_norm, parameters)
 
 
+def _norm_across_heads(ops: DecodeOps, linear: blocks.Linear, norm: blocks.Norm | None, x: int, name: str) -> int:
+    """Append the norm of all queries or keys as one vector, in a buffer of its own; the address of the result."""
+    if norm is None:
+        return x
+    rows = ops.rows(linear)
+    out = ops.buffer(name, 4 * rows)
+    ops.norm_rows(norm, x, rows, out)
+    return out
+
+
 def add_gated(ops: DecodeOps, part: blocks.FeedForward, normed: Activations) -> None:
     """Append a gated feed-forward, or a shared expert, whose norm is computed."""
     n_ff = ops.rows(part.gate)
@@ -215,9 +266,11 @@ def add_gated(ops: DecodeOps, part: blocks.FeedForward, normed: Activations) -> 
     ops.matvec(part.gate, normed, gate)
     ops.matvec(part.up, normed, up)
     hidden = Activations(ops.buffer("hidden", activation_bytes(n_ff)), 0)
-    swiglu = decode_ops.SwigluParameters(gate=gate, up=up, n=n_ff, multiple=SPLIT_ROWS, buffer=hidden.address)
-    ops.add(decode_ops.swiglu, swiglu, barrier=True)
-    ops.add_to_residual(part.down, hidden)
+    gated = decode_ops.GatedParameters(
+        activation=ops.activation(part), gate=gate, up=up, n=n_ff, multiple=SPLIT_ROWS, buffer=hidden.address
+    )
+    ops.add(decode_ops.gated, gated, barrier=True)
+    ops.add_to_residual(part.down, ops.sub_norm(part.sub_norm, hidden, n_ff), part.post_norm)
 
 
 def add_experts(ops: DecodeOps, part: blocks.Experts) -> None:
@@ -240,6 +293,7 @@ def add_experts(ops: DecodeOps, part: blocks.Experts) -> None:
     hidden = ops.buffer("experts", part.used * hidden_bytes)
     gate_up = decode_experts.GateUpParameters(
         steps=0,
+        activation=ops.activation(part),
         gate_product=ops.matvec_function(part.gate),
         gate=gate.address,
         gate_bytes=gate.expert_bytes,
@@ -256,6 +310,8 @@ def add_experts(ops: DecodeOps, part: blocks.Experts) -> None:
         products=ops.buffer("products", 8 * part.used * part.ff),
         hidden=hidden,
         hidden_bytes=hidden_bytes,
+        gate_bias=ops.vector(part.gate.bias),
+        up_bias=ops.vector(part.up.bias),
     )
     steps = (decode_experts.GATE, decode_experts.UP, decode_experts.ACTIVATE)
     for step in (sum(steps),) if ops.model.expert_options.fused else steps:
@@ -275,5 +331,6 @@ def add_experts(ops: DecodeOps, part: blocks.Experts) -> None:
         hidden_bytes=hidden_bytes,
         out=ops.buffer("added", 4 * ops.n_embd),
         residual=ops.x,
+        bias=ops.vector(part.down.bias),
     )
     ops.add(decode_experts.down, down_parameters, barrier=True)

@@ -23,6 +23,7 @@ from quantkit.runtime.blocks import float_attention, float_linear, float_ops
 from quantkit.runtime.blocks.experts import Reduction
 from quantkit.runtime.blocks.float_attention import AttentionOptions
 from quantkit.runtime.kernels import dispatch
+from quantkit.runtime.kernels.cpu import gated_activations
 from quantkit.runtime.kernels.cpu.decode_experts import Routing
 from quantkit.runtime.kernels.cpu.kv_rows import KernelHeads, LayerCache, LayerView
 from quantkit.runtime.kernels.cpu.op_list import OpList
@@ -64,8 +65,9 @@ class ModelParts:
         return self.weights[self.head.embedding].shape[1]
 
     def embed(self, tokens: Array) -> Array:
-        """float32[tokens, n_embd]: rows of the embedding."""
-        return float_linear.embed(self.weights[self.head.embedding], tokens)
+        """float32[tokens, n_embd]: rows of the embedding, times its scale."""
+        x = float_linear.embed(self.weights[self.head.embedding], tokens)
+        return x if self.head.embedding_scale == 1 else x * np.float32(self.head.embedding_scale)
 
 
 class PlannedCaches(NamedTuple):
@@ -118,8 +120,12 @@ class PlanOps(OpList):
         return self.keep(self.tensor(linear).data).ctypes.data
 
     def vector(self, name: str | None) -> int:
-        """Address of a norm's weight or a bias as float32; 0 for None."""
+        """Address of a norm's weight, a bias, sinks or a scale as float32; 0 for None."""
         return self.keep(float_linear.vector(self.model.weights[name])).ctypes.data if name else 0
+
+    def activation(self, part: blocks.FeedForward | blocks.Experts) -> int:
+        """Address of the function of kernels/cpu/gated_activations.py for a block."""
+        return gated_activations.activation(part.activation).address
 
     def matvec_function(self, linear: blocks.Linear) -> int:
         """Address of the function of kernels/cpu/matvec.py for a matrix."""
@@ -157,11 +163,14 @@ class PlanOps(OpList):
         return view.address
 
 
-def rope_fields(part: blocks.Attention) -> dict[str, int]:
-    """Parameters of operations that apply RoPE: which elements of a head are rotated together."""
+def rope_fields(part: blocks.Attention, *, is_applied: bool = False) -> dict[str, int]:
+    """Parameters of operations that apply RoPE: which elements of a head are rotated together.
+
+    With `is_applied`, none: an operation before has applied RoPE already.
+    """
     adjacent = part.rope.style == "norm"
     return {
-        "rope_dim": part.rope.dim,
+        "rope_dim": 0 if is_applied else part.rope.dim,
         "pair_step": 2 if adjacent else 1,
         "pair_stride": 1 if adjacent else part.rope.dim // 2,
     }
@@ -177,6 +186,7 @@ class CompiledPlan(ABC):
         self._caches: list[Cache] = []  # that the list points to; none while it is being pointed elsewhere
         self._cache_records: list[Array] = []  # per layer, a LayerCache per cache
         self._rope_tables: dict[blocks.Rope, tuple[Array, Array]] = {}
+        self._query_factors: dict[tuple[float, int], Array] = {}
 
     @abstractmethod
     def _build(self, shape: PlannedCaches) -> PlanOps:
@@ -203,11 +213,13 @@ class CompiledPlan(ABC):
         ]
         for layer, part, view in ops.views:
             cos, sin = self._tables(part.rope, n_ctx)
+            factors = self._factors(part.temperature, n_ctx)
             view.set(
                 cos=cos.ctypes.data,
                 sin=sin.ctypes.data,
                 caches=self._cache_records[layer].ctypes.data,
                 window=part.window or n_ctx,
+                query_factors=0 if factors is None else factors.ctypes.data,
             )
         self._caches = caches
         return ops
@@ -225,8 +237,18 @@ class CompiledPlan(ABC):
             tables = self._rope_tables[rope] = float_ops.rope_tables(rope, n_ctx, factors)
         return tables
 
+    def _factors(self, temperature: tuple[float, int] | None, n_ctx: int) -> Array | None:
+        """float32[positions]: factors of queries, for at least n_ctx positions; None where queries have none."""
+        if temperature is None:
+            return None
+        factors = self._query_factors.get(temperature)
+        if factors is None or len(factors) < n_ctx:
+            factors = self._query_factors[temperature] = float_ops.query_factors(*temperature, np.arange(n_ctx))
+        return factors
+
     @property
     def work_bytes(self) -> int:
         """Bytes of working memory allocated so far, beside weights and caches."""
         tables = sum(table.nbytes for pair in self._rope_tables.values() for table in pair)
+        tables += sum(factors.nbytes for factors in self._query_factors.values())
         return tables + (0 if self._ops is None else self._ops.nbytes)

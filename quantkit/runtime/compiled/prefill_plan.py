@@ -3,8 +3,8 @@
 Operations per block, with barriers where | stands:
 
     attention       norm | q, k, v | RoPE, append to the caches | attention | quantize | out, add to x |
-    feed-forward    norm | gate, up | SwiGLU | down, add to x |
-    experts         norm | router | route | group | gather | gate, up, SwiGLU | down, add to x |
+    feed-forward    norm | gate, up | activation | down, add to x |
+    experts         norm | router | route | group | gather | gate, up, activation | down, add to x |
 
 A shared expert runs as a feed-forward after the routed ones, on the same norm.
 """
@@ -24,7 +24,7 @@ from quantkit.placement.kernel_sizes import BATCH_TOKENS, activation_bytes, whol
 from quantkit.runtime.blocks.spans import Span
 from quantkit.runtime.compiled.plan_base import Array, CompiledPlan, ModelParts, PlannedCaches, PlanOps, rope_fields
 from quantkit.runtime.kernels import dispatch
-from quantkit.runtime.kernels.cpu import gemm, prefill_attention, prefill_experts, prefill_ops
+from quantkit.runtime.kernels.cpu import gemm, prefill_attention, prefill_experts, prefill_norms, prefill_ops
 from quantkit.runtime.kernels.cpu.expert_panels import ExpertKernels, expert_kernels
 from quantkit.runtime.kernels.cpu.float_gemm import MultiplyParameters
 from quantkit.runtime.kernels.cpu.operation import StoredRecord
@@ -99,16 +99,19 @@ class PrefillOps(PlanOps):
     def norm(self, norm: blocks.Norm, readers: Sequence[blocks.Linear]) -> ProductRows:
         """Append the norm of x, as the matrices `readers` multiply it."""
         out = self.floats("normed", self.n_embd)
+        self._norm(norm, self.x, self.n_embd, out)
+        return self.quantize(out, self.n_embd, readers)
+
+    def sub_norm(self, norm: blocks.Norm | None, x: int, n: int) -> None:
+        """Append a norm of x float32[tokens, n] before a product, in place; nothing without one."""
+        if norm is not None:
+            self._norm(norm, x, n, x)
+
+    def _norm(self, norm: blocks.Norm, x: int, n: int, out: int) -> None:
         parameters = prefill_ops.NormParameters(
-            state=self.state,
-            x=self.x,
-            weight=self.vector(norm.weight),
-            n=self.n_embd,
-            eps=self.constant(norm.eps),
-            out=out,
+            state=self.state, x=x, weight=self.vector(norm.weight), n=n, eps=self.constant(norm.eps), out=out
         )
         self.add(prefill_ops.norm, parameters)
-        return self.quantize(out, self.n_embd, readers)
 
     def quantize(self, x: int, n: int, readers: Sequence[blocks.Linear]) -> ProductRows:
         """Append a barrier, and before it the quantization of x float32[tokens, n] if a reader multiplies tiles."""
@@ -123,7 +126,8 @@ class PrefillOps(PlanOps):
     def multiply(
         self, linear: blocks.Linear, x: ProductRows, out: int, *, add: bool = False, barrier: bool = False
     ) -> None:
-        """Append out (+)= W x (+ bias)."""
+        """Append out (+)= W x (* scale) (+ bias)."""
+        assert not (add and linear.scale), f"{linear.weight}: a scaled product cannot be added to what is there"
         rows, n = self.tensor(linear).shape
         batch = dispatch.batch(self.tensor(linear).type)
         scratch, stride = self.private_buffer("panels", batch.scratch_bytes(n))
@@ -137,12 +141,22 @@ class PrefillOps(PlanOps):
             bias=self.vector(linear.bias),
             scratch=scratch,
             private_stride=stride,
+            scale=self.vector(linear.scale),
         )
         self.add(batch.kernel(int(add)), parameters, barrier)
 
-    def add_to_residual(self, linear: blocks.Linear, x: ProductRows) -> None:
-        """Append x += W x', the end of a block."""
-        self.multiply(linear, x, self.x, add=True, barrier=True)
+    def add_to_residual(self, linear: blocks.Linear, x: ProductRows, post_norm: blocks.Norm | None = None) -> None:
+        """Append x += W x', the end of a block, or x += norm(W x')."""
+        if post_norm is None and not linear.scale:
+            self.multiply(linear, x, self.x, add=True, barrier=True)
+            return
+        added = self.floats("added", self.n_embd)
+        self.multiply(linear, x, added, barrier=True)
+        weight, eps = (self.vector(post_norm.weight), self.constant(post_norm.eps)) if post_norm else (0, 0)
+        parameters = prefill_norms.AddParameters(
+            state=self.state, y=added, weight=weight, n=self.n_embd, eps=eps, x=self.x
+        )
+        self.add(prefill_norms.add, parameters, barrier=True)
 
 
 # --------------------------------------------------------------------------------------------------------------- blocks
@@ -167,19 +181,10 @@ def add_attention(ops: PrefillOps, layer: int, part: blocks.Attention, shape: Pl
     ops.multiply(part.q, normed, q)
     ops.multiply(part.k, normed, k)
     ops.multiply(part.v, normed, v, barrier=True)
-    for norm, x, count in ((part.q_norm, q, part.heads), (part.k_norm, k, part.kv_heads)):
-        if norm is not None:
-            head_norm = prefill_ops.HeadNormParameters(
-                state=ops.state,
-                x=x,
-                weight=ops.vector(norm.weight),
-                heads=count,
-                dim=part.head_dim_k,
-                eps=ops.constant(norm.eps),
-            )
-            ops.add(prefill_ops.head_norm, head_norm)
-    heads, span = shape.heads(part), shape.span(ops.model.attending, kernel_sizes.KEY_BLOCK)
     view = ops.layer_view(layer, part)
+    _add_head_norm(ops, part, part.q_norm, q, part.heads, view)
+    _add_head_norm(ops, part, part.k_norm, k, part.kv_heads, view)
+    heads, span = shape.heads(part), shape.span(ops.model.attending, kernel_sizes.KEY_BLOCK)
     rope = prefill_ops.RopeParameters(
         state=ops.state,
         q=q,
@@ -188,7 +193,7 @@ def add_attention(ops: PrefillOps, layer: int, part: blocks.Attention, shape: Pl
         kv_heads=part.kv_heads,
         scale=ops.constant(part.scale),
         layer_view=view,
-        **rope_fields(part),
+        **rope_fields(part, is_applied=part.norms_after_rope),
     )
     ops.add(prefill_ops.rope(heads), rope, barrier=True)
     rows = ops.model.attending.query_rows(heads.group, shape.n_ctx, ops.threads)
@@ -206,9 +211,34 @@ def add_attention(ops: PrefillOps, layer: int, part: blocks.Attention, shape: Pl
         out=out,
         scratch=scratch,
         private_stride=stride,
+        sinks=ops.vector(part.sinks),
     )
     ops.add(prefill_attention.attention(heads, tokens), attention, barrier=True)
-    ops.add_to_residual(part.out, ops.quantize(out, width, (part.out,)))
+    ops.sub_norm(part.sub_norm, out, width)
+    ops.add_to_residual(part.out, ops.quantize(out, width, (part.out,)), part.post_norm)
+
+
+def _add_head_norm(
+    ops: PrefillOps, part: blocks.Attention, norm: blocks.Norm | None, x: int, heads: int, view: int
+) -> None:
+    """Append the norm of queries or keys if there is one, by heads or over all; RoPE first if it comes first."""
+    if part.norms_after_rope:
+        rope = prefill_norms.RopeHeadsParameters(
+            state=ops.state, x=x, heads=heads, dim=part.head_dim_k, layer_view=view, **rope_fields(part)
+        )
+        ops.add(prefill_norms.rope_heads, rope)
+    if norm is None:
+        return
+    together = heads if part.norms_across_heads else 1
+    parameters = prefill_ops.HeadNormParameters(
+        state=ops.state,
+        x=x,
+        weight=ops.vector(norm.weight),
+        heads=heads // together,
+        dim=part.head_dim_k * together,
+        eps=ops.constant(norm.eps),
+    )
+    ops.add(prefill_ops.head_norm, parameters)
 
 
 def add_gated(ops: PrefillOps, part: blocks.FeedForward, normed: ProductRows) -> None:
@@ -217,8 +247,12 @@ def add_gated(ops: PrefillOps, part: blocks.FeedForward, normed: ProductRows) ->
     gate, up = ops.floats("gate", n_ff), ops.floats("up", n_ff)
     ops.multiply(part.gate, normed, gate)
     ops.multiply(part.up, normed, up, barrier=True)
-    ops.add(prefill_ops.swiglu, prefill_ops.SwigluParameters(state=ops.state, gate=gate, up=up, n=n_ff, out=gate))
-    ops.add_to_residual(part.down, ops.quantize(gate, n_ff, (part.down,)))
+    gated = prefill_ops.GatedParameters(
+        state=ops.state, activation=ops.activation(part), gate=gate, up=up, n=n_ff, out=gate
+    )
+    ops.add(prefill_ops.gated, gated)
+    ops.sub_norm(part.sub_norm, gate, n_ff)
+    ops.add_to_residual(part.down, ops.quantize(gate, n_ff, (part.down,)), part.post_norm)
 
 
 # -------------------------------------------------------------------------------------------------------------- experts
@@ -311,6 +345,7 @@ def add_experts(ops: PrefillOps, part: blocks.Experts) -> None:
         out=ops.x,
         max_entries=entries,
         quantized=int(down.quantized),
+        bias=ops.vector(part.down.bias),
     )
     ops.add(prefill_experts.add_down, add_down, barrier=True)
     if part.shared is not None:  # the norm is still there, but its tiles may have been overwritten
@@ -329,6 +364,9 @@ def _add_gate_up(
             gate=gate.address,
             up=up.address,
             hidden=target.address,
+            activation=ops.activation(part),
+            gate_bias=ops.vector(part.gate.bias),
+            up_bias=ops.vector(part.up.bias),
         )
         ops.add(prefill_experts.gate_up, gate_up, barrier=True)
         return
@@ -340,12 +378,14 @@ def _add_gate_up(
             weights=ops.experts_of(linear).address,
             out=out,
             counter=counter,
+            bias=ops.vector(linear.bias),
         )
         ops.add(prefill_experts.multiply, multiply)
     ops.add_barrier()
     activate = prefill_experts.ActivateParameters(
-        assignment=assignment, gate=products[0], up=products[1], ff=part.ff, hidden=target.address
-    )
+        assignment=assignment, gate=products[0], up=products[1], ff=part.ff, hidden=target.address,
+        activation=ops.activation(part),
+    )  # fmt: skip
     ops.add(prefill_experts.activate, activate, barrier=True)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from quantkit.archs.common import blocks
 from quantkit.formats.gguf import Tensor
-from quantkit.placement.kernel_sizes import EXPERT_ROWS
+from quantkit.placement.kernel_sizes import MIN_HEAD_DIM
 from quantkit.runtime.kernels import dispatch
 
 Weights = Mapping[str, Tensor]
@@ -14,8 +14,6 @@ Weights = Mapping[str, Tensor]
 
 def unsupported_feature(weights: Weights, parts: Sequence[blocks.Block], head: blocks.Head) -> str | None:
     """The first feature of these blocks that has no operation; None if plans can be built."""
-    if head.embedding_scale != 1:
-        return "no operation scales embeddings"
     linears = [head.output]
     for part in (part for block in parts for part in block.parts):
         if isinstance(part, blocks.Attention):
@@ -31,9 +29,7 @@ def unsupported_feature(weights: Weights, parts: Sequence[blocks.Block], head: b
                 linears.append(part.router)
                 if part.shared is not None:
                     linears += [part.shared.gate, part.shared.up, part.shared.down]
-            reason = _in_experts(weights, part) if isinstance(part, blocks.Experts) else None
-            if reason is None and part.activation != "swiglu":
-                reason = f"no kernel for the activation {part.activation}"
+            reason = _in_experts(part) if isinstance(part, blocks.Experts) else None
         if reason is not None:
             return reason
     for linear in linears:
@@ -44,36 +40,24 @@ def unsupported_feature(weights: Weights, parts: Sequence[blocks.Block], head: b
 
 
 def _in_attention(part: blocks.Attention) -> str | None:
-    if part.sinks or part.post_norm is not None:
-        return "attention with sinks, or with a norm of its result"
     if part.gated:
         return "attention with a gated result"
-    if part.norms_across_heads or part.norms_after_rope:
-        return "queries and keys are normalized over all heads together, or after RoPE"
-    if part.sub_norm is not None:
-        return "attention with a norm before the output projection"
-    if part.temperature is not None:
-        return "queries with position-dependent scaling"
-    if part.head_dim_k % 16 or part.head_dim_v % 16:
-        return f"head sizes {part.head_dim_k} and {part.head_dim_v} are not multiples of 16"
+    if min(part.head_dim_k, part.head_dim_v) < MIN_HEAD_DIM:
+        return f"heads of {part.head_dim_k} and {part.head_dim_v} elements: kernels need at least {MIN_HEAD_DIM}"
     return None
 
 
-def _in_experts(weights: Weights, part: blocks.Experts) -> str | None:
-    for linear in (part.gate, part.down):
-        rows = weights[linear.weight].shape[1]
-        if rows % EXPERT_ROWS:
-            return f"{rows} rows of an expert are not a multiple of {EXPERT_ROWS} ({linear.weight})"
+def _in_experts(part: blocks.Experts) -> str | None:
+    # Rows of experts are the columns of another matrix, so `_in_matrix` makes sure that they fill whole units of work.
     if part.shared_gate is not None:
         return f"a shared expert with a gate ({part.shared_gate})"
-    if part.gate.bias or part.up.bias or part.down.bias:
-        return f"experts with biases ({part.gate.bias})"
+    for linear in (part.gate, part.up, part.down):
+        if linear.scale:
+            return f"no operation scales the products of experts ({linear.scale})"
     return None
 
 
 def _in_matrix(weights: Weights, linear: blocks.Linear) -> str | None:
-    if linear.scale:
-        return f"no operation scales a product ({linear.scale})"
     tensor = weights[linear.weight]
     if dispatch.product(tensor.type) is None:
         return f"no kernel for {tensor.type.name} ({linear.weight})"

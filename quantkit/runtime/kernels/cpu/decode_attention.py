@@ -3,13 +3,14 @@
 For a query q of a head and the keys k and values v it sees, out = softmax(q k^T * scale) v. Each thread works on its
 share of the positions, `span` at a time, with an online softmax. Per query head it keeps
 
-    float32[dim_v]   sum of e^(score - maximum) * value
+    float32[dim_v]   sum of e^(score - maximum) * value, padded to whole vectors
     float32          running maximum of the scores
     float32          denominator: sum of e^(score - maximum)
 
 and rescales the sums by e^(old maximum - new maximum) when the maximum grows. With a span of DECODE_SPAN positions all
 of it stays in the L1 cache. With a span of the whole cache it is plain attention, where all scores are there before the
-softmax. `merge` combines the threads' partial results by the same rule.
+softmax. `merge` combines the threads' partial results by the same rule. A sink is one more score of a head there, whose
+value is 0.
 
 Query heads that share a key/value head are computed together, so a key or value is read once for all of them (from L1
 once for every MAX_HEADS_AT_ONCE) and becomes floats in registers. The last thread, whose share ends with the current
@@ -31,6 +32,7 @@ import numpy as np
 from quantkit.codegen.callbacks import Callback, callback
 from quantkit.codegen.jit import kernel
 from quantkit.codegen.simd import F32, IrBuilder, Value, floats, load_float, load_int, simd_intrinsic, vector
+from quantkit.placement.kernel_sizes import whole_vectors
 from quantkit.runtime.kernels.cpu.activations import quantize
 from quantkit.runtime.kernels.cpu.kv_rows import KernelHeads, LayerCache, LayerView, rotate, row_floats, store_row
 from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record
@@ -70,14 +72,17 @@ def span_scores(
 ) -> None:
     """scores[g, i] = q[g] . key i, for `group` queries float32[dim] and `count` keys of ggml type `kind`.
 
-    In bytes: `stride` from key to key, `row` from the scores of a query to those of the next.
+    Queries are padded to whole vectors. In bytes: `stride` from key to key, `row` from the scores of a query to those
+    of the next.
     """
+
+    width = whole_vectors(dim)
 
     def positions(i, count_of_keys, heads):
         sums: dict[tuple[int, int], Value] = {}
         for rows in zip(*(row_floats(ir, kind, keys + (i + r) * stride, 0, dim) for r in range(count_of_keys))):
             c = rows[0][0]
-            queries = {g: ir.load(_FLOATS16, q + 4 * (g * dim + c)) for g in heads}
+            queries = {g: ir.load(_FLOATS16, q + 4 * (g * width + c)) for g in heads}
             for r, (_, key) in enumerate(rows):
                 for g, query in queries.items():
                     sums[g, r] = ir.fma(query, key, sums[g, r]) if c else query * key
@@ -128,14 +133,18 @@ def span_values(
     ir: IrBuilder, weights: Value, row: Value, values: Value, stride: int, count: Value, group: int, dim: int,
     kind: int, out: Value,
 ) -> None:  # fmt: skip
-    """out[g] += sum over i of weights[g, i] * value i. As many columns at a time as sums of all heads fit registers."""
+    """out[g] += sum over i of weights[g, i] * value i. As many columns at a time as sums of all heads fit registers.
+
+    out is float32[group, dim + 2] with dim rounded up to whole vectors, as for `span_softmax`.
+    """
+    width = whole_vectors(dim)
     heads_at_once = min(group, MAX_HEADS_AT_ONCE)
     columns = 32 * max(1, 8 // heads_at_once)
     for start in range(0, group, heads_at_once):
         heads = range(start, min(group, start + heads_at_once))
         for first in range(0, dim, columns):
             stop = min(dim, first + columns)
-            targets = [(g, c, out + 4 * (g * (dim + 2) + c)) for g in heads for c in range(first, stop, 16)]
+            targets = [(g, c, out + 4 * (g * (width + 2) + c)) for g in heads for c in range(first, stop, 16)]
             sums = {(g, c): ir.variable(ir.load(_FLOATS16, address)) for g, c, address in targets}
             with ir.loop(0, count) as i:
                 for c, value in row_floats(ir, kind, values + i * stride, first, stop):
@@ -160,7 +169,7 @@ class AttentionParameters(NamedTuple):
     scale: int  # address of a float32
     layer_view: int  # address of a LayerView of one cache
     span: int  # positions per online-softmax step, a multiple of 16
-    partial: int  # float32[threads, heads, dim_v + 2]
+    partial: int  # float32[threads, heads, dim_v + 2], dim_v rounded up to whole vectors
     scratch: int  # kernel_sizes.decode_attention_bytes per thread
     private_stride: int
 
@@ -169,7 +178,7 @@ class AttentionParameters(NamedTuple):
 def attention(shape: KernelHeads) -> Callback:
     """The operation that appends k and v to the cache and writes the thread's share of attention to `partial`."""
     group, dim_k, dim_v, k_type, v_type, rotate_k, rotate_v = shape
-    k_bytes, v_bytes = shape.k_bytes, shape.v_bytes
+    k_bytes, v_bytes, padded_k, padded_v = shape.k_bytes, shape.v_bytes, shape.padded_k, shape.padded_v
 
     @callback(OPERATION)
     def run(parameters, thread, threads):
@@ -180,12 +189,15 @@ def attention(shape: KernelHeads) -> Callback:
         cos = floats(view.cos + position * rope_dim * 2, rope_dim // 2)
         sin = floats(view.sin + position * rope_dim * 2, rope_dim // 2)
         scale, span = load_float(p.scale), p.span
+        if view.query_factors != 0:
+            scale *= load_float(view.query_factors + position * 4)
         heads = p.kv_heads * group
         queries = p.scratch + thread * p.private_stride
-        scores = queries + heads * dim_k * 4
+        scores = queries + heads * padded_k * 4
         for head in range(heads):
-            x, y = floats(p.q + head * dim_k * 4, dim_k), floats(queries + head * dim_k * 4, dim_k)
+            x, y = floats(p.q + head * dim_k * 4, dim_k), floats(queries + head * padded_k * 4, padded_k)
             apply_rope(x, y, dim_k, cos, sin, rope_dim, pair_step, pair_stride, scale)
+            y[dim_k:] = 0
         rotate(queries, heads * dim_k, rotate_k)
         if thread == threads - 1:
             for head in range(p.kv_heads):
@@ -200,19 +212,19 @@ def attention(shape: KernelHeads) -> Callback:
         first = max(0, position + 1 - view.window)
         count = position + 1 - first
         begin, end = first + count * thread // threads, first + count * (thread + 1) // threads
-        partial = p.partial + thread * heads * (dim_v + 2) * 4
-        out = floats(partial, heads * (dim_v + 2))
+        partial = p.partial + thread * heads * (padded_v + 2) * 4
+        out = floats(partial, heads * (padded_v + 2))
         for head in range(heads):
-            out[head * (dim_v + 2) : (head + 1) * (dim_v + 2)] = 0
-            out[head * (dim_v + 2) + dim_v] = _MASKED
+            out[head * (padded_v + 2) : (head + 1) * (padded_v + 2)] = 0
+            out[head * (padded_v + 2) + padded_v] = _MASKED
         for head in range(p.kv_heads):
-            result = partial + head * group * (dim_v + 2) * 4
-            head_queries = queries + head * group * dim_k * 4
+            result = partial + head * group * (padded_v + 2) * 4
+            head_queries = queries + head * group * padded_k * 4
             for start in range(begin, end, span):
                 count_of_positions, row = min(span, end - start), head * cache.n_ctx + start
                 keys, values = cache.k + row * k_bytes, cache.v + row * v_bytes
                 span_scores(head_queries, keys, k_bytes, count_of_positions, group, dim_k, k_type, scores, span * 4)
-                span_softmax(scores, span * 4, count_of_positions, group, dim_v, result)
+                span_softmax(scores, span * 4, count_of_positions, group, padded_v, result)
                 span_values(scores, span * 4, values, v_bytes, count_of_positions, group, dim_v, v_type, result)
 
     return run
@@ -221,11 +233,12 @@ def attention(shape: KernelHeads) -> Callback:
 class MergeParameters(NamedTuple):
     """Parameters of `merge`."""
 
-    partial: int  # float32[threads, heads, dim + 2], from `attention`
+    partial: int  # float32[threads, heads, dim + 2] with dim in whole vectors, from `attention`
     heads: int
     dim: int
     buffer: int  # activation buffer
     private_stride: int
+    sinks: int = 0  # float32[heads]: an extra score of each head, or 0
 
 
 @functools.cache
@@ -239,21 +252,23 @@ def merge(rotation: int) -> Callback:
     def run(parameters, thread, threads):
         p = load_record(MergeParameters, parameters)
         heads, dim = p.heads, p.dim
-        width = dim + 2
+        padded = -(-dim // 16) * 16
+        width = padded + 2
         partial = floats(p.partial, threads * heads * width)
         buffer = p.buffer + thread * p.private_stride
         y = floats(buffer, heads * dim)
         for head in range(heads):
-            maximum = np.float32(_MASKED)
+            maximum = np.float32(_MASKED) if p.sinks == 0 else load_float(p.sinks + head * 4)
+            sink = maximum
             for t in range(threads):
-                maximum = max(maximum, partial[(t * heads + head) * width + dim])
-            denominator = np.float32(0)
+                maximum = max(maximum, partial[(t * heads + head) * width + padded])
+            denominator = np.float32(0) if p.sinks == 0 else exp(sink - maximum)
             out = y[head * dim : head * dim + dim]
             out[:] = np.float32(0)
             for t in range(threads):
                 part = partial[(t * heads + head) * width : (t * heads + head + 1) * width]
-                rescale = exp(part[dim] - maximum)
-                denominator += rescale * part[dim + 1]
+                rescale = exp(part[padded] - maximum)
+                denominator += rescale * part[padded + 1]
                 for i in range(dim):
                     out[i] += rescale * part[i]
             inverse = np.float32(1) / denominator

@@ -23,7 +23,7 @@ from quantkit.codegen.callbacks import callback
 from quantkit.codegen.jit import kernel
 from quantkit.codegen.simd import call6, floats, integers, load_float, load_int, store_int
 from quantkit.runtime.kernels.cpu.activations import quantize_range
-from quantkit.runtime.kernels.cpu.decode_ops import swiglu_range
+from quantkit.runtime.kernels.cpu.decode_ops import add_range
 from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record, split
 from quantkit.runtime.kernels.reference import route
 
@@ -82,6 +82,7 @@ class GateUpParameters(NamedTuple):
     """Parameters of `gate_up`."""
 
     steps: int  # sum of GATE, UP and ACTIVATE
+    activation: int  # function of gated_activations.py
     gate_product: int  # function of matvec.py for the type of gate
     gate: int
     gate_bytes: int  # of one expert's matrix
@@ -98,6 +99,8 @@ class GateUpParameters(NamedTuple):
     products: int  # float32[used, 2, ff]: results of gate and up
     hidden: int  # an activation buffer per selected expert
     hidden_bytes: int
+    gate_bias: int = 0  # float32[experts, ff], or 0
+    up_bias: int = 0
 
 
 @callback(OPERATION)
@@ -118,10 +121,14 @@ def gate_up(parameters, thread, threads):
         hidden = p.hidden + i * p.hidden_bytes
         if steps & GATE:
             call6(p.gate_product, p.gate + expert * p.gate_bytes, n, begin, end, x, gate)
+            if p.gate_bias != 0:
+                add_range(p.gate_bias + expert * ff * 4, gate, begin, end)
         if steps & UP:
             call6(p.up_product, p.up + expert * p.up_bytes, n, begin, end, x, gate + ff * 4)
+            if p.up_bias != 0:
+                add_range(p.up_bias + expert * ff * 4, gate + ff * 4, begin, end)
         if steps & ACTIVATE:
-            swiglu_range(gate, gate + ff * 4, begin, end, hidden)
+            call6(p.activation, gate, gate + ff * 4, begin, end, hidden, 0)
             quantize_range(hidden, ff, begin, end)
         first += end - begin
 
@@ -142,19 +149,23 @@ class DownParameters(NamedTuple):
     hidden_bytes: int
     out: int  # float32[rows], scratch
     residual: int  # float32[rows]
+    bias: int = 0  # float32[experts, rows], or 0
 
 
 @callback(OPERATION)
 def down(parameters, thread, threads):
-    """residual += sum over the selected experts of weight * (down hidden). Each thread computes its rows."""
+    """residual += sum over the selected experts of weight * (down hidden + bias). Each thread computes its rows."""
     p = load_record(DownParameters, parameters)
     selected, used, rows = p.selected + thread * p.selected_stride, p.used, p.rows
     weights = floats(selected + 8 + 8 * used, used)
     first, last = split(rows, p.multiple, thread, threads), split(rows, p.multiple, thread + 1, threads)
     out, residual = floats(p.out, rows), floats(p.residual, rows)
     for i in range(load_int(selected)):
-        matrix = p.weights + load_int(selected + 8 + 8 * i) * p.expert_bytes
+        expert = load_int(selected + 8 + 8 * i)
+        matrix = p.weights + expert * p.expert_bytes
         call6(p.product, matrix, p.n, first, last, p.hidden + i * p.hidden_bytes, p.out)
+        if p.bias != 0:
+            add_range(p.bias + expert * rows * 4, p.out, first, last)
         weight = weights[i]
         for row in range(first, last):
             residual[row] += weight * out[row]

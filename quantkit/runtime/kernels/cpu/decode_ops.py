@@ -1,4 +1,4 @@
-"""Operations of the decode plan, except attention and experts: norms, matrix-vector products, SwiGLU.
+"""Operations of the decode plan, except attention and experts: norms, matrix-vector products, gated activations.
 
 Small work (a norm, quantizing activations) is repeated by every thread in a buffer of its own: that is cheaper than
 waiting for another thread. Such a buffer is given as an address and a `private_stride`, the bytes from one thread's
@@ -38,11 +38,16 @@ def _sum_of_squares(ir, x, n):
 
 
 @kernel
+def rms_scale(x, n, eps):
+    """1 / sqrt(mean(x^2) + eps) of float32[n]."""
+    return np.float32(1) / np.sqrt(_sum_of_squares(x, n) / np.float32(n) + eps)
+
+
+@kernel
 def rms_norm_into(x, weight, n, eps, out):
     """out = x / sqrt(mean(x^2) + eps) * weight, float32[n]."""
-    total = _sum_of_squares(x, n)
+    scale = rms_scale(x, n, eps)
     x, weight, y = floats(x, n), floats(weight, n), floats(out, n)
-    scale = np.float32(1) / np.sqrt(total / np.float32(n) + eps)
     for i in range(n):
         y[i] = x[i] * scale * weight[i]
 
@@ -56,6 +61,7 @@ class NormParameters(NamedTuple):
     eps: int  # address of a float32
     buffer: int  # activation buffer
     private_stride: int
+    x_stride: int = 0  # where each thread has an x of its own
 
 
 @callback(OPERATION)
@@ -63,7 +69,7 @@ def norm(parameters, thread, threads):
     """Write norm(x), quantized, to the thread's activation buffer."""
     p = load_record(NormParameters, parameters)
     buffer = p.buffer + thread * p.private_stride
-    rms_norm_into(p.x, p.weight, p.n, load_float(p.eps), buffer)
+    rms_norm_into(p.x + thread * p.x_stride, p.weight, p.n, load_float(p.eps), buffer)
     quantize(buffer, p.n)
 
 
@@ -103,31 +109,40 @@ class MatvecParameters(NamedTuple):
     out: int  # float32[rows]
     bias: int  # float32[rows], or 0
     residual: int  # float32[rows] that the result is added to, or 0
+    scale: int = 0  # address of a float32 that the product is multiplied by, or 0
 
 
 @callback(OPERATION)
 def matvec(parameters, thread, threads):
-    """out = W x (+ bias); residual += out. Each thread computes its rows."""
+    """out = W x (* scale) (+ bias); residual += out. Each thread computes its rows."""
     p = load_record(MatvecParameters, parameters)
     first, last = split(p.rows, p.multiple, thread, threads), split(p.rows, p.multiple, thread + 1, threads)
     call6(p.product, p.weights, p.n, first, last, p.buffer + thread * p.stride, p.out)
-    out = floats(p.out, p.rows)
+    if p.scale != 0:
+        out, scale = floats(p.out, p.rows), load_float(p.scale)
+        for i in range(first, last):
+            out[i] *= scale
     if p.bias != 0:
-        bias = floats(p.bias, p.rows)
-        for i in range(first, last):
-            out[i] += bias[i]
+        add_range(p.bias, p.out, first, last)
     if p.residual != 0:
-        residual = floats(p.residual, p.rows)
-        for i in range(first, last):
-            residual[i] += out[i]
+        add_range(p.out, p.residual, first, last)
 
 
-# -------------------------------------------------------------------------------------------------------------- swiglu
+@kernel
+def add_range(x, out, first, last):
+    """out += x for elements first .. last - 1 of float32."""
+    x, y = floats(x, last), floats(out, last)
+    for i in range(first, last):
+        y[i] += x[i]
 
 
-class SwigluParameters(NamedTuple):
-    """Parameters of `swiglu`."""
+# --------------------------------------------------------------------------------------------------- gated activations
 
+
+class GatedParameters(NamedTuple):
+    """Parameters of `gated`."""
+
+    activation: int  # function of gated_activations.py
     gate: int  # float32[n]
     up: int  # float32[n]
     n: int
@@ -135,20 +150,10 @@ class SwigluParameters(NamedTuple):
     buffer: int  # activation buffer
 
 
-@simd_intrinsic("void")
-def swiglu_range(ir, gate, up, first, last, out):
-    """out = gate / (1 + e^-gate) * up for elements first .. last - 1, multiples of 16."""
-    kind = vector(16, F32)
-    with ir.loop(first, last, 16) as i:
-        g = ir.load(kind, gate + i * 4)
-        sigmoid = ir.constant(kind, 1.0) / (ir.exp(g * -1.0) + 1.0)
-        ir.store(g * sigmoid * ir.load(kind, up + i * 4), out + i * 4)
-
-
 @callback(OPERATION)
-def swiglu(parameters, thread, threads):
-    """Write the thread's rows of gate * sigmoid(gate) * up, quantized, to an activation buffer that threads share."""
-    p = load_record(SwigluParameters, parameters)
+def gated(parameters, thread, threads):
+    """Write the thread's rows of act(gate) * up, quantized, to an activation buffer that threads share."""
+    p = load_record(GatedParameters, parameters)
     first, last = split(p.n, p.multiple, thread, threads), split(p.n, p.multiple, thread + 1, threads)
-    swiglu_range(p.gate, p.up, first, last, p.buffer)
+    call6(p.activation, p.gate, p.up, first, last, p.buffer, 0)
     quantize_range(p.buffer, p.n, first, last)

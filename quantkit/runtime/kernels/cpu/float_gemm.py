@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from quantkit.codegen.callbacks import Callback, callback
 from quantkit.codegen.jit import kernel
-from quantkit.codegen.simd import F32, IrBuilder, Value, floats, load_int, simd_intrinsic, vector
+from quantkit.codegen.simd import F32, IrBuilder, Value, floats, load_float, load_int, simd_intrinsic, vector
 from quantkit.placement.kernel_sizes import FLOAT_TILE_TOKENS, float_lanes
 from quantkit.runtime.kernels.cpu.dequantize import FLOAT_TYPES, decode_rows
 from quantkit.runtime.kernels.cpu.formats.registry import FORMATS
@@ -111,6 +111,15 @@ def add_bias(bias, out, first, last, rows, tokens):
             y[t * rows + row] += b[row]
 
 
+@kernel
+def scale_rows(scale, out, first, last, rows, tokens):
+    """out[t, first .. last - 1] *= the float32 at an address, out float32[tokens, rows]."""
+    factor, y = load_float(scale), floats(out, rows * tokens)
+    for t in range(tokens):
+        for row in range(first, last):
+            y[t * rows + row] *= factor
+
+
 class MultiplyParameters(NamedTuple):
     """Parameters of the product of a batch, here and in gemm.py."""
 
@@ -123,11 +132,15 @@ class MultiplyParameters(NamedTuple):
     bias: int  # float32[rows], or 0
     scratch: int
     private_stride: int
+    scale: int = 0  # address of a float32 that products are multiplied by, or 0
 
 
 @functools.cache
 def multiply(ggml_type: int, add: int) -> Callback:
-    """The operation out[token, row] (+)= W x (+ bias) in float32, with MultiplyParameters."""
+    """The operation out[token, row] (+)= W x (* scale) (+ bias) in float32, with MultiplyParameters.
+
+    There is no `scale` with `add`.
+    """
     if ggml_type in FLOAT_TYPES:
         block, nbytes, head = 1, 4 if FLOAT_TYPES[ggml_type] == "f32" else 2, 0
     else:
@@ -157,6 +170,8 @@ def multiply(ggml_type: int, add: int) -> Callback:
                         x = padded_x
                     float_tile(x, n * 4, panel, step * 4, n, results, step * 4, 0)
                     copy_tile(results, step, out, rows, token_count, row_count, add)
+            if p.scale != 0:
+                scale_rows(p.scale, p.out, first, first + row_count, rows, count)
             if p.bias != 0:
                 add_bias(p.bias, p.out, first, first + row_count, rows, count)
 

@@ -35,7 +35,7 @@ from quantkit.codegen.jit import kernel
 from quantkit.codegen.simd import F32, I8, I16, I32, IrBuilder, Value, load_int, simd_intrinsic, vector
 from quantkit.placement.kernel_sizes import PANEL_ROWS, PANELS, RECORD_BYTES, TILE_TOKENS, panels_bytes
 from quantkit.runtime.kernels.cpu.activations import int16_block, int16_sums
-from quantkit.runtime.kernels.cpu.float_gemm import MultiplyParameters, add_bias, copy_tile
+from quantkit.runtime.kernels.cpu.float_gemm import MultiplyParameters, add_bias, copy_tile, scale_rows
 from quantkit.runtime.kernels.cpu.formats.base import Format, InterleavedSubBlock
 from quantkit.runtime.kernels.cpu.formats.registry import FORMATS
 from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record, split
@@ -294,7 +294,10 @@ def _offset_sum(ir: IrBuilder, f: Format, tile_record: Value, t: int, steps: ran
 
 @functools.cache
 def multiply(ggml_type: int, add: int) -> Callback:
-    """The operation out[token, row] (+)= W x (+ bias) for a type of FORMATS, with MultiplyParameters; x is tiles."""
+    """The operation out[token, row] (+)= W x (* scale) (+ bias) for a type of FORMATS, with MultiplyParameters.
+
+    x is tiles. There is no `scale` with `add`.
+    """
     f = FORMATS[ggml_type]
     step, block_bytes, head = PANELS * PANEL_ROWS, f.nbytes // f.rows, f.head // f.rows
     sub_block_bytes, columns = record_bytes(f), f.columns
@@ -321,6 +324,8 @@ def multiply(ggml_type: int, add: int) -> Callback:
                     _multiply_tile(ggml_type, panels, n, tile_x, results, step * 4, 0)
                     token_count = min(tokens, count - tile * tokens)
                     copy_tile(results, step, out, rows, token_count, min(step, rows - first), add)
+            if p.scale != 0:
+                scale_rows(p.scale, p.out, first, min(rows, first + step), rows, count)
             if p.bias != 0:
                 add_bias(p.bias, p.out, first, min(rows, first + step), rows, count)
 

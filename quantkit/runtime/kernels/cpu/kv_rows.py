@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from quantkit.codegen.simd import F32, I8, I16, I32, IrBuilder, Value, simd_intrinsic, vector
+from quantkit.placement.kernel_sizes import whole_vectors
 from quantkit.runtime.kernels import kv_rounding
 from quantkit.runtime.kernels.cpu.dequantize import FLOAT_TYPES, load_floats
 from quantkit.runtime.kernels.cpu.formats.registry import FORMATS
@@ -38,12 +39,14 @@ class LayerView(NamedTuple):
     sin: int
     caches: int  # LayerCache of each sequence
     window: int  # positions that a token sees, its own included
+    query_factors: int = 0  # float32[positions]: queries are multiplied by their position's, or 0
 
 
 class KernelHeads(NamedTuple):
     """The shape that attention kernels are compiled for: `group` query heads share a key/value head.
 
-    Dimensions are multiples of 16; of 32 for quantized cache types.
+    Dimensions are at least 16; multiples of 32 for quantized cache types. Vectors of 16 floats hold them, the last one
+    padded with zeros.
     """
 
     group: int
@@ -53,6 +56,16 @@ class KernelHeads(NamedTuple):
     v_type: int
     rotate_k: int  # elements rotated together; 0: not rotated
     rotate_v: int
+
+    @property
+    def padded_k(self) -> int:
+        """Elements of a key in whole vectors."""
+        return whole_vectors(self.dim_k)
+
+    @property
+    def padded_v(self) -> int:
+        """Elements of a value in whole vectors."""
+        return whole_vectors(self.dim_v)
 
     @property
     def k_bytes(self) -> int:
@@ -69,11 +82,21 @@ class KernelHeads(NamedTuple):
 
 
 def row_floats(ir: IrBuilder, ggml_type: int, row: Value, first: int, stop: int) -> Iterator[tuple[int, Value]]:
-    """Yield (column, 16 floats from there on) of columns first .. stop - 1, multiples of 16, or of 32 if quantized."""
+    """Yield (column, 16 floats from there on) of columns first .. stop - 1.
+
+    `first` is a multiple of 16, or of 32 if quantized; so is `stop`, unless it is the end of a row of floats, of at
+    least 16: then zeros follow in the last vector.
+    """
     if ggml_type in FLOAT_TYPES:
-        width = layout(NAMES[ggml_type]).row_bytes(1)
-        for c in range(first, stop, 16):
+        width, rest = layout(NAMES[ggml_type]).row_bytes(1), stop % 16
+        for c in range(first, stop - rest, 16):
             yield c, load_floats(ir, ggml_type, row + c * width)
+        if rest:  # the last 16 floats, moved down: reading beyond the row could leave the cache
+            last = load_floats(ir, ggml_type, row + (stop - 16) * width)
+            yield (
+                stop - rest,
+                ir.shuffle(last, ir.zero(_FLOATS16), [16 - rest + i if i < rest else 16 for i in range(16)]),
+            )
         return
     f = FORMATS[ggml_type]
     for c in range(first, stop, 32):
@@ -212,11 +235,11 @@ def _to_bfloat(ir: IrBuilder, x: Value) -> Value:
 
 @simd_intrinsic("void")
 def store_row(ir: IrBuilder, ggml_type: int, x: Value, dim: int, row: Value) -> None:
-    """Encode `dim` floats to a row of the cache; dim is a multiple of 16, or of 32 for quantized types."""
+    """Encode `dim` floats to a row of the cache; dim is at least 16, and a multiple of 32 for quantized types."""
     name = NAMES[ggml_type]
     if name in kv_rounding.FLOATS:
         rounded = {"f32": lambda v: v, "f16": ir.float_to_half, "bf16": lambda v: _to_bfloat(ir, v)}[name]
-        for c in range(0, dim, 16):
+        for c in sorted({*range(0, dim - 15, 16), dim - 16}):  # the last 16 overlap others if dim is no multiple of 16
             ir.store(rounded(ir.load(_FLOATS16, x + 4 * c)), row + c * (4 if name == "f32" else 2))
     elif name == "q8_KV":
         _store_q8_kv(ir, x, dim, row)

@@ -20,6 +20,7 @@ from quantkit.runtime.kernels.cpu.float_gemm import float_tile, panel_rows, tran
 from quantkit.runtime.kernels.cpu.kv_rows import CACHE_BYTES, KernelHeads, LayerCache, LayerView, rotate, row_floats
 from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record
 from quantkit.runtime.kernels.cpu.prefill_ops import NEXT_PIECE, SPAN_BYTES, STATE_BYTES, BatchState, SpanState
+from quantkit.runtime.kernels.reference import exp
 
 _FLOATS16 = vector(16, F32)
 
@@ -112,9 +113,16 @@ def _transpose_keys(decoded, count, dim, keys):
 
 
 @kernel
-def _divide(result, dim, denominator, out):
+def _divide(result, dim, softmax_state, sinks, head, out):
+    """out = result / denominator, float32[dim]; with sinks, the head's is one more score in the softmax."""
     x, y = floats(result, dim), floats(out, dim)
-    inverse = np.float32(1) / load_float(denominator)
+    maximum, denominator, rescale = load_float(softmax_state), load_float(softmax_state + 4), np.float32(1)
+    if sinks != 0:
+        sink = load_float(sinks + head * 4)
+        new = max(maximum, sink)
+        rescale = exp(maximum - new)
+        denominator = denominator * rescale + exp(sink - new)
+    inverse = rescale / denominator
     for i in range(dim):
         y[i] = x[i] * inverse
 
@@ -130,6 +138,7 @@ class AttentionParameters(NamedTuple):
     out: int  # float32[tokens, heads, dim_v]
     scratch: int  # kernel_sizes.prefill_attention_bytes per thread
     private_stride: int
+    sinks: int = 0  # float32[heads]: an extra score of each head, whose value is 0; or 0
 
 
 @functools.cache
@@ -140,7 +149,7 @@ def attention(shape: KernelHeads, tokens: int) -> Callback:
     pieces of a sequence with the most keys first, until none is left.
     """
     group, dim_k, dim_v, k_type, v_type, _, rotate_v = shape
-    k_bytes, v_bytes = shape.k_bytes, shape.v_bytes
+    k_bytes, v_bytes, padded_k = shape.k_bytes, shape.v_bytes, shape.padded_k
     rows, width = piece_rows(group, tokens), -(-dim_v // 32) * 32
 
     @callback(OPERATION)
@@ -149,8 +158,8 @@ def attention(shape: KernelHeads, tokens: int) -> Callback:
         view, spans = load_record(LayerView, p.layer_view), load_record(BatchState, p.state).spans
         kv_heads, window, step = p.kv_heads, view.window, p.span
         decoded = p.scratch + thread * p.private_stride
-        keys = decoded + KEY_BLOCK * dim_k * 4
-        values = keys + KEY_BLOCK * dim_k * 4
+        keys = decoded + KEY_BLOCK * padded_k * 4
+        values = keys + KEY_BLOCK * padded_k * 4
         queries = values + KEY_BLOCK * width * 4
         results = queries + rows * dim_k * 4
         softmax_states = results + rows * width * 4
@@ -172,8 +181,8 @@ def attention(shape: KernelHeads, tokens: int) -> Callback:
                 stop = min(start + step, position + token_count)
                 for block_start in range(start, stop, KEY_BLOCK):
                     block_keys, block_scores = min(KEY_BLOCK, stop - block_start), scores + (block_start - start) * 4
-                    _decode(k_type, k_rows + block_start * k_bytes, k_bytes, block_keys, dim_k, decoded, dim_k * 4)
-                    _transpose_keys(decoded, block_keys, dim_k, keys)
+                    _decode(k_type, k_rows + block_start * k_bytes, k_bytes, block_keys, dim_k, decoded, padded_k * 4)
+                    _transpose_keys(decoded, block_keys, padded_k, keys)
                     columns = -(-block_keys // 32) * 32
                     _matmul(
                         queries, dim_k * 4, keys, KEY_BLOCK * 4, dim_k, block_scores, step * 4, used, columns, False
@@ -193,7 +202,8 @@ def attention(shape: KernelHeads, tokens: int) -> Callback:
                     _matmul(weights, step * 4, values, width * 4, columns, results, width * 4, used, width, True)
             for row in range(token_count * group):
                 out = p.out + ((first_group + row // group * kv_heads) * group + row % group) * dim_v * 4
-                _divide(results + row * width * 4, dim_v, softmax_states + row * 8 + 4, out)
+                state, query_head = softmax_states + row * 8, head * group + row % group
+                _divide(results + row * width * 4, dim_v, state, p.sinks, query_head, out)
                 rotate(out, dim_v, rotate_v)
 
     return run

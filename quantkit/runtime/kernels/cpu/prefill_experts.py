@@ -42,7 +42,6 @@ from quantkit.codegen.simd import (
 from quantkit.placement.kernel_sizes import ASSIGNMENT_HEADER, EXPERT_ROWS, FEW_TOKENS, RECORD_BYTES, RUN_BYTES
 from quantkit.runtime.kernels.cpu.activations import quantize_range
 from quantkit.runtime.kernels.cpu.decode_experts import Routing, route_token
-from quantkit.runtime.kernels.cpu.decode_ops import swiglu_range
 from quantkit.runtime.kernels.cpu.gemm import quantize_token, token_share
 from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record, offset_of, record_bytes
 
@@ -260,6 +259,15 @@ def _copy(ir: IrBuilder, x: Value, out: Value) -> None:
         ir.store(ir.load(_FLOATS16, x + 4 * i), out + 4 * i)
 
 
+@simd_intrinsic("void")
+def _add_bias(ir: IrBuilder, bias: Value, out: Value, count: Value, stride: Value) -> None:
+    """out[t, 0 .. 31] += bias[0 .. 31] for t < count; `stride` in bytes."""
+    with ir.loop(0, count) as t:
+        for i in range(0, EXPERT_ROWS, 16):
+            address = out + t * stride + 4 * i
+            ir.store(ir.load(_FLOATS16, address) + ir.load(_FLOATS16, bias + 4 * i), address)
+
+
 @kernel
 def _store_hidden(x, hidden, ff, entry, column, tile_tokens):
     """Store columns column .. column + 31 of an entry's activation, in its tile or as float32 (`tile_tokens` 0)."""
@@ -284,6 +292,9 @@ class GateUpParameters(NamedTuple):
     gate: int
     up: int
     hidden: int  # address of HiddenBuffers
+    activation: int  # function of gated_activations.py
+    gate_bias: int = 0  # float32[experts, ff], or 0
+    up_bias: int = 0
 
 
 @callback(OPERATION)
@@ -303,17 +314,22 @@ def gate_up(parameters, thread, threads):
         i, row = unit // blocks, unit % blocks * EXPERT_ROWS
         run = _run(m.assignment, i)
         gate, up = p.gate + run.expert * m.expert_bytes, p.up + run.expert * m.expert_bytes
+        bias_at = (run.expert * ff + row) * 4
         if run.tokens <= FEW_TOKENS:
             vectors, vector_bytes = m.vectors + i * FEW_TOKENS * m.vector_bytes, m.vector_bytes
             for side in range(2):
                 matrix, out = up if side else gate, results + side * result_bytes
                 _multiply_few(m.matvec, matrix, n, row, run.tokens, vectors, vector_bytes, out, EXPERT_ROWS * 4)
+            if p.gate_bias != 0:
+                _add_bias(p.gate_bias + bias_at, results, run.tokens, EXPERT_ROWS * 4)
+            if p.up_bias != 0:
+                _add_bias(p.up_bias + bias_at, results + result_bytes, run.tokens, EXPERT_ROWS * 4)
             for t in range(run.tokens):
                 result, buffer = (
                     results + t * EXPERT_ROWS * 4,
                     target.vectors + (i * FEW_TOKENS + t) * target.vector_bytes,
                 )
-                swiglu_range(result, result + result_bytes, 0, EXPERT_ROWS, buffer + row * 4)
+                call6(p.activation, result, result + result_bytes, 0, EXPERT_ROWS, buffer + row * 4, 0)
                 quantize_range(buffer, ff, row, row + EXPERT_ROWS)
             continue
         for side in range(2):
@@ -324,9 +340,13 @@ def gate_up(parameters, thread, threads):
             for side in range(2):
                 out = results + side * result_bytes
                 call6(m.product, panels + side * panel_bytes, n, x, out, EXPERT_ROWS * 4, 0)
+            if p.gate_bias != 0:
+                _add_bias(p.gate_bias + bias_at, results, tokens, EXPERT_ROWS * 4)
+            if p.up_bias != 0:
+                _add_bias(p.up_bias + bias_at, results + result_bytes, tokens, EXPERT_ROWS * 4)
             for t in range(min(tokens, run.first + run.tokens - entry)):
                 result = results + t * EXPERT_ROWS * 4
-                swiglu_range(result, result + result_bytes, 0, EXPERT_ROWS, result)
+                call6(p.activation, result, result + result_bytes, 0, EXPERT_ROWS, result, 0)
                 _store_hidden(result, target.hidden, ff, entry + t, row, target.tile_tokens)
 
 
@@ -337,11 +357,12 @@ class MultiplyParameters(NamedTuple):
     weights: int
     out: int  # float32[entries, rows]
     counter: int  # NEXT_GATE or NEXT_UP
+    bias: int = 0  # float32[experts, rows], or 0
 
 
 @callback(OPERATION)
 def multiply(parameters, thread, threads):
-    """out = W x for all entries."""
+    """out = W x (+ bias) for all entries."""
     p = load_record(MultiplyParameters, parameters)
     m = load_record(ExpertMatrix, p.matrix)
     n, rows, tokens = m.n, m.rows, m.tile_tokens
@@ -359,10 +380,14 @@ def multiply(parameters, thread, threads):
             vectors, vector_bytes = m.vectors + i * FEW_TOKENS * m.vector_bytes, m.vector_bytes
             first_out = out + run.first * rows * 4
             _multiply_few(m.matvec, matrix, n, row, run.tokens, vectors, vector_bytes, first_out, rows * 4)
+            if p.bias != 0:
+                _add_bias(p.bias + (run.expert * rows + row) * 4, first_out, run.tokens, rows * 4)
             continue
         call3(m.unpack, matrix + row * (m.expert_bytes // rows), n, panel)
         for entry in range(run.first, run.first + run.tokens, tokens):
             call6(m.product, panel, n, m.x + entry * m.entry_bytes, out + entry * rows * 4, rows * 4, 0)
+            if p.bias != 0:
+                _add_bias(p.bias + (run.expert * rows + row) * 4, out + entry * rows * 4, tokens, rows * 4)
 
 
 class ActivateParameters(NamedTuple):
@@ -373,6 +398,7 @@ class ActivateParameters(NamedTuple):
     up: int  # float32[entries, ff]
     ff: int
     hidden: int  # address of HiddenBuffers
+    activation: int  # function of gated_activations.py
 
 
 @callback(OPERATION)
@@ -386,10 +412,10 @@ def activate(parameters, thread, threads):
             gate, up = p.gate + entry * ff * 4, p.up + entry * ff * 4
             if run.tokens <= FEW_TOKENS:
                 buffer = target.vectors + (i * FEW_TOKENS + entry - run.first) * target.vector_bytes
-                swiglu_range(gate, up, 0, ff, buffer)
+                call6(p.activation, gate, up, 0, ff, buffer, 0)
                 quantize_range(buffer, ff, 0, ff)
                 continue
-            swiglu_range(gate, up, 0, ff, gate)
+            call6(p.activation, gate, up, 0, ff, gate, 0)
             for column in range(0, ff, EXPERT_ROWS):
                 _store_hidden(gate + column * 4, target.hidden, ff, entry, column, target.tile_tokens)
 
@@ -402,11 +428,12 @@ class AddDownParameters(NamedTuple):
     out: int  # float32[tokens, rows]
     max_entries: int
     quantized: int  # 1: x of the matrix is tiles of gemm.py; 0: float32 rows one after another
+    bias: int = 0  # float32[experts, rows], or 0
 
 
 @callback(OPERATION)
 def add_down(parameters, thread, threads):
-    """out[token] += weight * (W x) for all entries, expert by expert."""
+    """out[token] += weight * (W x + bias) for all entries, expert by expert."""
     p = load_record(AddDownParameters, parameters)
     m = load_record(ExpertMatrix, p.matrix)
     n, rows, tokens = m.n, m.rows, m.tile_tokens
@@ -435,6 +462,8 @@ def add_down(parameters, thread, threads):
                             addresses[t] = x + t * m.entry_bytes
                         x = results + tokens * EXPERT_ROWS * 4
                     call6(m.product, panel, n, x, results, EXPERT_ROWS * 4, 0)
+                if p.bias != 0:
+                    _add_bias(p.bias + (run.expert * rows + row) * 4, results, tokens, EXPERT_ROWS * 4)
                 for t in range(min(tokens, run.first + run.tokens - entry)):
                     target = p.out + (token_of[entry + t] * rows + row) * 4
                     _add_scaled(results + t * EXPERT_ROWS * 4, weight_of[entry + t], target)

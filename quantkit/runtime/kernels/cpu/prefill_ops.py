@@ -1,4 +1,4 @@
-"""Operations of the prefill plan, except products, attention and experts: norms, SwiGLU, RoPE and the KV cache.
+"""Operations of the prefill plan, except products, attention and experts: norms, activations, RoPE and the KV cache.
 
 A batch is rows of float32 arrays, one per token. A thread's share is a run of tokens, whole tiles of gemm.py, so that
 the next operation on the same tokens needs no barrier. The tokens may continue several sequences, each with its own
@@ -18,9 +18,9 @@ from typing import NamedTuple
 import numpy as np
 
 from quantkit.codegen.callbacks import Callback, callback
-from quantkit.codegen.simd import floats, load_float, store_int
+from quantkit.codegen.simd import call6, floats, load_float, store_int
 from quantkit.runtime.kernels.cpu.decode_attention import apply_rope
-from quantkit.runtime.kernels.cpu.decode_ops import rms_norm_into, swiglu_range
+from quantkit.runtime.kernels.cpu.decode_ops import rms_norm_into
 from quantkit.runtime.kernels.cpu.gemm import token_share
 from quantkit.runtime.kernels.cpu.kv_rows import CACHE_BYTES, KernelHeads, LayerCache, LayerView, rotate, store_row
 from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record, offset_of, record_bytes
@@ -88,10 +88,11 @@ def head_norm(parameters, thread, threads):
         rms_norm_into(p.x + head * p.dim * 4, p.weight, p.dim, eps, p.x + head * p.dim * 4)
 
 
-class SwigluParameters(NamedTuple):
-    """Parameters of `swiglu`."""
+class GatedParameters(NamedTuple):
+    """Parameters of `gated`."""
 
     state: int
+    activation: int  # function of gated_activations.py
     gate: int  # float32[tokens, n]
     up: int  # float32[tokens, n]
     n: int
@@ -99,11 +100,11 @@ class SwigluParameters(NamedTuple):
 
 
 @callback(OPERATION)
-def swiglu(parameters, thread, threads):
-    """out = gate * sigmoid(gate) * up."""
-    p = load_record(SwigluParameters, parameters)
+def gated(parameters, thread, threads):
+    """out = act(gate) * up."""
+    p = load_record(GatedParameters, parameters)
     first, last = token_share(load_record(BatchState, p.state).tokens, thread, threads)
-    swiglu_range(p.gate, p.up, first * p.n, last * p.n, p.out)
+    call6(p.activation, p.gate, p.up, first * p.n, last * p.n, p.out, 0)
 
 
 class RopeParameters(NamedTuple):
@@ -144,9 +145,12 @@ def rope(shape: KernelHeads) -> Callback:
                 sin = floats(view.sin + position * rope_dim * 2, rope_dim // 2)
                 q, k = p.q + token * heads * dim_k * 4, p.k + token * kv_heads * dim_k * 4
                 v = p.v + token * kv_heads * dim_v * 4
+                query_scale = scale
+                if view.query_factors != 0:
+                    query_scale *= load_float(view.query_factors + position * 4)
                 for head in range(heads):
                     x = floats(q + head * dim_k * 4, dim_k)
-                    apply_rope(x, x, dim_k, cos, sin, rope_dim, pair_step, pair_stride, scale)
+                    apply_rope(x, x, dim_k, cos, sin, rope_dim, pair_step, pair_stride, query_scale)
                 for head in range(kv_heads):
                     x = floats(k + head * dim_k * 4, dim_k)
                     apply_rope(x, x, dim_k, cos, sin, rope_dim, pair_step, pair_stride, np.float32(1))

@@ -1,0 +1,72 @@
+"""Operations of the decode plan that some architectures need: norms of whole vectors that threads share, RoPE of heads.
+
+`norm_rows` has a norm over elements that several threads computed, so a barrier comes before it. `rope_heads` applies
+RoPE where a norm follows (otherwise attention does it); like `decode_ops.head_norm` it takes the heads that the thread
+itself computed.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from quantkit.codegen.callbacks import callback
+from quantkit.codegen.simd import floats, load_float, load_int
+from quantkit.runtime.kernels.cpu.decode_attention import apply_rope
+from quantkit.runtime.kernels.cpu.decode_ops import rms_scale
+from quantkit.runtime.kernels.cpu.kv_rows import LayerView
+from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record, split
+
+
+class NormRowsParameters(NamedTuple):
+    """Parameters of `norm_rows`."""
+
+    x: int  # float32[n]
+    weight: int  # float32[n]
+    n: int
+    eps: int  # address of a float32
+    multiple: int
+    out: int  # float32[n], not x
+    add: int  # 1: add the norm to out
+
+
+@callback(OPERATION)
+def norm_rows(parameters, thread, threads):
+    """out (+)= norm(x): every thread sums the squares of all elements and writes its own share."""
+    p = load_record(NormRowsParameters, parameters)
+    first, last = split(p.n, p.multiple, thread, threads), split(p.n, p.multiple, thread + 1, threads)
+    scale = rms_scale(p.x, p.n, load_float(p.eps))
+    x, weight, out = floats(p.x, p.n), floats(p.weight, p.n), floats(p.out, p.n)
+    if p.add != 0:
+        for i in range(first, last):
+            out[i] += x[i] * scale * weight[i]
+    else:
+        for i in range(first, last):
+            out[i] = x[i] * scale * weight[i]
+
+
+class RopeHeadsParameters(NamedTuple):
+    """Parameters of `rope_heads`."""
+
+    position: int  # address of an int64: the token's position
+    x: int  # float32[rows / dim, dim]
+    rows: int
+    dim: int
+    multiple: int  # whole heads
+    rope_dim: int
+    pair_step: int  # RoPE pair j is elements j * pair_step and j * pair_step + pair_stride
+    pair_stride: int
+    layer_view: int  # address of a LayerView
+
+
+@callback(OPERATION)
+def rope_heads(parameters, thread, threads):
+    """Apply RoPE to the thread's heads of x, in place."""
+    p = load_record(RopeHeadsParameters, parameters)
+    view, position = load_record(LayerView, p.layer_view), load_int(p.position)
+    cos = floats(view.cos + position * p.rope_dim * 2, p.rope_dim // 2)
+    sin = floats(view.sin + position * p.rope_dim * 2, p.rope_dim // 2)
+    for row in range(split(p.rows, p.multiple, thread, threads), split(p.rows, p.multiple, thread + 1, threads), p.dim):
+        x = floats(p.x + row * 4, p.dim)
+        apply_rope(x, x, p.dim, cos, sin, p.rope_dim, p.pair_step, p.pair_stride, np.float32(1))

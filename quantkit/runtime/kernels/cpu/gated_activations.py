@@ -1,0 +1,76 @@
+"""Activations of gated feed-forwards, act(gate) * up: for each a C function for elements first .. last - 1,
+
+    void(gate, up, first, last, out, 0)     out[i] = act(gate[i]) * up[i], float32; out may be gate
+
+`first` and `last` are multiples of 16. All arguments are int64; addresses are integers. Operations take the address of
+the function of a block's activation. The formulas are those of kernels/reference.py; NaN stays NaN.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from quantkit.codegen.callbacks import Callback, callback
+from quantkit.codegen.simd import F32, IrBuilder, Value, simd_intrinsic, vector
+
+SIGNATURE = "void(int64, int64, int64, int64, int64, int64)"
+_FLOATS16 = vector(16, F32)
+_SQRT_2_OVER_PI, _CUBIC = 0.7978845608, 0.044715
+_ALPHA, _LIMIT = 1.702, 7.0  # of gpt-oss
+
+
+def _times_sigmoid(ir: IrBuilder, x: Value, z: Value) -> Value:
+    """x / (1 + e^z)."""
+    return x / (ir.exp(z) + 1.0)
+
+
+def _swiglu(ir: IrBuilder, gate: Value, up: Value) -> Value:
+    sigmoid = ir.constant(_FLOATS16, 1.0) / (ir.exp(gate * -1.0) + 1.0)
+    return gate * sigmoid * up
+
+
+def _geglu(ir: IrBuilder, gate: Value, up: Value) -> Value:
+    u = (gate + gate * _CUBIC * gate * gate) * _SQRT_2_OVER_PI
+    return _times_sigmoid(ir, gate, u * -2.0) * up
+
+
+def _relu2(ir: IrBuilder, gate: Value, up: Value) -> Value:
+    positive = ir.max(gate, ir.zero(_FLOATS16))
+    return positive * positive * up
+
+
+def _swiglu_oai(ir: IrBuilder, gate: Value, up: Value) -> Value:
+    limit = ir.constant(_FLOATS16, _LIMIT)
+    g, u = ir.min(gate, limit), ir.max(ir.min(up, limit), limit * -1.0)
+    return _times_sigmoid(ir, g, g * -_ALPHA) * (u + 1.0)
+
+
+ACTIVATIONS: dict[str, Callable[[IrBuilder, Value, Value], Value]] = {
+    "swiglu": _swiglu,
+    "geglu": _geglu,
+    "relu2": _relu2,
+    "swiglu_oai": _swiglu_oai,
+}
+_NAMES = list(ACTIVATIONS)  # intrinsics take a number as a constant, not a name
+
+
+@simd_intrinsic("void")
+def activate_range(ir: IrBuilder, number: int, gate: Value, up: Value, first: Value, last: Value, out: Value) -> None:
+    """out = act(gate) * up for elements first .. last - 1, multiples of 16; the activation is _NAMES[number]."""
+    activation = ACTIVATIONS[_NAMES[number]]
+    with ir.loop(first, last, 16) as i:
+        result = activation(ir, ir.load(_FLOATS16, gate + i * 4), ir.load(_FLOATS16, up + i * 4))
+        ir.store(result, out + i * 4)
+
+
+@functools.cache
+def activation(name: str) -> Callback:
+    """The compiled function of an activation, by the name that blocks.FeedForward and blocks.Experts have for it."""
+    number = _NAMES.index(name)
+
+    @callback(SIGNATURE)
+    def run(gate, up, first, last, out, unused):
+        activate_range(number, gate, up, first, last, out)
+
+    return run

@@ -1,0 +1,287 @@
+"""Features of single architectures in the compiled passes: against the layer-by-layer model, on random tiny files.
+
+Biases of experts, sinks and scales are drawn so that leaving one out shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quantkit import archs
+from quantkit.archs.common import blocks
+from quantkit.formats import gguf
+from quantkit.recipe import from_config
+from quantkit.runtime.blocks import float_ops
+from quantkit.runtime.compiled.unsupported import unsupported_feature
+from quantkit.runtime.kernels.cpu import decode_ops
+from quantkit.runtime.kernels.cpu.gated_activations import ACTIVATIONS, activation
+from quantkit.runtime.kernels.cpu.op_list import OpList
+from quantkit.runtime.loading import load
+from quantkit.runtime.model import Model
+from tests.archs.files import written
+from tests.recipe import configs
+from tests.runtime.conftest import rewrite
+from tests.runtime.test_step import TOKENS, by_steps, changed, spread
+from tests.test_architectures import OTHERS
+
+# Architectures that still run layer by layer, by the feature that has no operation.
+BY_LAYERS = {
+    "deepseek2": "latent attention runs layer by layer",
+    "qwen3next": "recurrent layers run layer by layer",
+    "qwen35": "recurrent layers run layer by layer",
+    "qwen35moe": "recurrent layers run layer by layer",
+}
+COMPILED = [arch.name for arch in archs.all() if arch.name not in BY_LAYERS]
+
+GPT_OSS_20B = {
+    "architectures": ["GptOssForCausalLM"], "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880,
+    "num_hidden_layers": 24, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
+    "num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 128, "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5, "rope_theta": 150000.0, "attention_bias": True,
+}  # fmt: skip
+GEMMA3_27B = {
+    "architectures": ["Gemma3ForCausalLM"], "vocab_size": 262208, "hidden_size": 5376, "intermediate_size": 21504,
+    "num_hidden_layers": 62, "num_attention_heads": 32, "num_key_value_heads": 16, "head_dim": 128,
+    "query_pre_attn_scalar": 168, "sliding_window": 1024, "max_position_embeddings": 131072, "rms_norm_eps": 1e-6,
+    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+}  # fmt: skip
+GLM45_AIR = {
+    "architectures": ["Glm4MoeForCausalLM"], "vocab_size": 151552, "hidden_size": 4096, "intermediate_size": 10944,
+    "num_hidden_layers": 46, "num_attention_heads": 96, "num_key_value_heads": 8, "head_dim": 128,
+    "moe_intermediate_size": 1408, "n_routed_experts": 128, "num_experts_per_tok": 8, "n_shared_experts": 1,
+    "first_k_dense_replace": 1, "attention_bias": True, "num_nextn_predict_layers": 1, "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 131072, "rope_theta": 1e6, "partial_rotary_factor": 0.5,
+}  # fmt: skip
+MINIMAX_M2 = {
+    "architectures": ["MiniMaxM2ForCausalLM"], "vocab_size": 200064, "hidden_size": 3072, "intermediate_size": 1536,
+    "num_hidden_layers": 62, "num_attention_heads": 48, "num_key_value_heads": 8, "head_dim": 128, "rotary_dim": 64,
+    "num_local_experts": 256, "num_experts_per_tok": 8, "max_position_embeddings": 196608, "rms_norm_eps": 1e-6,
+    "rope_theta": 5000000.0,
+}  # fmt: skip
+HUNYUAN_A13B = {
+    "architectures": ["HunYuanMoEV1ForCausalLM"], "vocab_size": 128167, "hidden_size": 4096, "intermediate_size": 3072,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "num_experts": 64,
+    "moe_topk": 8, "max_position_embeddings": 32768, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+}  # fmt: skip
+BITNET_2B = {
+    "architectures": ["BitNetForCausalLM"], "vocab_size": 128256, "hidden_size": 2560, "intermediate_size": 6912,
+    "num_hidden_layers": 30, "num_attention_heads": 20, "num_key_value_heads": 5, "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "hidden_act": "relu2", "tie_word_embeddings": True,
+}  # fmt: skip
+FIRST_BITNET_3B = {  # heads of 100 elements
+    "architectures": ["BitnetForCausalLM"], "vocab_size": 32002, "hidden_size": 3200, "intermediate_size": 8640,
+    "num_hidden_layers": 26, "num_attention_heads": 32, "num_key_value_heads": 32, "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu",
+}  # fmt: skip
+MINISTRAL3_8B = archs.get("mistral3").EXAMPLE | {
+    "vocab_size": 131072, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 34,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+}  # fmt: skip
+ERNIE_21B = {
+    "architectures": ["Ernie4_5_MoeForCausalLM"], "vocab_size": 103424, "hidden_size": 2560, "intermediate_size": 12288,
+    "num_hidden_layers": 28, "num_attention_heads": 20, "num_key_value_heads": 4, "head_dim": 128,
+    "moe_intermediate_size": 1536, "moe_num_experts": 64, "moe_k": 6, "moe_num_shared_experts": 2,
+    "moe_layer_start_index": 1, "moe_layer_end_index": 27, "moe_layer_interval": 1, "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": True,
+}  # fmt: skip
+FULL_SIZE: dict[str, dict[str, Any]] = {
+    "gpt-oss": GPT_OSS_20B, "gemma3": GEMMA3_27B, "glm4moe": GLM45_AIR, "minimax-m2": MINIMAX_M2,
+    "hunyuan-moe": HUNYUAN_A13B, "bitnet-b1.58": BITNET_2B, "bitnet": FIRST_BITNET_3B, "mistral3": MINISTRAL3_8B,
+    "ernie4_5-moe": ERNIE_21B, "deepseek2": configs.DEEPSEEK_V3, "qwen3moe": configs.QWEN3_235B,
+    "qwen35": configs.QWEN35_27B,
+}  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------- what has operations
+
+
+def reason(config: dict[str, Any]) -> str | None:
+    """Why a model of a config.json, its matrices in BF16, would run layer by layer."""
+    specs, metadata = from_config(archs.language_model(config))
+    arch = archs.from_hf(archs.language_model(config))
+    weights = {spec.name: spec for spec in specs}
+    hparams = arch.hparams(metadata, weights.keys())
+    return unsupported_feature(weights, arch.blocks(hparams), arch.head(hparams))  # type: ignore[arg-type]  # no data
+
+
+@pytest.mark.parametrize("name", [arch.name for arch in archs.all()])
+def test_every_architecture_is_compiled(name: str) -> None:
+    assert reason(archs.get(name).EXAMPLE) == BY_LAYERS.get(name)
+
+
+@pytest.mark.parametrize("name", FULL_SIZE)
+def test_models_of_full_size_are_compiled(name: str) -> None:
+    assert archs.from_hf(archs.language_model(FULL_SIZE[name])).name == name
+    assert reason(FULL_SIZE[name]) == BY_LAYERS.get(name)
+
+
+def test_heads_below_a_vector_run_layer_by_layer(tmp_path: Path) -> None:
+    fast = load(written(tmp_path / "m.gguf", "qwen3", head_dim=8), numerics="fast")
+    assert fast.fallback_reason == "heads of 8 and 8 elements: kernels need at least 16"
+
+
+# ----------------------------------------------------------------------------------------- against the exact model
+
+
+def pair(path: Path, **options: Any) -> tuple[Model, Model]:
+    """The exact model and the compiled one, with a cache that rounds nothing."""
+    exact, fast = load(path, cache_type="f32"), load(path, numerics="fast", cache_type="f32", **options)
+    assert fast.fallback_reason is None
+    return exact, fast
+
+
+def check(path: Path, limit: float = 1e-5, **options: Any) -> None:
+    """Prompts of several lengths and token by token, against the exact model."""
+    exact, fast = pair(path, **options)
+    expected = exact.logits(TOKENS)
+    for count in (2, 7, 90):
+        assert spread(fast.logits(TOKENS[:count]), expected[:count]) < limit
+    assert spread(by_steps(fast, TOKENS), expected) < limit
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_the_example_of_every_architecture(name: str, tmp_path: Path) -> None:
+    check(written(tmp_path / "m.gguf", name))
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_other_ratios_of_every_architecture(name: str, tmp_path: Path) -> None:
+    check(written(tmp_path / "m.gguf", name, **OTHERS[name]))
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("name", ["gpt-oss", "gemma3", "hunyuan-moe", "minimax-m2", "bitnet-b1.58", "mistral3"])
+def test_any_number_of_threads(name: str, threads: int, tmp_path: Path) -> None:
+    check(written(tmp_path / "m.gguf", name), threads=threads)
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "gemma3", "hunyuan-moe", "minimax-m2", "bitnet-b1.58", "mistral3"])
+def test_sequences_of_their_own_lengths_go_on_together(name: str, tmp_path: Path) -> None:
+    exact, fast = pair(written(tmp_path / "m.gguf", name))
+    alone, caches, done = exact.logits(TOKENS), [fast.new_cache(room) for room in (90, 128, 95)], [0, 0, 0]
+    for counts in ((1, 40, 17), (1, 1, 1), (50, 1, 2)):
+        parts = [(TOKENS[d : d + n], cache) for d, n, cache in zip(done, counts, caches)]
+        result, done = fast.forward_batch(parts), [d + n for d, n in zip(done, counts)]
+        assert spread(result, alone[[d - 1 for d in done]]) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "gemma3"])
+def test_plain_attention(name: str, tmp_path: Path) -> None:
+    check(written(tmp_path / "m.gguf", name), flash_attention=False)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt-oss"])
+def test_heads_that_are_no_multiple_of_a_vector(name: str, tmp_path: Path) -> None:
+    for dim, heads in ((24, 4), (40, 4)):
+        sizes = {"head_dim": dim, "num_attention_heads": heads, "num_key_value_heads": 2}
+        check(written(tmp_path / f"{dim}.gguf", name, **sizes))
+
+
+# --------------------------------------------------------------------------------------------------- single features
+
+
+def with_blocks(monkeypatch: pytest.MonkeyPatch, name: str, method: str, change: Callable[[Any, int], Any]) -> None:
+    """Blocks that no architecture has yet: `change(part, layer)` of what an architecture's method gives."""
+    kind = type(archs.get(name))
+    given = getattr(kind, method)
+    monkeypatch.setattr(kind, method, lambda self, hp, i: change(given(self, hp, i), i))
+
+
+def test_a_norm_over_all_heads_after_rope(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_blocks(monkeypatch, "minimax-m2", "attention", lambda part, i: replace(part, norms_after_rope=True))
+    check(written(tmp_path / "m.gguf", "minimax-m2"))
+
+
+def test_rope_apart_from_attention_without_a_norm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_blocks(monkeypatch, "llama", "attention", lambda part, i: replace(part, norms_after_rope=True))
+    check(written(tmp_path / "m.gguf", "llama"))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_of_experts(name: str, fused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_blocks(monkeypatch, "qwen3moe", "feed_forward", lambda part, i: replace(part, activation=name))
+    check(written(tmp_path / "m.gguf", "qwen3moe"), fused_experts=fused)
+
+
+def test_norms_of_a_shared_expert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its activation too. The norms have weights of another norm: n_embd elements, as the shared expert's rows here."""
+
+    def changed_part(part: Any, i: int) -> Any:
+        if not isinstance(part, blocks.Experts):
+            return part
+        assert part.shared is not None
+        norm = blocks.Norm(f"blk.{i}.attn_norm.weight", 1e-5)
+        return replace(part, shared=replace(part.shared, post_norm=norm, sub_norm=norm, activation="relu2"))
+
+    with_blocks(monkeypatch, "glm4moe", "feed_forward", changed_part)
+    check(written(tmp_path / "m.gguf", "glm4moe", n_shared_experts=2, moe_intermediate_size=32))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("used", [1, 8])
+def test_biases_of_experts(used: int, fused: bool, tmp_path: Path) -> None:
+    """With one expert of eight, most have few tokens; with all, none has."""
+    path = written(tmp_path / "m.gguf", "gpt-oss", num_experts_per_tok=used)
+    check(path, fused_experts=fused)
+    names = [f"blk.0.ffn_{part}_exps.bias" for part in ("gate", "up", "down")]
+    expected, file = load(path).logits(TOKENS), gguf.open(path)
+    for name in names:
+        without = changed(path, tmp_path / "w.gguf", {}, {name: 0 * file.tensors[name].dequantize()})
+        assert spread(load(without, numerics="fast").logits(TOKENS), expected) > 0.01
+
+
+@pytest.mark.parametrize("kind", ["q8_0", "f16"])
+@pytest.mark.parametrize("name", ["gpt-oss", "gemma3", "bitnet-b1.58", "bitnet"])
+def test_quantized_weights(name: str, kind: str, tmp_path: Path) -> None:
+    options = {"num_experts_per_tok": 8} if name == "gpt-oss" else {}  # all, so that rounding changes no choice
+    path = rewrite(written(tmp_path / "m.gguf", name, **options), tmp_path / "q.gguf", kind)
+    check(path, 0.03 if kind == "q8_0" else 1e-3)
+
+
+@pytest.mark.parametrize("kind", ["f32", "q8_0"])
+def test_scaled_products(kind: str, tmp_path: Path) -> None:
+    """NAME.scale of every matrix, and a bias that is not scaled beside one."""
+    source = written(tmp_path / "m.gguf", "bitnet-b1.58")
+    names = [f"blk.{i}.{part}" for i in range(2) for part in ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate",
+                                                              "ffn_up", "ffn_down")]  # fmt: skip
+    extra = {f"{name}.scale": np.array([0.5 + i / 4], np.float32) for i, name in enumerate(names)}
+    extra |= {f"blk.{i}.attn_output.bias": np.linspace(-1, 1, 64).astype(np.float32) for i in range(2)}
+    extra |= {f"blk.{i}.attn_q.bias": np.linspace(-2, 1, 64).astype(np.float32) for i in range(2)}
+    path = changed(source, tmp_path / "scaled.gguf", {}, extra)
+    check(rewrite(path, tmp_path / "q.gguf", kind), 0.03 if kind == "q8_0" else 1e-5)
+    assert spread(load(path).logits(TOKENS), load(source).logits(TOKENS)) > 0.1
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_are_the_plain_ones(name: str, rng: np.random.Generator) -> None:
+    gate, up = rng.standard_normal((2, 5, 64), np.float32) * 8
+    gate[0, :4], up[1, :2] = [-1e9, 1e9, 300, -300], [100, -100]
+    gate[2, 3], up[3, 5] = np.nan, np.nan
+    expected = float_ops.activate(name, gate.copy(), up, 1)
+    out, ops = np.zeros_like(gate), OpList(1)
+    parameters = decode_ops.GatedParameters(
+        activation=activation(name).address, gate=ops.keep(gate).ctypes.data, up=ops.keep(up).ctypes.data, n=gate.size,
+        multiple=32, buffer=ops.buffer("hidden", 12 * gate.size),
+    )  # fmt: skip
+    ops.add(decode_ops.gated, parameters)
+    ops.run()
+    out.reshape(-1)[:] = ops._buffers["hidden", 12 * gate.size].view(np.float32)[: gate.size]
+    np.testing.assert_allclose(out, expected, rtol=2e-6)
+    assert np.isnan(out[[2, 3], [3, 5]]).all()
+
+
+def test_activations_are_those_that_blocks_name() -> None:
+    assert ACTIVATIONS.keys() == float_ops.ACTIVATIONS.keys()
+    for arch in archs.all():
+        specs, metadata = from_config(arch.EXAMPLE)
+        hparams = arch.hparams(metadata, {spec.name for spec in specs})
+        for part in (part for block in arch.blocks(hparams) for part in block.parts):
+            if isinstance(part, (blocks.FeedForward, blocks.Experts)):
+                assert part.activation in ACTIVATIONS

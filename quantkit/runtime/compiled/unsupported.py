@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from quantkit.archs.common import blocks
 from quantkit.formats.gguf import Tensor
 from quantkit.placement.kernel_sizes import EXPERT_ROWS
+from quantkit.runtime.compiled import delta_net
 from quantkit.runtime.kernels import dispatch
 
 Weights = Mapping[str, Tensor]
@@ -24,7 +25,8 @@ def unsupported_feature(weights: Weights, parts: Sequence[blocks.Block], head: b
         elif isinstance(part, blocks.LatentAttention):
             reason = "latent attention runs layer by layer"
         elif isinstance(part, blocks.DeltaNet):
-            reason = "recurrent layers run layer by layer"
+            linears += delta_net.matrices(part)
+            reason = None
         else:
             linears += [part.gate, part.up, part.down]
             if isinstance(part, blocks.Experts):
@@ -46,8 +48,6 @@ def unsupported_feature(weights: Weights, parts: Sequence[blocks.Block], head: b
 def _in_attention(part: blocks.Attention) -> str | None:
     if part.sinks or part.post_norm is not None:
         return "attention with sinks, or with a norm of its result"
-    if part.gated:
-        return "attention with a gated result"
     if part.norms_across_heads or part.norms_after_rope:
         return "queries and keys are normalized over all heads together, or after RoPE"
     if part.sub_norm is not None:
@@ -64,8 +64,6 @@ def _in_experts(weights: Weights, part: blocks.Experts) -> str | None:
         rows = weights[linear.weight].shape[1]
         if rows % EXPERT_ROWS:
             return f"{rows} rows of an expert are not a multiple of {EXPERT_ROWS} ({linear.weight})"
-    if part.shared_gate is not None:
-        return f"a shared expert with a gate ({part.shared_gate})"
     if part.gate.bias or part.up.bias or part.down.bias:
         return f"experts with biases ({part.gate.bias})"
     return None

@@ -10,6 +10,8 @@ hidden state, queries, keys, values and the feed-forward:
               T panels(n)                       unpacked rows of 32 weights, for each thread and width
               T pieces                          keys and values of 128 positions, queries, scores
               experts: most = B used + 5 count tile entries of E and F, three vectors per expert, lists
+              recurrent layers: 4 B (c + 2 V), for the c channels of the convolution and the V elements of the values,
+              and T chunks with the state of a head
     tokens    T activations(E), logits, q, k, v, gate, up: small
     RoPE      8 bytes per position and pair, for both
 
@@ -29,6 +31,9 @@ from quantkit.placement.tensor_info import TensorInfo
 
 _PANEL_RECORD = 640  # bytes of 16 rows of 32 columns, unpacked: 576 to 768, by the type's scales
 _DECODED = 64 << 20
+_RECURRENT_MATRICES = {  # that read a recurrent layer's norm: the buffer of their output, unless all layers have it
+    "attn_qkv": "", "attn_gate": "", "ssm_in": "projected", "ssm_ba": "ba", "ssm_beta": "beta", "ssm_alpha": "alpha",
+}  # fmt: skip
 _FLOATS = frozenset(("f32", "f16", "bf16"))
 
 
@@ -45,8 +50,8 @@ class _Buffers(dict[tuple[str, int], int]):
 def work_bytes(tensors: Mapping[str, TensorInfo], metadata: Mapping[str, Any], n_ctx: int, threads: int) -> int | None:
     """Bytes of working memory of a model on the CPU, for caches of `n_ctx` tokens.
 
-    None if a layer is not attention with q, k, v followed by a gated feed-forward or experts: such models run layer by
-    layer and allocate memory on demand.
+    None if a layer is not attention with q, k, v, or recurrent, followed by a gated feed-forward or experts: such
+    models run layer by layer and allocate memory on demand.
     """
     arch = metadata.get("general.architecture")
     layers = {int(found[1]) for name in tensors if (found := re.match(r"blk\.(\d+)\.", name))}
@@ -58,15 +63,21 @@ def work_bytes(tensors: Mapping[str, TensorInfo], metadata: Mapping[str, Any], n
     prompt, step = _Buffers(), _Buffers()
     prompt.add("x", 4 * BATCH_TOKENS * embd)
     step.add("x and logits", 4 * (embd + vocab))
-    head_dim = 0
+    head_dim = int(metadata.get(f"{arch}.attention.key_length") or 0)
+    recurrence = tuple(int(metadata.get(f"{arch}.ssm.{key}") or 0) for key in ("state_size", "time_step_rank"))
     for layer in sorted(layers):
         own = {name[len(f"blk.{layer}.") :]: t for name, t in tensors.items() if name.startswith(f"blk.{layer}.")}
-        if not {"attn_q.weight", "attn_k.weight", "attn_v.weight", "attn_output.weight"} <= own.keys():
+        if {"ssm_conv1d.weight", "ssm_out.weight"} <= own.keys() and all(recurrence):
+            _recurrent(prompt, step, own, *recurrence, threads)
+        elif {"attn_q.weight", "attn_k.weight", "attn_v.weight", "attn_output.weight"} <= own.keys():
+            head_dim = head_dim or own["attn_q.weight"].shape[0] // heads
+            _attention(prompt, step, own, heads, head_dim, threads)
+        else:
             return None
-        head_dim = own["attn_q.weight"].shape[0] // heads
-        _attention(prompt, step, own, heads, threads)
-        if "ffn_gate_exps.weight" in own and used and "ffn_gate_shexp.weight" not in own:
+        if "ffn_gate_exps.weight" in own and used:
             _experts(prompt, step, own, used, threads)
+            if "ffn_gate_shexp.weight" in own:
+                _feed_forward(prompt, step, own, threads, "_shexp")
         elif {"ffn_gate.weight", "ffn_up.weight", "ffn_down.weight"} <= own.keys():
             _feed_forward(prompt, step, own, threads)
         else:
@@ -109,15 +120,19 @@ def _read(buffers: _Buffers, tensors: list[TensorInfo], n: int, threads: int) ->
             buffers.private("panels", kernel_sizes.panels_bytes(n, _PANEL_RECORD), threads)
 
 
-def _attention(prompt: _Buffers, step: _Buffers, own: Mapping[str, TensorInfo], heads: int, threads: int) -> None:
+def _attention(
+    prompt: _Buffers, step: _Buffers, own: Mapping[str, TensorInfo], heads: int, dim_k: int, threads: int
+) -> None:
     q, k, v, out = (own[f"attn_{name}.weight"] for name in ("q", "k", "v", "output"))
     embd = q.shape[1]
-    dim_k = q.shape[0] // heads
     kv_heads = max(1, k.shape[0] // dim_k)
     dim_v, group = v.shape[0] // kv_heads, heads // kv_heads
-    for name, t in (("q", q), ("k", k), ("v", v)):
-        prompt.add(name, 4 * BATCH_TOKENS * t.shape[0])
-        step.add(name, 4 * t.shape[0])
+    widths = {"q": heads * dim_k, "k": k.shape[0], "v": v.shape[0]}
+    if q.shape[0] == 2 * heads * dim_k:  # with a gate of each head
+        widths |= {"queries and gates": q.shape[0], "query gates": heads * dim_k}
+    for name, width in widths.items():
+        prompt.add(name, 4 * BATCH_TOKENS * width)
+        step.add(name, 4 * width)
     prompt.add("normed", 4 * BATCH_TOKENS * embd)
     prompt.add("attended", 4 * BATCH_TOKENS * heads * dim_v)
     _read(prompt, [q, k, v], embd, threads)
@@ -133,8 +148,30 @@ def _attention(prompt: _Buffers, step: _Buffers, own: Mapping[str, TensorInfo], 
     step.add("added", 4 * embd)
 
 
-def _feed_forward(prompt: _Buffers, step: _Buffers, own: Mapping[str, TensorInfo], threads: int) -> None:
-    gate, up, down = (own[f"ffn_{name}.weight"] for name in ("gate", "up", "down"))
+def _recurrent(
+    prompt: _Buffers, step: _Buffers, own: Mapping[str, TensorInfo], dim_k: int, value_heads: int, threads: int
+) -> None:
+    out = own["ssm_out.weight"]
+    embd, inner = out.shape
+    readers = {name: own[f"{name}.weight"] for name in _RECURRENT_MATRICES if f"{name}.weight" in own}
+    widths = {"qkv": own["ssm_conv1d.weight"].shape[0], "delta gates": inner, "delta": inner}
+    widths |= {_RECURRENT_MATRICES[name]: t.shape[0] for name, t in readers.items() if _RECURRENT_MATRICES[name]}
+    for name, width in widths.items():
+        prompt.add(name, 4 * BATCH_TOKENS * width)
+        step.add(name, 4 * width)
+    prompt.add("normed", 4 * BATCH_TOKENS * embd)
+    _read(prompt, list(readers.values()), embd, threads)
+    _read(prompt, [out], inner, threads)
+    prompt.private("chunk", kernel_sizes.delta_chunk_bytes(dim_k, inner // value_heads), threads)
+    step.private("normed", activation_bytes(embd), threads)
+    step.add("gated", activation_bytes(inner))
+    step.add("added", 4 * embd)
+
+
+def _feed_forward(
+    prompt: _Buffers, step: _Buffers, own: Mapping[str, TensorInfo], threads: int, suffix: str = ""
+) -> None:
+    gate, up, down = (own[f"ffn_{name}{suffix}.weight"] for name in ("gate", "up", "down"))
     ff, embd = gate.shape
     for name in ("gate", "up"):
         prompt.add(name, 4 * BATCH_TOKENS * ff)

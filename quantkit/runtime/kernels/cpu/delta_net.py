@@ -380,7 +380,8 @@ def _weigh_row(
 ) -> None:
     """Multiply row i of a chunk's products by the weights w_ij, which are first advanced from those of row i - 1.
 
-    decay, beta: addresses of the token's. products float32[DELTA_CHUNK] become -beta w_ij k_i . k_j, attention w_ij q_i . k_j; w_ij is 0 for j > i.
+    products float32[DELTA_CHUNK] become -beta w_ij k_i . k_j, attention w_ij q_i . k_j; w_ij is 0 for j > i. decay and
+    beta are addresses.
     """
     kind = vector(16, F32)
     smallest, zero, one = ir.constant(kind, MIN_DECAY), ir.zero(kind), ir.constant(kind, 1.0)

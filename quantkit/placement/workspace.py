@@ -64,11 +64,11 @@ def work_bytes(tensors: Mapping[str, TensorInfo], metadata: Mapping[str, Any], n
     prompt.add("x", 4 * BATCH_TOKENS * embd)
     step.add("x and logits", 4 * (embd + vocab))
     head_dim = int(metadata.get(f"{arch}.attention.key_length") or 0)
-    recurrence = tuple(int(metadata.get(f"{arch}.ssm.{key}") or 0) for key in ("state_size", "time_step_rank"))
+    dim_k, value_heads = (int(metadata.get(f"{arch}.ssm.{key}") or 0) for key in ("state_size", "time_step_rank"))
     for layer in sorted(layers):
         own = {name[len(f"blk.{layer}.") :]: t for name, t in tensors.items() if name.startswith(f"blk.{layer}.")}
-        if {"ssm_conv1d.weight", "ssm_out.weight"} <= own.keys() and all(recurrence):
-            _recurrent(prompt, step, own, *recurrence, threads)
+        if {"ssm_conv1d.weight", "ssm_out.weight"} <= own.keys() and dim_k and value_heads:
+            _recurrent(prompt, step, own, dim_k, value_heads, threads)
         elif {"attn_q.weight", "attn_k.weight", "attn_v.weight", "attn_output.weight"} <= own.keys():
             head_dim = head_dim or own["attn_q.weight"].shape[0] // heads
             _attention(prompt, step, own, heads, head_dim, threads)

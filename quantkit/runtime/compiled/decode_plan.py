@@ -29,6 +29,7 @@ from quantkit.runtime.compiled.plan_base import (
     ModelParts,
     PlannedCaches,
     PlanOps,
+    TokenOps,
     rope_fields,
 )
 from quantkit.runtime.kernels.cpu import decode_attention, decode_experts, decode_ops, gates
@@ -77,7 +78,7 @@ class DecodePlan(CompiledPlan):
         return super().work_bytes + self._x.nbytes + self._position.nbytes + self._logits.nbytes
 
 
-class DecodeOps(PlanOps):
+class DecodeOps(TokenOps):
     """Operations on the residual stream x float32[n_embd] of one token."""
 
     def __init__(self, model: ModelParts, x: Array, position: Array):

@@ -11,7 +11,7 @@ In files where one matrix gives queries, keys, values and gates (no `gate`), its
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,12 +19,8 @@ from quantkit.archs.common import blocks
 from quantkit.placement import kernel_sizes
 from quantkit.placement.kernel_sizes import BATCH_TOKENS, activation_bytes
 from quantkit.runtime.blocks import float_linear
-from quantkit.runtime.compiled.plan_base import SPLIT_ROWS, Activations, PlanOps
+from quantkit.runtime.compiled.plan_base import SPLIT_ROWS, Activations, BatchOps, PlanOps, TokenOps
 from quantkit.runtime.kernels.cpu import decode_ops, delta_net, prefill_ops
-
-if TYPE_CHECKING:
-    from quantkit.runtime.compiled.decode_plan import DecodeOps
-    from quantkit.runtime.compiled.prefill_plan import PrefillOps
 
 
 class _Buffers(NamedTuple):
@@ -37,7 +33,7 @@ class _Buffers(NamedTuple):
     projected: int  # queries, keys, values and gates, if one matrix gives them; else 0
 
 
-def add_decode(ops: DecodeOps, layer: int, part: blocks.DeltaNet) -> None:
+def add_decode(ops: TokenOps, layer: int, part: blocks.DeltaNet) -> None:
     """Append a recurrent layer for one token; the result is added to x."""
     sizes = part.sizes
     state = ops.keep(np.array([*prefill_ops.BatchState(1, 0, 1), *prefill_ops.SpanState(0, 1, 0)], np.int64))
@@ -81,7 +77,7 @@ def add_decode(ops: DecodeOps, layer: int, part: blocks.DeltaNet) -> None:
     ops.add_to_residual(part.out, Activations(hidden, 0))
 
 
-def add_prefill(ops: PrefillOps, layer: int, part: blocks.DeltaNet) -> None:
+def add_prefill(ops: BatchOps, layer: int, part: blocks.DeltaNet) -> None:
     """Append a recurrent layer for a batch; the result is added to x."""
     sizes = part.sizes
     buffers, view = _buffers(ops, part, BATCH_TOKENS), ops.states_view(layer)

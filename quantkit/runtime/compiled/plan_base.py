@@ -98,6 +98,13 @@ class Activations(NamedTuple):
     stride: int
 
 
+class ProductRows(NamedTuple):
+    """Input of products: addresses of float32 rows, and of their tiles (0 if no product reads tiles)."""
+
+    floats: int
+    tiles: int
+
+
 class ExpertTensor(NamedTuple):
     """The matrices of all experts: a tensor, its address, and bytes from one expert to the next."""
 
@@ -171,6 +178,58 @@ class PlanOps(OpList):
         view = self.record(StatesView(states=0))
         self.states_views.append((layer, view))
         return view.address
+
+
+class TokenOps(PlanOps, ABC):
+    """An operation list for one token, as the files of blocks see it: operations on its residual stream."""
+
+    position: int  # address of an int64
+    n_embd: int
+
+    @abstractmethod
+    def norm(self, norm: blocks.Norm) -> Activations:
+        """Append the norm of x."""
+
+    @abstractmethod
+    def matvec(
+        self, linear: blocks.Linear, x: Activations, out: int, *, barrier: bool = False, multiple: int = SPLIT_ROWS,
+        residual: int = 0,
+    ) -> None:  # fmt: skip
+        """Append out = W x (+ bias), split between threads at a multiple of rows."""
+
+    @abstractmethod
+    def add_to_residual(self, linear: blocks.Linear, x: Activations) -> None:
+        """Append x += W x', the end of a block."""
+
+
+class BatchOps(PlanOps, ABC):
+    """An operation list for a batch, as the files of blocks see it: operations on its tokens' residual streams."""
+
+    state: int  # address of a BatchState
+    token_count: int  # address of the number of tokens
+    n_embd: int
+
+    @abstractmethod
+    def floats(self, name: str, n: int) -> int:
+        """Address of a buffer float32[BATCH_TOKENS, n]."""
+
+    @abstractmethod
+    def norm(self, norm: blocks.Norm, readers: Sequence[blocks.Linear]) -> ProductRows:
+        """Append the norm of x and a barrier, as the matrices `readers` multiply it."""
+
+    @abstractmethod
+    def quantize(self, x: int, n: int, readers: Sequence[blocks.Linear]) -> ProductRows:
+        """Append a barrier, and before it the quantization of x float32[tokens, n] if a reader multiplies tiles."""
+
+    @abstractmethod
+    def multiply(
+        self, linear: blocks.Linear, x: ProductRows, out: int, *, add: bool = False, barrier: bool = False
+    ) -> None:
+        """Append out (+)= W x (+ bias)."""
+
+    @abstractmethod
+    def add_to_residual(self, linear: blocks.Linear, x: ProductRows) -> None:
+        """Append x += W x', the end of a block."""
 
 
 def rope_fields(part: blocks.Attention) -> dict[str, int]:

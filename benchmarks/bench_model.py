@@ -62,12 +62,20 @@ REST = 0.05  # seconds between two runs, until the threads of the first one slee
 class Reference:
     """The wheel's libllama on one model."""
 
-    def __init__(self, path: Path, threads: int, n_ctx: int, n_batch: int, cache: CacheType):
+    def __init__(self, path: Path, threads: int, n_ctx: int, n_batch: int, cache: CacheType, recurrent: bool):
         from ik_llama_cpp import _ctypes_api as api
 
-        self.api = api
+        self.api, self.recurrent = api, recurrent
         self.forget = api._lib.llama_kv_cache_seq_rm  # remove positions of a sequence
         self.forget.argtypes, self.forget.restype = [ctypes.c_void_p] + [ctypes.c_int32] * 3, ctypes.c_bool
+        self.state_size, self.get_state, self.set_state = (  # of a sequence
+            getattr(api._lib, f"llama_state_seq_{name}") for name in ("get_size", "get_data", "set_data")
+        )
+        self.state_size.argtypes = [ctypes.c_void_p, ctypes.c_int32, ctypes.c_uint32]
+        for function in (self.get_state, self.set_state):
+            function.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_int32, ctypes.c_uint32]
+        for function in (self.state_size, self.get_state, self.set_state):
+            function.restype = ctypes.c_size_t
         api.llama_backend_init()
         parameters = api.llama_model_default_params()
         parameters.n_gpu_layers = 0
@@ -80,9 +88,18 @@ class Reference:
         context.k_cache_hadamard, context.v_cache_hadamard = cache.khad, cache.vhad
         self.context = api.llama_init_from_model(self.model, context)
 
+    def mark(self) -> None:
+        """Copy the sequence of a recurrent model, so that `keep` can return to it."""
+        if self.recurrent:
+            self.saved = ctypes.create_string_buffer(self.state_size(self.context, 0, 0))
+            self.get_state(self.context, self.saved, len(self.saved), 0, 0)
+
     def keep(self, tokens: int) -> None:
-        """Remove all but the first tokens from the cache."""
-        self.forget(self.context, 0, tokens, -1)
+        """Remove all but the first tokens from the cache; in recurrent models all of them, or those after the mark."""
+        if self.recurrent and tokens:
+            self.set_state(self.context, self.saved, len(self.saved), 0, 0)
+        else:
+            self.forget(self.context, 0, tokens, -1)
 
     def close(self) -> None:
         self.api.llama_free(self.context)
@@ -105,6 +122,9 @@ class Ours:
     def __init__(self, path: Path, threads: int, n_ctx: int, cache: CacheType):
         self.model = load(path, numerics="fast", threads=threads, cache_type=cache)
         self.cache = self.model.new_cache(n_ctx)
+
+    def mark(self) -> None:
+        self.cache.mark()
 
     def keep(self, tokens: int) -> None:
         self.cache.truncate(tokens)
@@ -137,6 +157,7 @@ def fill(side: Any, tokens: np.ndarray, depth: int) -> None:
     side.keep(0)
     for start in range(0, depth, BATCH):
         side.run(tokens[start : min(start + BATCH, depth)], start)
+    side.mark()
 
 
 def at_depth(side: Any, tokens: np.ndarray, args: argparse.Namespace) -> list[float]:
@@ -165,7 +186,8 @@ def measure(path: Path, args: argparse.Namespace) -> dict[str, Any]:
     n_ctx = max(args.n_prompt, args.depth) + args.n_gen
     cache = CacheType(args.ctk, args.ctv, args.khad, args.vhad)
     ours = Ours(path, args.threads, n_ctx, cache)
-    reference = Reference(path, args.threads, n_ctx, max(args.n_prompt, BATCH), cache)
+    recurrent = bool(ours.model.hparams.recurrent)
+    reference = Reference(path, args.threads, n_ctx, max(args.n_prompt, BATCH), cache, recurrent)
     tokens = np.random.default_rng(0).integers(0, ours.model.vocab_size, n_ctx)
     rounds = alternate(ours, reference, tokens, args)
     reference.close()

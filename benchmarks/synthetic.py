@@ -23,10 +23,12 @@ from typing import Any
 import numpy as np
 
 from quantkit import archs, types
+from quantkit.archs.common.blocks import Recurrence
 from quantkit.formats.gguf import Metadata, TensorSpec, Writer
 from quantkit.types import QuantType
 
 ROWS = 64  # random rows
+INTERVAL = 4  # every fourth layer of a hybrid model has attention
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,8 @@ class Shape:
     head_dim: int = 64
     experts: int = 0  # if there are experts, ff is the width of one
     used: int = 0
+    recurrence: Recurrence | None = None  # of qwen3next and qwen35moe: three of four layers are recurrent
+    shared: int = 0  # width of the shared expert, which has a gate
 
 
 SHAPES = {
@@ -54,6 +58,12 @@ SHAPES = {
                       head_dim=128, experts=64, used=8),
     "qwen3moe-tiny": Shape(layers=2, columns=512, ff=256, heads=4, kv_heads=2, vocabulary=1024, arch="qwen3moe",
                            head_dim=64, experts=8, used=3),
+    "qwen3next": Shape(layers=8, columns=2048, ff=512, heads=16, kv_heads=2, vocabulary=32000, arch="qwen3next",
+                       head_dim=256, experts=32, used=10, recurrence=Recurrence(4, 16, 32, 128, 128), shared=512),
+    "qwen35moe": Shape(layers=8, columns=2048, ff=512, heads=16, kv_heads=2, vocabulary=32000, arch="qwen35moe",
+                       head_dim=256, experts=32, used=8, recurrence=Recurrence(4, 16, 32, 128, 128), shared=512),
+    "qwen3next-tiny": Shape(layers=4, columns=256, ff=64, heads=4, kv_heads=2, vocabulary=1024, arch="qwen3next",
+                            head_dim=64, experts=8, used=3, recurrence=Recurrence(4, 2, 4, 64, 64), shared=64),
 }  # fmt: skip
 
 _ALIKE = {"vocab_size": 32000, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "tie_word_embeddings": False}
@@ -116,12 +126,42 @@ def specs(shape: Shape, kind: QuantType) -> list[TensorSpec]:
     matrices["ffn_down" + stem] = (*stack, shape.columns, shape.ff)
     if shape.arch == "qwen3moe":
         vectors |= {"attn_q_norm": shape.head_dim, "attn_k_norm": shape.head_dim}
+    if shape.recurrence is not None:
+        vectors["post_attention_norm"] = vectors.pop("ffn_norm")
+        vectors |= {"attn_q_norm": shape.head_dim, "attn_k_norm": shape.head_dim, "ffn_gate_inp_shexp": shape.columns}
+        matrices["attn_q"] = (2 * wide, shape.columns)
+        matrices |= {f"ffn_{name}_shexp": (shape.shared, shape.columns) for name in ("gate", "up")}
+        matrices["ffn_down_shexp"] = (shape.columns, shape.shared)
     for i in range(shape.layers):
+        if shape.recurrence is not None and (i + 1) % INTERVAL:
+            found += recurrent_specs(shape, shape.recurrence, kind, f"blk.{i}.")
+            found += [
+                TensorSpec(f"blk.{i}.{name}.weight", size, f32 if len(size) == 1 else kind)
+                for name, size in {**{k: (n,) for k, n in vectors.items()}, **matrices}.items()
+                if name == "attn_norm" or not name.startswith("attn_")
+            ]
+            found.append(TensorSpec(f"blk.{i}.ffn_gate_inp.weight", (shape.experts, shape.columns), f32))
+            continue
         found += [TensorSpec(f"blk.{i}.{name}.weight", (n,), f32) for name, n in vectors.items()]
         if shape.experts:
             found.append(TensorSpec(f"blk.{i}.ffn_gate_inp.weight", (shape.experts, shape.columns), f32))
         found += [TensorSpec(f"blk.{i}.{name}.weight", size, kind) for name, size in matrices.items()]
     return found
+
+
+def recurrent_specs(shape: Shape, sizes: Recurrence, kind: QuantType, stem: str) -> list[TensorSpec]:
+    """Tensors of the recurrence of a layer."""
+    f32, heads = types.get("f32"), sizes.value_heads
+    matrices = {"attn_qkv": (sizes.channels, shape.columns), "attn_gate": (sizes.inner, shape.columns),
+                "ssm_out": (shape.columns, sizes.inner)}  # fmt: skip
+    rates = {"ssm_ba": 2 * heads} if shape.arch == "qwen3next" else {"ssm_beta": heads, "ssm_alpha": heads}
+    matrices |= {name: (rows, shape.columns) for name, rows in rates.items()}
+    vectors = {"ssm_a": heads, "ssm_dt.bias": heads, "ssm_norm.weight": sizes.head_dim_v}
+    return [
+        *(TensorSpec(f"{stem}{name}.weight", size, kind) for name, size in matrices.items()),
+        *(TensorSpec(stem + name, (n,), f32) for name, n in vectors.items()),
+        TensorSpec(f"{stem}ssm_conv1d.weight", (sizes.channels, sizes.kernel), f32),
+    ]
 
 
 def metadata(shape: Shape) -> Metadata:
@@ -137,8 +177,16 @@ def metadata(shape: Shape) -> Metadata:
         values |= {
             "expert_count": shape.experts, "expert_used_count": shape.used, "expert_feed_forward_length": shape.ff,
         }  # fmt: skip
+    if sizes := shape.recurrence:
+        values |= {
+            "ssm.conv_kernel": sizes.kernel, "ssm.state_size": sizes.head_dim_k, "ssm.group_count": sizes.key_heads,
+            "ssm.time_step_rank": sizes.value_heads, "ssm.inner_size": sizes.inner, "full_attention_interval": INTERVAL,
+            "expert_shared_feed_forward_length": shape.shared, "rope.dimension_count": shape.head_dim // 4,
+        }  # fmt: skip
     for key, value in values.items():
         made.set(f"{shape.arch}.{key}", value, "u32")
+    if shape.arch == "qwen35moe":
+        made.set("qwen35moe.rope.dimension_sections", [11, 11, 10, 0], "i32")
     made.set(f"{shape.arch}.attention.layer_norm_rms_epsilon", 1e-5, "f32")
     made.set("tokenizer.ggml.model", "no_vocab", "str")
     return made
@@ -157,7 +205,8 @@ def write(name: str, kind_name: str, path: Path) -> Path:
     def rows(spec: TensorSpec) -> np.ndarray:
         n = spec.shape[-1]
         if spec.type.name == "f32" and "gate_inp.weight" not in spec.name:  # norms and biases
-            return np.ones((math.prod(spec.shape[:-1]), n), np.float32).view(np.uint8)
+            value = -1 if spec.name.endswith("ssm_a") else 1
+            return np.full((math.prod(spec.shape[:-1]), n), value, np.float32).view(np.uint8)
         if (spec.type.name, n) not in drawn:
             x = rng.standard_normal((ROWS, n)).astype(np.float32) / np.float32(n) ** np.float32(0.5)
             even = np.ones(n, np.float32) if spec.type.requires_imatrix else None

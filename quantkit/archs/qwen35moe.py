@@ -37,7 +37,7 @@ class Qwen35MoE(HybridMoE, Qwen35):
         "num_experts": 8,
         "num_experts_per_tok": 3,
         "moe_intermediate_size": 32,
-        "shared_expert_intermediate_size": 48,
+        "shared_expert_intermediate_size": 64,
     }
 
     def metadata(self, config: Config) -> Entries:

@@ -81,7 +81,7 @@ class Qwen3Next(HybridMoE):
         "num_experts": 8,
         "num_experts_per_tok": 3,
         "moe_intermediate_size": 32,
-        "shared_expert_intermediate_size": 48,
+        "shared_expert_intermediate_size": 64,
         "norm_topk_prob": True,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],

@@ -28,6 +28,11 @@ DECODE_SPAN = 64  # positions per online-softmax step when decoding; a multiple 
 PIECE_QUERIES = 192  # query rows (tokens times heads of a group) per piece: enough to make decoding keys cheap
 KEY_BLOCK = 128  # positions decoded at a time in prefill; a multiple of 32
 
+# delta_net.py
+DELTA_CHUNK = 64  # tokens of a chunk, a multiple of 32
+DELTA_ROWS = -(-DELTA_CHUNK // FLOAT_TILE_TOKENS) * FLOAT_TILE_TOKENS  # of a chunk's matrices: whole tiles
+DELTA_FEW_TOKENS = 4  # up to this many tokens of a sequence are computed one by one
+
 # prefill_experts.py
 EXPERT_ROWS = 32  # rows of an expert's matrix per unit of work
 FEW_TOKENS = 3  # an expert with at most this many tokens multiplies them one by one
@@ -93,6 +98,19 @@ def prefill_attention_bytes(group: int, dim_k: int, dim_v: int, tokens: int, spa
     """
     rows, width = piece_rows(group, tokens), -(-dim_v // 32) * 32
     return 4 * (2 * KEY_BLOCK * whole_vectors(dim_k) + KEY_BLOCK * width + rows * (dim_k + span + width + 2))
+
+
+def delta_widths(dim_k: int, dim_v: int) -> tuple[int, int, int]:
+    """Of a chunk's matrices: elements in a row of keys, rows of the state, elements in a row of it (delta_net.py)."""
+    width_k = -(-dim_k // 16) * 16
+    return width_k, -(-width_k // FLOAT_TILE_TOKENS) * FLOAT_TILE_TOKENS, -(-dim_v // 32) * 32
+
+
+def delta_chunk_bytes(dim_k: int, dim_v: int) -> int:
+    """Per thread, in prefill of recurrent layers: the matrices of a head's chunk, its state, weights and rates."""
+    width_k, rows_k, width_v = delta_widths(dim_k, dim_v)
+    rows = 2 * DELTA_ROWS * (width_k + DELTA_CHUNK + width_v)
+    return 4 * (rows + rows_k * (DELTA_CHUNK + width_v) + 4 * DELTA_CHUNK)
 
 
 def selected_experts_bytes(experts: int, used: int) -> int:

@@ -10,6 +10,8 @@ hidden state, queries, keys, values and the feed-forward:
               T panels(n)                       unpacked rows of 32 weights, for each thread and width
               T pieces                          keys and values of 128 positions, queries, scores
               experts: most = B used + 5 count tile entries of E and F, three vectors per expert, lists
+              recurrent layers: 4 B (c + 2 V), for the c channels of the convolution and the V elements of the values,
+              and T chunks with the state of a head
     tokens    T activations(E), logits, q, k, v, gate, up: small
     RoPE      8 bytes per position and pair, for both; 4 bytes per position if queries are scaled by it
 
@@ -32,6 +34,9 @@ from quantkit.placement.tensor_info import TensorInfo
 _PANEL_RECORD = 640  # bytes of 16 rows of 32 columns, unpacked: 576 to 768, by the type's scales
 _BATCH_RECORDS = 24 * (1 + BATCH_TOKENS)  # bytes of the record of a batch, and of its sequences: at most one a token
 _DECODED = 64 << 20
+_RECURRENT_MATRICES = {  # that read a recurrent layer's norm: the buffer of their output, unless all layers have it
+    "attn_qkv": "", "attn_gate": "", "ssm_in": "projected", "ssm_ba": "ba", "ssm_beta": "beta", "ssm_alpha": "alpha",
+}  # fmt: skip
 _FLOATS = frozenset(("f32", "f16", "bf16"))
 
 
@@ -48,8 +53,8 @@ class _Buffers(dict[tuple[str, int], int]):
 def work_bytes(tensors: Mapping[str, TensorInfo], metadata: Mapping[str, Any], n_ctx: int, threads: int) -> int | None:
     """Bytes of working memory of a model on the CPU, for caches of `n_ctx` tokens.
 
-    None if the architecture is not known, a tensor is missing, or a layer is not attention with q, k, v followed by a
-    gated feed-forward or experts: such models run layer by layer and allocate memory on demand.
+    None if the architecture is not known, a tensor is missing, or a layer is not attention with q, k, v, or recurrent,
+    followed by a gated feed-forward or experts: such models run layer by layer and allocate memory on demand.
     """
     parts = _parts(tensors, metadata)
     if parts is None or "token_embd.weight" not in tensors:
@@ -65,6 +70,8 @@ def work_bytes(tensors: Mapping[str, TensorInfo], metadata: Mapping[str, Any], n
             _attention(prompt, step, tensors, part, threads)
             tables.add((part.rope, 8 * (part.rope.dim // 2)))
             tables.add((part.temperature, 4 if part.temperature else 0))
+        elif isinstance(part, blocks.DeltaNet):
+            _recurrent(prompt, step, tensors, part, threads)
         elif isinstance(part, blocks.Experts):
             _experts(prompt, step, tensors, part, threads)
         elif isinstance(part, blocks.FeedForward):
@@ -127,9 +134,12 @@ def _attention(
     q, k, v, out = (tensors[linear.weight] for linear in (part.q, part.k, part.v, part.out))
     embd = q.shape[1]
     heads, dim_k, dim_v, group = part.heads, part.head_dim_k, part.head_dim_v, part.heads // part.kv_heads
-    for name, t in (("q", q), ("k", k), ("v", v)):
-        prompt.add(name, 4 * BATCH_TOKENS * t.shape[0])
-        step.add(name, 4 * t.shape[0])
+    widths = {"q": heads * dim_k, "k": k.shape[0], "v": v.shape[0]}
+    if part.gated:
+        widths |= {"queries and gates": q.shape[0], "query gates": heads * dim_k}
+    for name, width in widths.items():
+        prompt.add(name, 4 * BATCH_TOKENS * width)
+        step.add(name, 4 * width)
     prompt.add("normed", 4 * BATCH_TOKENS * embd)
     prompt.add("attended", 4 * BATCH_TOKENS * heads * dim_v)
     _read(prompt, [q, k, v], embd, threads)
@@ -147,6 +157,28 @@ def _attention(
         for name, norm, t in (("q normed", part.q_norm, q), ("k normed", part.k_norm, k)):
             step.add(name, 4 * t.shape[0] if norm else 0)
     _result_norms(prompt, step, part.sub_norm, heads * dim_v, part.post_norm or part.out.scale, embd, threads)
+
+
+def _recurrent(
+    prompt: _Buffers, step: _Buffers, tensors: Mapping[str, TensorInfo], part: blocks.DeltaNet, threads: int
+) -> None:
+    embd, sizes = tensors[part.out.weight].shape[0], part.sizes
+    widths = {"qkv": sizes.channels, "delta gates": sizes.inner, "delta": sizes.inner}
+    if part.gate is None:
+        widths["projected"] = tensors[part.qkv.weight].shape[0]
+    rates = {"ba": part.ba, "beta": part.beta, "alpha": part.alpha}
+    widths |= {name: tensors[linear.weight].shape[0] for name, linear in rates.items() if linear is not None}
+    for name, width in widths.items():
+        prompt.add(name, 4 * BATCH_TOKENS * width)
+        step.add(name, 4 * width)
+    readers = [linear for linear in (part.qkv, part.gate, *rates.values()) if linear is not None]
+    prompt.add("normed", 4 * BATCH_TOKENS * embd)
+    _read(prompt, [tensors[linear.weight] for linear in readers], embd, threads)
+    _read(prompt, [tensors[part.out.weight]], sizes.inner, threads)
+    prompt.private("chunk", kernel_sizes.delta_chunk_bytes(sizes.head_dim_k, sizes.head_dim_v), threads)
+    step.private("normed", activation_bytes(embd), threads)
+    step.add("gated", activation_bytes(sizes.inner))
+    step.add("added", 4 * embd)
 
 
 def _result_norms(

@@ -257,6 +257,7 @@ class Model(BlockRunner, Locked):
             if result is not None:
                 return result
             cache.length = before  # layer by layer, to name the bad tensor
+            self._diagnose_states(ids, [Span(0, len(ids), cache)])
         rows = []
         with blas.single_threaded():
             for start in range(0, len(ids), BATCH_TOKENS):
@@ -309,6 +310,7 @@ class Model(BlockRunner, Locked):
                 return x
             for span, length in zip(spans, before):  # layer by layer, to name the bad tensor
                 span.cache.length = length
+            self._diagnose_states(ids, spans)
         x = self._run(ids, spans)
         for span in spans:
             span.cache.length += span.stop - span.start
@@ -526,6 +528,24 @@ class Model(BlockRunner, Locked):
                 )
 
     # ------------------------------------------------------------------------------------------------ non-finite values
+
+    def _diagnose_states(self, tokens: np.ndarray, spans: list[Span]) -> None:
+        """DataError after a compiled pass that was not finite, if it changed states of recurrent layers in place.
+
+        The spans cannot be run again then. Their tokens are run from empty caches, to name the bad tensor.
+        """
+        if not any(span.cache.states and span.cache.length for span in spans):
+            return
+        for span in spans:
+            ids, cache = tokens[span.start : span.stop], self._empty_cache(span.stop - span.start, span.cache.type)
+            for start in range(0, len(ids), BATCH_TOKENS):
+                part = ids[start : start + BATCH_TOKENS]
+                self._run(part, [Span(0, len(part), cache)])
+                cache.length += len(part)
+        raise DataError(
+            f"{self.path}: the logits of {len(tokens)} tokens are not finite, from an empty cache they are: a state "
+            "of a recurrent layer is beyond float32; clear() the cache, or truncate() it to the mark"
+        )
 
     def _diagnose(self, block: blocks.Block, x: np.ndarray, spans: list[Span]) -> None:
         """Repeat a block whose result is not finite, checking each operation: DataError that names the bad tensor."""

@@ -187,7 +187,12 @@ class Compiled:
         nbytes = kernel_sizes.whole_lines(kernel_sizes.activation_bytes(width))
         merged = ops.keep(np.zeros((self.threads, nbytes // 4), np.float32))
         merge = decode_attention.MergeParameters(
-            partial=partial, heads=part.heads, dim=part.head_dim_v, buffer=merged.ctypes.data, private_stride=nbytes
+            partial=partial,
+            heads=part.heads,
+            dim=part.head_dim_v,
+            gates=0,
+            buffer=merged.ctypes.data,
+            private_stride=nbytes,
         )
         ops.add(decode_attention.merge(self.heads.rotate_v), merge)
         ops.run()

@@ -66,7 +66,9 @@ def check(paths: list[Path], isa: str) -> None:
 
 @pytest.mark.parametrize("isa", ["generic", "avx2", pytest.param("avx512", marks=pytest.mark.full)])
 def test_a_few_types(isa: str, tiny: Path, moe: Path, tmp_path: Path) -> None:
-    check([of_types(tiny, tmp_path / "a.gguf", SOME), of_types(moe, tmp_path / "b.gguf", SOME[1:2])], isa)
+    hybrid = written(tmp_path / "hybrid.gguf", "qwen35moe", hidden_size=96, linear_value_head_dim=48)
+    paths = [of_types(tiny, tmp_path / "a.gguf", SOME), of_types(moe, tmp_path / "b.gguf", SOME[1:2])]
+    check([*paths, of_types(hybrid, tmp_path / "c.gguf", ("q8_0",))], isa)
 
 
 @pytest.mark.parametrize("isa", ["generic", "avx2", pytest.param("avx512", marks=pytest.mark.full)])

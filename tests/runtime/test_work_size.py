@@ -38,6 +38,30 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return random_model(path, metadata, shapes, np.random.default_rng(6))
 
 
+def hybrid(arch: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    wide = {"hidden_size": 512, "head_dim": 64, "linear_num_value_heads": 8, "moe_intermediate_size": 128,
+            "shared_expert_intermediate_size": 256}  # fmt: skip
+    return written(tmp_path_factory.mktemp(arch) / "m.gguf", arch, **wide)
+
+
+@pytest.fixture(scope="session")
+def qwen3next(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random one: recurrent layers, gated attention, experts and a gated shared expert."""
+    return hybrid("qwen3next", tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def qwen35(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random one, with separate matrices of beta and alpha."""
+    return hybrid("qwen35", tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def qwen35moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random one, also with experts."""
+    return hybrid("qwen35moe", tmp_path_factory)
+
+
 def actual(path: Path, n_ctx: int, threads: int) -> int:
     """Of a model that has run a prompt and a token."""
     model = load(path, numerics="fast", threads=threads, n_ctx=n_ctx)
@@ -51,10 +75,11 @@ def actual(path: Path, n_ctx: int, threads: int) -> int:
 @pytest.mark.skipif(not cpu_target.isa().startswith("avx512"), reason="tiles are those of AVX-512")
 @pytest.mark.parametrize(
     ("which", "kind"),
-    [("qwen3", "q8_0"), ("moe", "q8_0")]
+    [("qwen3", "q8_0"), ("moe", "q8_0"), ("qwen3next", "q8_0"), ("qwen35", "q8_0")]
     + [
         pytest.param(which, kind, marks=pytest.mark.full)
         for which, kind in (("tiny", "q8_0"), ("tiny", "iq4_k"), ("qwen3", "iq4_k"),
+                            ("qwen3next", "f16"), ("qwen35moe", "q8_0"),
                             ("tiny", "f16"), ("moe", "iq4_k"), ("moe", "f16"),
                             ("smollm2_f16", "q8_0"), ("smollm2_f16", "q4_0"), ("smollm2_f16", "f16"))
     ],

@@ -3,6 +3,7 @@
 Operations per block, with barriers where | stands:
 
     attention       norm, q, k, v | attention | merge, out, add to x |
+    recurrent       see delta_net.py
     feed-forward    norm, gate, up, activation | down, add to x |
     experts         norm, router | select, gate, up, activation | down, add to x |
 
@@ -14,31 +15,26 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
 
 import numpy as np
 
 from quantkit.archs.common import blocks
 from quantkit.placement import kernel_sizes
 from quantkit.placement.kernel_sizes import activation_bytes, whole_lines
+from quantkit.runtime.compiled import delta_net
 from quantkit.runtime.compiled.plan_base import (
     SPLIT_ROWS,
+    Activations,
     Array,
     CompiledPlan,
     ModelParts,
     PlannedCaches,
     PlanOps,
+    TokenOps,
     rope_fields,
 )
-from quantkit.runtime.kernels.cpu import decode_attention, decode_experts, decode_norms, decode_ops
+from quantkit.runtime.kernels.cpu import decode_attention, decode_experts, decode_norms, decode_ops, gates
 from quantkit.runtime.kv.cache import Cache
-
-
-class Activations(NamedTuple):
-    """A quantized activation buffer. stride: bytes from one thread's copy to the next, 0 if all threads share it."""
-
-    address: int
-    stride: int
 
 
 class DecodePlan(CompiledPlan):
@@ -55,7 +51,7 @@ class DecodePlan(CompiledPlan):
         self._x[:] = self.model.embed(np.array([token]))[0]
         self._position[0] = cache.length
         ops.run()
-        cache.length += 1
+        cache.extend(1)
         return self._logits.copy()
 
     def project(self, x: Array) -> Array:
@@ -83,7 +79,7 @@ class DecodePlan(CompiledPlan):
         return super().work_bytes + self._x.nbytes + self._position.nbytes + self._logits.nbytes
 
 
-class DecodeOps(PlanOps):
+class DecodeOps(TokenOps):
     """Operations on the residual stream x float32[n_embd] of one token."""
 
     def __init__(self, model: ModelParts, x: Array, position: Array):
@@ -163,6 +159,8 @@ def add_part(ops: DecodeOps, layer: int, part: blocks.Part, shape: PlannedCaches
     """Append the operations of a part of a block."""
     if isinstance(part, blocks.Attention):
         add_attention(ops, layer, part, shape)
+    elif isinstance(part, blocks.DeltaNet):
+        delta_net.add_decode(ops, layer, part)
     elif isinstance(part, blocks.Experts):
         add_experts(ops, part)
     elif isinstance(part, blocks.FeedForward):
@@ -180,8 +178,10 @@ def add_head(ops: DecodeOps, logits: Array) -> None:
 def add_attention(ops: DecodeOps, layer: int, part: blocks.Attention, shape: PlannedCaches) -> None:
     """Append attention with its norm: projections, RoPE, cache, softmax, output; the result is added to x."""
     normed, view = ops.norm(part.norm), ops.layer_view(layer, part)
-    q, k, v = (ops.buffer(name, 4 * ops.rows(getattr(part, name))) for name in "qkv")
-    _add_heads(ops, part, part.q, part.q_norm, normed, q, view)
+    width = part.heads * part.head_dim_k
+    q, k, v = (ops.buffer(name, 4 * n) for name, n in zip("qkv", (width, ops.rows(part.k), ops.rows(part.v))))
+    query_gates = ops.buffer("query gates", 4 * width) if part.gated else 0
+    _add_heads(ops, part, part.q, part.q_norm, normed, q, view, query_gates)
     _add_heads(ops, part, part.k, part.k_norm, normed, k, view)
     ops.matvec(part.v, normed, v, barrier=True)
     if part.norms_across_heads:
@@ -212,6 +212,7 @@ def add_attention(ops: DecodeOps, layer: int, part: blocks.Attention, shape: Pla
         partial=partial,
         heads=part.heads,
         dim=part.head_dim_v,
+        gates=query_gates,
         buffer=merged.address,
         private_stride=merged.stride,
         sinks=ops.vector(part.sinks),
@@ -222,26 +223,41 @@ def add_attention(ops: DecodeOps, layer: int, part: blocks.Attention, shape: Pla
 
 def _add_heads(
     ops: DecodeOps, part: blocks.Attention, linear: blocks.Linear, norm: blocks.Norm | None, x: Activations, out: int,
-    view: int,
+    view: int, gate_buffer: int = 0,
 ) -> None:  # fmt: skip
-    """Append queries or keys, and their norm by heads if there is one. Each thread normalizes the heads it computed."""
-    if norm is None and not part.norms_after_rope:
-        ops.matvec(linear, x, out)
-        return
-    multiple = math.lcm(SPLIT_ROWS, part.head_dim_k)
-    ops.matvec(linear, x, out, multiple=multiple)
+    """Append queries or keys, and their norm by heads if there is one. Each thread normalizes the heads it computed.
+
+    With a `gate_buffer` the matrix gives queries and gates, which are copied to the two buffers.
+    """
+    dim, rows = part.head_dim_k, ops.rows(linear)
+    by_heads = norm is not None or part.norms_after_rope
+    multiple = math.lcm(SPLIT_ROWS, dim)
+    if gate_buffer:
+        projected, rows = ops.buffer("queries and gates", 4 * rows), rows // 2
+        ops.matvec(linear, x, projected, multiple=2 * multiple)
+        split = gates.SplitQueriesParameters(
+            tokens=0,
+            projected=projected,
+            heads=part.heads,
+            dim=dim,
+            multiple=multiple // dim,
+            q=out,
+            gates=gate_buffer,
+        )
+        ops.add(gates.split_queries, split)
+    else:
+        ops.matvec(linear, x, out, multiple=multiple if by_heads else SPLIT_ROWS)
     if part.norms_after_rope:
         rope = decode_norms.RopeHeadsParameters(
-            position=ops.position, x=out, rows=ops.rows(linear), dim=part.head_dim_k, multiple=multiple,
-            layer_view=view, **rope_fields(part),
-        )  # fmt: skip
+            position=ops.position, x=out, rows=rows, dim=dim, multiple=multiple, layer_view=view, **rope_fields(part)
+        )
         ops.add(decode_norms.rope_heads, rope)
     if norm is None or part.norms_across_heads:
         return
     parameters = decode_ops.HeadNormParameters(
         x=out,
         weight=ops.vector(norm.weight),
-        rows=ops.rows(linear),
+        rows=rows,
         dim=part.head_dim_k,
         eps=ops.constant(norm.eps),
         multiple=multiple,
@@ -259,15 +275,26 @@ def _norm_across_heads(ops: DecodeOps, linear: blocks.Linear, norm: blocks.Norm 
     return out
 
 
-def add_gated(ops: DecodeOps, part: blocks.FeedForward, normed: Activations) -> None:
-    """Append a gated feed-forward, or a shared expert, whose norm is computed."""
+def add_gated(ops: DecodeOps, part: blocks.FeedForward, normed: Activations, shared_gate: str | None = None) -> None:
+    """Append a gated feed-forward, or a shared expert with its gate if it has one, whose norm is computed."""
     n_ff = ops.rows(part.gate)
     gate, up = ops.buffer("gate", 4 * n_ff), ops.buffer("up", 4 * n_ff)
     ops.matvec(part.gate, normed, gate)
     ops.matvec(part.up, normed, up)
+    if shared_gate is not None:
+        gate_shared = gates.SharedGateParameters(
+            x=normed.address,
+            stride=normed.stride,
+            weight=ops.vector(shared_gate),
+            n=ops.n_embd,
+            up=up,
+            rows=n_ff,
+            multiple=SPLIT_ROWS,
+        )
+        ops.add(gates.gate_shared, gate_shared)
     hidden = Activations(ops.buffer("hidden", activation_bytes(n_ff)), 0)
     gated = decode_ops.GatedParameters(
-        activation=ops.activation(part), gate=gate, up=up, n=n_ff, multiple=SPLIT_ROWS, buffer=hidden.address
+        activation=ops.activation(part.activation), gate=gate, up=up, n=n_ff, multiple=SPLIT_ROWS, buffer=hidden.address
     )
     ops.add(decode_ops.gated, gated, barrier=True)
     ops.add_to_residual(part.down, ops.sub_norm(part.sub_norm, hidden, n_ff), part.post_norm)
@@ -277,7 +304,7 @@ def add_experts(ops: DecodeOps, part: blocks.Experts) -> None:
     """Append a mixture of experts with its norm, the shared expert first; the result is added to x."""
     normed = ops.norm(part.norm)
     if part.shared is not None:
-        add_gated(ops, part.shared, normed)
+        add_gated(ops, part.shared, normed, part.shared_gate)
     logits = ops.buffer("router", 4 * part.count)
     interleave = ops.tensor(part.router).type.interleave
     ops.matvec(part.router, normed, logits, barrier=True, multiple=max(4, interleave))
@@ -293,7 +320,7 @@ def add_experts(ops: DecodeOps, part: blocks.Experts) -> None:
     hidden = ops.buffer("experts", part.used * hidden_bytes)
     gate_up = decode_experts.GateUpParameters(
         steps=0,
-        activation=ops.activation(part),
+        activation=ops.activation(part.activation),
         gate_product=ops.matvec_function(part.gate),
         gate=gate.address,
         gate_bytes=gate.expert_bytes,

@@ -25,11 +25,13 @@ from quantkit.runtime.blocks.float_attention import AttentionOptions
 from quantkit.runtime.kernels import dispatch
 from quantkit.runtime.kernels.cpu import gated_activations
 from quantkit.runtime.kernels.cpu.decode_experts import Routing
+from quantkit.runtime.kernels.cpu.delta_net import LayerStates, StatesView
 from quantkit.runtime.kernels.cpu.kv_rows import KernelHeads, LayerCache, LayerView
 from quantkit.runtime.kernels.cpu.op_list import OpList
 from quantkit.runtime.kernels.cpu.operation import StoredRecord
 from quantkit.runtime.kv.cache import Cache
 from quantkit.runtime.kv.cache_type import CacheType
+from quantkit.runtime.kv.saved_state import LayerState
 
 SPLIT_ROWS = 32  # threads split matrices at multiples of this: whole sub-blocks of what is quantized next
 
@@ -91,6 +93,20 @@ class PlannedCaches(NamedTuple):
         )
 
 
+class Activations(NamedTuple):
+    """A quantized activation buffer. stride: bytes from one thread's copy to the next, 0 if all threads share it."""
+
+    address: int
+    stride: int
+
+
+class ProductRows(NamedTuple):
+    """Input of products: addresses of float32 rows, and of their tiles (0 if no product reads tiles)."""
+
+    floats: int
+    tiles: int
+
+
 class ExpertTensor(NamedTuple):
     """The matrices of all experts: a tensor, its address, and bytes from one expert to the next."""
 
@@ -106,6 +122,7 @@ class PlanOps(OpList):
         super().__init__(model.threads)
         self.model = model
         self.views: list[tuple[int, blocks.Attention, StoredRecord]] = []  # a LayerView per attention layer
+        self.states_views: list[tuple[int, StoredRecord]] = []  # a StatesView per recurrent layer
 
     def tensor(self, linear: blocks.Linear) -> Tensor:
         """The tensor that holds a matrix."""
@@ -123,9 +140,9 @@ class PlanOps(OpList):
         """Address of a norm's weight, a bias, sinks or a scale as float32; 0 for None."""
         return self.keep(float_linear.vector(self.model.weights[name])).ctypes.data if name else 0
 
-    def activation(self, part: blocks.FeedForward | blocks.Experts) -> int:
-        """Address of the function of kernels/cpu/gated_activations.py for a block."""
-        return gated_activations.activation(part.activation).address
+    def activation(self, name: str) -> int:
+        """Address of the function of kernels/cpu/gated_activations.py for the activation of a block."""
+        return gated_activations.activation(name).address
 
     def matvec_function(self, linear: blocks.Linear) -> int:
         """Address of the function of kernels/cpu/matvec.py for a matrix."""
@@ -162,6 +179,64 @@ class PlanOps(OpList):
         self.views.append((layer, part, view))
         return view.address
 
+    def states_view(self, layer: int) -> int:
+        """Address of the StatesView record of a recurrent layer, which `Plan._point_to` fills."""
+        view = self.record(StatesView(states=0))
+        self.states_views.append((layer, view))
+        return view.address
+
+
+class TokenOps(PlanOps, ABC):
+    """An operation list for one token, as the files of blocks see it: operations on its residual stream."""
+
+    position: int  # address of an int64
+    n_embd: int
+
+    @abstractmethod
+    def norm(self, norm: blocks.Norm) -> Activations:
+        """Append the norm of x."""
+
+    @abstractmethod
+    def matvec(
+        self, linear: blocks.Linear, x: Activations, out: int, *, barrier: bool = False, multiple: int = SPLIT_ROWS,
+        residual: int = 0,
+    ) -> None:  # fmt: skip
+        """Append out = W x (+ bias), split between threads at a multiple of rows."""
+
+    @abstractmethod
+    def add_to_residual(self, linear: blocks.Linear, x: Activations) -> None:
+        """Append x += W x', the end of a block."""
+
+
+class BatchOps(PlanOps, ABC):
+    """An operation list for a batch, as the files of blocks see it: operations on its tokens' residual streams."""
+
+    state: int  # address of a BatchState
+    token_count: int  # address of the number of tokens
+    n_embd: int
+
+    @abstractmethod
+    def floats(self, name: str, n: int) -> int:
+        """Address of a buffer float32[BATCH_TOKENS, n]."""
+
+    @abstractmethod
+    def norm(self, norm: blocks.Norm, readers: Sequence[blocks.Linear]) -> ProductRows:
+        """Append the norm of x and a barrier, as the matrices `readers` multiply it."""
+
+    @abstractmethod
+    def quantize(self, x: int, n: int, readers: Sequence[blocks.Linear]) -> ProductRows:
+        """Append a barrier, and before it the quantization of x float32[tokens, n] if a reader multiplies tiles."""
+
+    @abstractmethod
+    def multiply(
+        self, linear: blocks.Linear, x: ProductRows, out: int, *, add: bool = False, barrier: bool = False
+    ) -> None:
+        """Append out (+)= W x (+ bias)."""
+
+    @abstractmethod
+    def add_to_residual(self, linear: blocks.Linear, x: ProductRows) -> None:
+        """Append x += W x', the end of a block."""
+
 
 def rope_fields(part: blocks.Attention, *, is_applied: bool = False) -> dict[str, int]:
     """Parameters of operations that apply RoPE: which elements of a head are rotated together.
@@ -176,6 +251,14 @@ def rope_fields(part: blocks.Attention, *, is_applied: bool = False) -> dict[str
     }
 
 
+def _record_of(cache: Cache, layer: int) -> LayerCache | LayerStates:
+    """Where a layer's rows or states are in a cache."""
+    state = cache.states.get(layer)
+    if state is not None:
+        return LayerStates(state.inputs.ctypes.data, state.heads.ctypes.data)
+    return LayerCache(cache.k[layer].ctypes.data, cache.v[layer].ctypes.data, cache.n_ctx)
+
+
 class CompiledPlan(ABC):
     """An operation list that is built on first use and pointed to the caches of each run."""
 
@@ -184,7 +267,8 @@ class CompiledPlan(ABC):
         self._ops: PlanOps | None = None  # the whole list, for caches of `_shape`
         self._shape: PlannedCaches | None = None
         self._caches: list[Cache] = []  # that the list points to; none while it is being pointed elsewhere
-        self._cache_records: list[Array] = []  # per layer, a LayerCache per cache
+        self._states: list[LayerState] = []  # of their recurrent layers: `Cache.state` may exchange one
+        self._cache_records: list[Array] = []  # per layer, a LayerCache or LayerStates per cache
         self._rope_tables: dict[blocks.Rope, tuple[Array, Array]] = {}
         self._query_factors: dict[tuple[float, int], Array] = {}
 
@@ -195,12 +279,15 @@ class CompiledPlan(ABC):
     def _point_to(self, caches: list[Cache]) -> PlanOps:
         """The list, pointed to these caches; it is built first if needed.
 
-        An interrupt in between leaves no state that the next call takes for complete.
+        The states of recurrent layers are then those of no length, until `Cache.extend`. An interrupt in between leaves
+        no state that the next call takes for complete.
         """
-        unchanged = len(caches) == len(self._caches) and all(a is b for a, b in zip(caches, self._caches))
+        states = [state for cache in caches for state in cache.begin_update()]
+        pairs = zip([*caches, *states], [*self._caches, *self._states])
+        unchanged = len(caches) == len(self._caches) and all(a is b for a, b in pairs)
         if self._ops is not None and unchanged:
             return self._ops
-        self._caches = []
+        self._caches, self._states = [], []
         n_ctx = max(cache.n_ctx for cache in caches)
         ops = self._ops
         if ops is None or not self._fits(caches[0].type, n_ctx):
@@ -208,8 +295,7 @@ class CompiledPlan(ABC):
             self._shape = PlannedCaches(caches[0].type, n_ctx)
             ops = self._ops = self._build(self._shape)
         self._cache_records = [
-            np.array([LayerCache(c.k[layer].ctypes.data, c.v[layer].ctypes.data, c.n_ctx) for c in caches], np.int64)
-            for layer in range(len(caches[0].k))
+            np.array([_record_of(cache, layer) for cache in caches], np.int64) for layer in range(len(caches[0].k))
         ]
         for layer, part, view in ops.views:
             cos, sin = self._tables(part.rope, n_ctx)
@@ -221,7 +307,9 @@ class CompiledPlan(ABC):
                 window=part.window or n_ctx,
                 query_factors=0 if factors is None else factors.ctypes.data,
             )
-        self._caches = caches
+        for layer, states_view in ops.states_views:
+            states_view.set(states=self._cache_records[layer].ctypes.data)
+        self._caches, self._states = caches, states
         return ops
 
     def _fits(self, kind: CacheType, n_ctx: int) -> bool:

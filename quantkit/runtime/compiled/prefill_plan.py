@@ -3,6 +3,7 @@
 Operations per block, with barriers where | stands:
 
     attention       norm | q, k, v | RoPE, append to the caches | attention | quantize | out, add to x |
+    recurrent       see delta_net.py
     feed-forward    norm | gate, up | activation | down, add to x |
     experts         norm | router | route | group | gather | gate, up, activation | down, add to x |
 
@@ -22,20 +23,23 @@ from quantkit.archs.common import blocks
 from quantkit.placement import kernel_sizes
 from quantkit.placement.kernel_sizes import BATCH_TOKENS, activation_bytes, whole_lines
 from quantkit.runtime.blocks.spans import Span
-from quantkit.runtime.compiled.plan_base import Array, CompiledPlan, ModelParts, PlannedCaches, PlanOps, rope_fields
+from quantkit.runtime.compiled import delta_net
+from quantkit.runtime.compiled.plan_base import (
+    Array,
+    BatchOps,
+    CompiledPlan,
+    ModelParts,
+    PlannedCaches,
+    PlanOps,
+    ProductRows,
+    rope_fields,
+)
 from quantkit.runtime.kernels import dispatch
-from quantkit.runtime.kernels.cpu import gemm, prefill_attention, prefill_experts, prefill_norms, prefill_ops
+from quantkit.runtime.kernels.cpu import gates, gemm, prefill_attention, prefill_experts, prefill_norms, prefill_ops
 from quantkit.runtime.kernels.cpu.expert_panels import ExpertKernels, expert_kernels
 from quantkit.runtime.kernels.cpu.float_gemm import MultiplyParameters
 from quantkit.runtime.kernels.cpu.operation import StoredRecord
 from quantkit.runtime.kv.cache import Cache
-
-
-class ProductRows(NamedTuple):
-    """Input of products: addresses of float32 rows, and of their tiles (0 if no product reads tiles)."""
-
-    floats: int
-    tiles: int
 
 
 class PrefillPlan(CompiledPlan):
@@ -58,7 +62,7 @@ class PrefillPlan(CompiledPlan):
         self._state[: len(state)] = state
         ops.run()
         for span in spans:
-            span.cache.length += span.stop - span.start
+            span.cache.extend(span.stop - span.start)
         return self._x[:count]
 
     def batches(self, ids: Array, cache: Cache) -> Iterator[Array]:
@@ -79,7 +83,7 @@ class PrefillPlan(CompiledPlan):
         return super().work_bytes + self._x.nbytes + self._state.nbytes
 
 
-class PrefillOps(PlanOps):
+class PrefillOps(BatchOps):
     """Operations on the residual streams x float32[BATCH_TOKENS, n_embd] of a batch."""
 
     def __init__(self, model: ModelParts, x: Array, state: Array):
@@ -166,6 +170,8 @@ def add_part(ops: PrefillOps, layer: int, part: blocks.Part, shape: PlannedCache
     """Append the operations of a part of a block."""
     if isinstance(part, blocks.Attention):
         add_attention(ops, layer, part, shape)
+    elif isinstance(part, blocks.DeltaNet):
+        delta_net.add_prefill(ops, layer, part)
     elif isinstance(part, blocks.Experts):
         add_experts(ops, part)
     elif isinstance(part, blocks.FeedForward):
@@ -177,10 +183,25 @@ def add_part(ops: PrefillOps, layer: int, part: blocks.Part, shape: PlannedCache
 def add_attention(ops: PrefillOps, layer: int, part: blocks.Attention, shape: PlannedCaches) -> None:
     """Append attention with its norm: projections, RoPE, caches, softmax, output; the result is added to x."""
     normed = ops.norm(part.norm, (part.q, part.k, part.v))
-    q, k, v = (ops.floats(name, ops.rows(getattr(part, name))) for name in "qkv")
-    ops.multiply(part.q, normed, q)
+    width_q = part.heads * part.head_dim_k
+    q, k, v = (ops.floats(name, n) for name, n in zip("qkv", (width_q, ops.rows(part.k), ops.rows(part.v))))
+    projected, query_gates = q, 0
+    if part.gated:
+        projected, query_gates = ops.floats("queries and gates", 2 * width_q), ops.floats("query gates", width_q)
+    ops.multiply(part.q, normed, projected)
     ops.multiply(part.k, normed, k)
     ops.multiply(part.v, normed, v, barrier=True)
+    if part.gated:
+        split = gates.SplitQueriesParameters(
+            tokens=ops.token_count,
+            projected=projected,
+            heads=part.heads,
+            dim=part.head_dim_k,
+            multiple=1,
+            q=q,
+            gates=query_gates,
+        )
+        ops.add(gates.split_batch_queries, split)
     view = ops.layer_view(layer, part)
     _add_head_norm(ops, part, part.q_norm, q, part.heads, view)
     _add_head_norm(ops, part, part.k_norm, k, part.kv_heads, view)
@@ -214,6 +235,10 @@ def add_attention(ops: PrefillOps, layer: int, part: blocks.Attention, shape: Pl
         sinks=ops.vector(part.sinks),
     )
     ops.add(prefill_attention.attention(heads, tokens), attention, barrier=True)
+    if part.gated:
+        ops.add(
+            gates.apply_gates, gates.ApplyGatesParameters(tokens=ops.token_count, x=out, gates=query_gates, n=width)
+        )
     ops.sub_norm(part.sub_norm, out, width)
     ops.add_to_residual(part.out, ops.quantize(out, width, (part.out,)), part.post_norm)
 
@@ -241,14 +266,19 @@ def _add_head_norm(
     ops.add(prefill_ops.head_norm, parameters)
 
 
-def add_gated(ops: PrefillOps, part: blocks.FeedForward, normed: ProductRows) -> None:
-    """Append a gated feed-forward, or a shared expert, whose norm is computed."""
+def add_gated(ops: PrefillOps, part: blocks.FeedForward, normed: ProductRows, shared_gate: str | None = None) -> None:
+    """Append a gated feed-forward, or a shared expert with its gate if it has one, whose norm is computed."""
     n_ff = ops.rows(part.gate)
     gate, up = ops.floats("gate", n_ff), ops.floats("up", n_ff)
     ops.multiply(part.gate, normed, gate)
     ops.multiply(part.up, normed, up, barrier=True)
+    if shared_gate is not None:
+        gate_shared = gates.BatchSharedGateParameters(
+            tokens=ops.token_count, x=normed.floats, weight=ops.vector(shared_gate), n=ops.n_embd, up=up, rows=n_ff
+        )
+        ops.add(gates.gate_batch_shared, gate_shared)
     gated = prefill_ops.GatedParameters(
-        state=ops.state, activation=ops.activation(part), gate=gate, up=up, n=n_ff, out=gate
+        state=ops.state, activation=ops.activation(part.activation), gate=gate, up=up, n=n_ff, out=gate
     )
     ops.add(prefill_ops.gated, gated)
     ops.sub_norm(part.sub_norm, gate, n_ff)
@@ -349,7 +379,8 @@ def add_experts(ops: PrefillOps, part: blocks.Experts) -> None:
     )
     ops.add(prefill_experts.add_down, add_down, barrier=True)
     if part.shared is not None:  # the norm is still there, but its tiles may have been overwritten
-        add_gated(ops, part.shared, ops.quantize(normed.floats, ops.n_embd, (part.shared.gate, part.shared.up)))
+        shared_normed = ops.quantize(normed.floats, ops.n_embd, (part.shared.gate, part.shared.up))
+        add_gated(ops, part.shared, shared_normed, part.shared_gate)
 
 
 def _add_gate_up(
@@ -364,7 +395,7 @@ def _add_gate_up(
             gate=gate.address,
             up=up.address,
             hidden=target.address,
-            activation=ops.activation(part),
+            activation=ops.activation(part.activation),
             gate_bias=ops.vector(part.gate.bias),
             up_bias=ops.vector(part.up.bias),
         )
@@ -384,7 +415,7 @@ def _add_gate_up(
     ops.add_barrier()
     activate = prefill_experts.ActivateParameters(
         assignment=assignment, gate=products[0], up=products[1], ff=part.ff, hidden=target.address,
-        activation=ops.activation(part),
+        activation=ops.activation(part.activation),
     )  # fmt: skip
     ops.add(prefill_experts.activate, activate, barrier=True)
 

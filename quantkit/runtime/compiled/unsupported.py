@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from quantkit.archs.common import blocks
 from quantkit.formats.gguf import Tensor
 from quantkit.placement.kernel_sizes import MIN_HEAD_DIM
+from quantkit.runtime.compiled import delta_net
 from quantkit.runtime.kernels import dispatch
 
 Weights = Mapping[str, Tensor]
@@ -22,7 +23,8 @@ def unsupported_feature(weights: Weights, parts: Sequence[blocks.Block], head: b
         elif isinstance(part, blocks.LatentAttention):
             reason = "latent attention runs layer by layer"
         elif isinstance(part, blocks.DeltaNet):
-            reason = "recurrent layers run layer by layer"
+            linears += delta_net.matrices(part)
+            reason = None
         else:
             linears += [part.gate, part.up, part.down]
             if isinstance(part, blocks.Experts):
@@ -40,8 +42,6 @@ def unsupported_feature(weights: Weights, parts: Sequence[blocks.Block], head: b
 
 
 def _in_attention(part: blocks.Attention) -> str | None:
-    if part.gated:
-        return "attention with a gated result"
     if min(part.head_dim_k, part.head_dim_v) < MIN_HEAD_DIM:
         return f"heads of {part.head_dim_k} and {part.head_dim_v} elements: kernels need at least {MIN_HEAD_DIM}"
     return None
@@ -49,8 +49,6 @@ def _in_attention(part: blocks.Attention) -> str | None:
 
 def _in_experts(part: blocks.Experts) -> str | None:
     # Rows of experts are the columns of another matrix, so `_in_matrix` makes sure that they fill whole units of work.
-    if part.shared_gate is not None:
-        return f"a shared expert with a gate ({part.shared_gate})"
     for linear in (part.gate, part.up, part.down):
         if linear.scale:
             return f"no operation scales the products of experts ({linear.scale})"

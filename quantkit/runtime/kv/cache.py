@@ -240,6 +240,24 @@ class Cache:
             )
         return result
 
+    def begin_update(self) -> list[LayerState]:
+        """The states of all recurrent layers after `length` tokens, to be changed in place; `extend` ends the update.
+
+        In between the states are of no length. DataError as `state`.
+        """
+        found = [self.state(layer) for layer in self.states]
+        self._spare_of = None
+        for state in found:
+            state.position = INCOMPLETE
+        return found
+
+    def extend(self, tokens: int) -> None:
+        """Add `tokens` to `length`: their keys and values, and the changed states of `begin_update`, are there."""
+        length = self._length + tokens
+        for state in self.states.values():
+            state.position = length
+        self.length = length
+
     def advance(self, layer: int, tokens: int) -> tuple[LayerState, LayerState]:
         """(state now, state to write): advance a layer by `tokens`. The old state stays valid until the next call."""
         before = self.state(layer)

@@ -34,6 +34,7 @@ from quantkit.codegen.jit import kernel
 from quantkit.codegen.simd import F32, IrBuilder, Value, floats, load_float, load_int, simd_intrinsic, vector
 from quantkit.placement.kernel_sizes import whole_vectors
 from quantkit.runtime.kernels.cpu.activations import quantize
+from quantkit.runtime.kernels.cpu.gates import multiply_sigmoid
 from quantkit.runtime.kernels.cpu.kv_rows import KernelHeads, LayerCache, LayerView, rotate, row_floats, store_row
 from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record
 from quantkit.runtime.kernels.reference import exp
@@ -236,6 +237,7 @@ class MergeParameters(NamedTuple):
     partial: int  # float32[threads, heads, dim + 2] with dim in whole vectors, from `attention`
     heads: int
     dim: int
+    gates: int  # float32[heads, dim]: the output is multiplied by sigmoid(gates); or 0
     buffer: int  # activation buffer
     private_stride: int
     sinks: int = 0  # float32[heads]: an extra score of each head, or 0
@@ -275,6 +277,8 @@ def merge(rotation: int) -> Callback:
             for i in range(dim):
                 out[i] *= inverse
         rotate(buffer, heads * dim, rotation)
+        if p.gates != 0:
+            multiply_sigmoid(buffer, p.gates, heads * dim)
         quantize(buffer, heads * dim)
 
     return run

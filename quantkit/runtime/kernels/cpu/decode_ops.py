@@ -24,7 +24,7 @@ from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record, split
 
 
 @simd_intrinsic("float32")
-def _sum_of_squares(ir, x, n):
+def sum_of_squares(ir, x, n):
     """Sum of squares of float32[n], in a fixed order on every CPU: 32 lanes, then the rest."""
     kind, vector_end = vector(32, F32), n & -32
     lanes, remainder = ir.variable(ir.zero(kind)), ir.variable(ir.constant(F32, 0.0))
@@ -40,7 +40,7 @@ def _sum_of_squares(ir, x, n):
 @kernel
 def rms_scale(x, n, eps):
     """1 / sqrt(mean(x^2) + eps) of float32[n]."""
-    return np.float32(1) / np.sqrt(_sum_of_squares(x, n) / np.float32(n) + eps)
+    return np.float32(1) / np.sqrt(sum_of_squares(x, n) / np.float32(n) + eps)
 
 
 @kernel

@@ -8,4 +8,6 @@ Imports the kernels (`runtime/kernels`), `runtime/blocks` and `runtime/kv`, not 
 
 To add a kind of block: write its operations in `runtime/kernels/cpu`, a function `add_...` in `decode_plan` and in
 `prefill_plan` with a case in their `add_part`, and remove its reason from `unsupported`.
+
+To add an activation: a formula in `runtime/kernels/cpu/gated_activations.py`.
 """

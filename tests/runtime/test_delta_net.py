@@ -8,17 +8,21 @@ from typing import Any
 import numpy as np
 import pytest
 
+from quantkit import archs, recipe
 from quantkit.archs.common.blocks import Recurrence
 from quantkit.errors import DataError
 from quantkit.formats import gguf
-from quantkit.placement import kernel_sizes
+from quantkit.placement import kernel_sizes, workspace
+from quantkit.recipe.models import from_config
 from quantkit.runtime.blocks import recurrent
+from quantkit.runtime.compiled import unsupported
 from quantkit.runtime.kernels import reference
 from quantkit.runtime.kernels.cpu import delta_net, prefill_ops
 from quantkit.runtime.kernels.cpu.op_list import OpList
 from quantkit.runtime.loading import load
 from quantkit.runtime.model import Model
 from tests.archs.files import written
+from tests.recipe.configs import QWEN35_27B
 from tests.runtime.other_cpus import CPUS, run_tests
 from tests.runtime.other_cpus import test_that_this_is_the_path as test_that_this_is_the_path  # collected here too
 from tests.runtime.test_recurrent import part_of, plainly
@@ -296,3 +300,22 @@ def test_older_files_with_one_projection(tmp_path: Path) -> None:
     whole, cache = exact.logits(TOKENS), fast.new_cache(len(TOKENS))
     rows = [fast.forward(part, cache) for part in np.split(TOKENS, (1, 2, 80, 81))]
     assert spread(np.concatenate(rows), whole) < 2e-5
+
+
+QWEN3_NEXT_80B = archs.get("qwen3next").EXAMPLE | {
+    "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 5120, "num_hidden_layers": 48,
+    "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256, "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32, "num_experts": 512,
+    "num_experts_per_tok": 10, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+    "max_position_embeddings": 262144, "rope_theta": 10000000.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("config", [QWEN3_NEXT_80B, archs.language_model(QWEN35_27B)], ids=["80B-A3B", "27B"])
+def test_full_size_models_have_operations_for_everything(config: dict[str, Any]) -> None:
+    specs, metadata = from_config(config)
+    weights = {t.name: t for t in recipe.plan(specs, "Q4_K", metadata=metadata).tensors}
+    arch = archs.get(metadata["general.architecture"])
+    hparams = arch.hparams(metadata, weights.keys())
+    assert unsupported.unsupported_feature(weights, arch.blocks(hparams), arch.head(hparams)) is None
+    assert workspace.work_bytes(weights, metadata, 4096, 2) < 1 << 30

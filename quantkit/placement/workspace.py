@@ -9,6 +9,7 @@ hidden state, queries, keys, values and the feed-forward:
               RECORD_BYTES/32 B n for n of E, q, F    the same as integer tiles, if the weights are quantized
               T panels(n)                       unpacked rows of 32 weights, for each thread and width
               T pieces                          keys and values of 128 positions, queries, scores
+              latents: the query latent, one latent, and for each thread a head's matrices and a block of latents
               experts: most = B used + 5 count tile entries of E and F, three vectors per expert, lists
     tokens    T activations(E), logits, q, k, v, gate, up: small
     RoPE      8 bytes per position and pair, for both
@@ -21,13 +22,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from quantkit.placement import kernel_sizes
 from quantkit.placement.kernel_sizes import BATCH_TOKENS, activation_bytes, whole_lines
 from quantkit.placement.tensor_info import TensorInfo
 
 _PANEL_RECORD = 640  # bytes of 16 rows of 32 columns, unpacked: 576 to 768, by the type's scales
+_TRANSPOSED_ROWS = 8  # of a head's matrix, decoded at a time: 16 for the one type that interleaves 16 rows
 _DECODED = 64 << 20
 _FLOATS = frozenset(("f32", "f16", "bf16"))
 
@@ -42,11 +44,13 @@ class _Buffers(dict[tuple[str, int], int]):
         self[name, nbytes] = threads * -(-nbytes // 64) * 64
 
 
-def work_bytes(tensors: Mapping[str, TensorInfo], metadata: Mapping[str, Any], n_ctx: int, threads: int) -> int | None:
-    """Bytes of working memory of a model on the CPU, for caches of `n_ctx` tokens.
+def work_bytes(
+    tensors: Mapping[str, TensorInfo], metadata: Mapping[str, Any], n_ctx: int, threads: int, mla: int = 3
+) -> int | None:
+    """Bytes of working memory of a model on the CPU, for caches of `n_ctx` tokens and latent attention as `mla` says.
 
-    None if a layer is not attention with q, k, v followed by a gated feed-forward or experts: such models run layer by
-    layer and allocate memory on demand.
+    None if a layer is not attention with q, k, v or over latents, followed by a gated feed-forward or experts: such
+    models run layer by layer and allocate memory on demand.
     """
     arch = metadata.get("general.architecture")
     layers = {int(found[1]) for name in tensors if (found := re.match(r"blk\.(\d+)\.", name))}
@@ -61,12 +65,20 @@ def work_bytes(tensors: Mapping[str, TensorInfo], metadata: Mapping[str, Any], n
     head_dim = 0
     for layer in sorted(layers):
         own = {name[len(f"blk.{layer}.") :]: t for name, t in tensors.items() if name.startswith(f"blk.{layer}.")}
-        if not {"attn_q.weight", "attn_k.weight", "attn_v.weight", "attn_output.weight"} <= own.keys():
+        if {"attn_kv_a_mqa.weight", "attn_kv_a_norm.weight", "attn_output.weight"} <= own.keys():
+            sizes = _LatentSizes.of(own, metadata)
+            if sizes is None:
+                return None
+            _latent_attention(prompt, step, own, sizes, threads, n_ctx, mla)
+        elif {"attn_q.weight", "attn_k.weight", "attn_v.weight", "attn_output.weight"} <= own.keys():
+            head_dim = own["attn_q.weight"].shape[0] // heads
+            _attention(prompt, step, own, heads, threads)
+        else:
             return None
-        head_dim = own["attn_q.weight"].shape[0] // heads
-        _attention(prompt, step, own, heads, threads)
-        if "ffn_gate_exps.weight" in own and used and "ffn_gate_shexp.weight" not in own:
+        if "ffn_gate_exps.weight" in own and used:
             _experts(prompt, step, own, used, threads)
+            if "ffn_gate_shexp.weight" in own:
+                _feed_forward(prompt, step, own, threads, "_shexp")
         elif {"ffn_gate.weight", "ffn_up.weight", "ffn_down.weight"} <= own.keys():
             _feed_forward(prompt, step, own, threads)
         else:
@@ -133,8 +145,90 @@ def _attention(prompt: _Buffers, step: _Buffers, own: Mapping[str, TensorInfo], 
     step.add("added", 4 * embd)
 
 
-def _feed_forward(prompt: _Buffers, step: _Buffers, own: Mapping[str, TensorInfo], threads: int) -> None:
-    gate, up, down = (own[f"ffn_{name}.weight"] for name in ("gate", "up", "down"))
+class _LatentSizes(NamedTuple):
+    """The sizes of latent attention, see archs/deepseek2.py."""
+
+    heads: int
+    nope: int
+    rope: int
+    kv_lora: int
+    dim_v: int
+
+    @classmethod
+    def of(cls, own: Mapping[str, TensorInfo], metadata: Mapping[str, Any]) -> _LatentSizes | None:
+        """From a layer's tensors; None if some are missing."""
+        arch = metadata.get("general.architecture")
+        heads = int(metadata.get(f"{arch}.attention.head_count") or 0)
+        q = own.get("attn_q_b.weight") or own.get("attn_q.weight")
+        if q is None or ("attn_kv_b.weight" not in own and not {"attn_k_b.weight", "attn_v_b.weight"} <= own.keys()):
+            return None
+        kv_lora = own["attn_kv_a_norm.weight"].shape[0]
+        rope = own["attn_kv_a_mqa.weight"].shape[0] - kv_lora
+        return cls(heads, q.shape[0] // heads - rope, rope, kv_lora, own["attn_output.weight"].shape[1] // heads)
+
+
+def _latent_attention(
+    prompt: _Buffers, step: _Buffers, own: Mapping[str, TensorInfo], s: _LatentSizes, threads: int, n_ctx: int, mla: int
+) -> None:
+    """Flash attention, except for the absorbed tokens of `mla` 2."""
+    latent, dim_k, width = s.kv_lora + s.rope, s.nope + s.rope, s.heads * s.dim_v
+    embd = own["attn_kv_a_mqa.weight"].shape[1]
+    tiled = 4 * kernel_sizes.whole_tiles(BATCH_TOKENS)
+    prompt.add("normed", 4 * BATCH_TOKENS * embd)
+    prompt.add("latent", tiled * latent)
+    prompt.add("latent q", tiled * s.heads * dim_k)
+    prompt.add("attended", 4 * BATCH_TOKENS * width)
+    step.private("normed", activation_bytes(embd), threads)
+    step.add("latent", 4 * latent)
+    step.add("q", 4 * s.heads * dim_k)
+    step.add("added", 4 * embd)
+    scratch = kernel_sizes.latent_scratch_bytes(s.nope, s.kv_lora, _TRANSPOSED_ROWS)
+    step.private("latent scratch", scratch, threads)
+    if "attn_q_a.weight" in own:
+        q_lora = own["attn_q_a.weight"].shape[0]
+        _read(prompt, [own["attn_q_a.weight"], own["attn_kv_a_mqa.weight"]], embd, threads)
+        _read(prompt, [own["attn_q_b.weight"]], q_lora, threads)
+        prompt.add("query latent", 4 * BATCH_TOKENS * q_lora)
+        step.add("query latent", 4 * q_lora)
+        step.private("query latent normed", activation_bytes(q_lora), threads)
+    else:
+        _read(prompt, [own["attn_q.weight"], own["attn_kv_a_mqa.weight"]], embd, threads)
+    _read(prompt, [own["attn_output.weight"]], width, threads)
+    if not mla:
+        _latent_heads(prompt, step, s, threads)
+        return
+    whole = -(-n_ctx // kernel_sizes.KEY_BLOCK) * kernel_sizes.KEY_BLOCK
+    span, positions = (whole, whole) if mla == 2 else (kernel_sizes.LATENT_BLOCK, kernel_sizes.KEY_BLOCK)
+    step.add("latent queries", 4 * s.heads * latent)
+    step.add("partial", 4 * threads * s.heads * (s.kv_lora + 2))
+    step.private("latents", kernel_sizes.latent_decode_bytes(s.heads, latent, span), threads)
+    step.add("attended", activation_bytes(width))
+    rows = kernel_sizes.LATENT_PIECE
+    floats = kernel_sizes.latent_prefill_floats(s.nope, s.rope, s.kv_lora, s.dim_v, rows, positions)
+    prompt.private("pieces", 4 * sum(floats), threads)
+
+
+def _latent_heads(prompt: _Buffers, step: _Buffers, s: _LatentSizes, threads: int) -> None:
+    """`mla` 0: keys and values of all heads."""
+    dim_k, tiled = s.nope + s.rope, 4 * kernel_sizes.whole_tiles(BATCH_TOKENS)
+    prompt.add("latent k", tiled * s.heads * dim_k)
+    prompt.add("latent v", tiled * s.heads * s.dim_v)
+    prompt.private("matrices", 8 * max(s.nope, s.dim_v) * s.kv_lora, threads)
+    pieces = kernel_sizes.prefill_attention_bytes(1, dim_k, s.dim_v, kernel_sizes.PIECE_QUERIES, kernel_sizes.KEY_BLOCK)
+    prompt.private("pieces", pieces, threads)
+    step.private("latent normed", activation_bytes(s.kv_lora), threads)
+    step.add("k", 4 * s.heads * dim_k)
+    step.add("v", 4 * s.heads * s.dim_v)
+    scratch = kernel_sizes.decode_attention_bytes(s.heads, dim_k, 1, kernel_sizes.DECODE_SPAN)
+    step.private("scratch", scratch, threads)
+    step.add("partial", 4 * threads * s.heads * (s.dim_v + 2))
+    step.private("merged", activation_bytes(s.heads * s.dim_v), threads)
+
+
+def _feed_forward(
+    prompt: _Buffers, step: _Buffers, own: Mapping[str, TensorInfo], threads: int, suffix: str = ""
+) -> None:
+    gate, up, down = (own[f"ffn_{name}{suffix}.weight"] for name in ("gate", "up", "down"))
     ff, embd = gate.shape
     for name in ("gate", "up"):
         prompt.add(name, 4 * BATCH_TOKENS * ff)

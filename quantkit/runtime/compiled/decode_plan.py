@@ -3,6 +3,7 @@
 Operations per block, with barriers where | stands:
 
     attention       norm, q, k, v | attention | merge, out, add to x |
+    latent          see latent.py
     feed-forward    norm, gate, up, SwiGLU | down, add to x |
     experts         norm, router | select, gate, up, SwiGLU | down, add to x |
 
@@ -13,31 +14,26 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
 
 import numpy as np
 
 from quantkit.archs.common import blocks
 from quantkit.placement import kernel_sizes
 from quantkit.placement.kernel_sizes import activation_bytes, whole_lines
+from quantkit.runtime.compiled import latent
 from quantkit.runtime.compiled.plan_base import (
     SPLIT_ROWS,
+    Activations,
     Array,
     CompiledPlan,
     ModelParts,
     PlannedCaches,
     PlanOps,
+    TokenOps,
     rope_fields,
 )
 from quantkit.runtime.kernels.cpu import decode_attention, decode_experts, decode_ops
 from quantkit.runtime.kv.cache import Cache
-
-
-class Activations(NamedTuple):
-    """A quantized activation buffer. stride: bytes from one thread's copy to the next, 0 if all threads share it."""
-
-    address: int
-    stride: int
 
 
 class DecodePlan(CompiledPlan):
@@ -82,7 +78,7 @@ class DecodePlan(CompiledPlan):
         return super().work_bytes + self._x.nbytes + self._position.nbytes + self._logits.nbytes
 
 
-class DecodeOps(PlanOps):
+class DecodeOps(TokenOps):
     """Operations on the residual stream x float32[n_embd] of one token."""
 
     def __init__(self, model: ModelParts, x: Array, position: Array):
@@ -136,6 +132,8 @@ def add_part(ops: DecodeOps, layer: int, part: blocks.Part, shape: PlannedCaches
     """Append the operations of a part of a block."""
     if isinstance(part, blocks.Attention):
         add_attention(ops, layer, part, shape)
+    elif isinstance(part, blocks.LatentAttention):
+        latent.add_decode(ops, layer, part, shape)
     elif isinstance(part, blocks.Experts):
         add_experts(ops, part)
     elif isinstance(part, blocks.FeedForward):

@@ -33,6 +33,7 @@ from quantkit.runtime.kv.cache_type import CacheType
 SPLIT_ROWS = 32  # threads split matrices at multiples of this: whole sub-blocks of what is quantized next
 
 Array = np.ndarray[Any, Any]
+AnyAttention = blocks.Attention | blocks.LatentAttention
 
 
 class ExpertOptions(NamedTuple):
@@ -52,6 +53,12 @@ class ModelParts:
     threads: int
     attending: AttentionOptions
     expert_options: ExpertOptions
+    mla: int = 0  # how latent attention runs, as in blocks/latent.py
+
+    @property
+    def attends_plainly(self) -> bool:
+        """Whether an operation's softmax takes all positions of a cache at once, so that lists depend on its size."""
+        return not self.attending.flash or self.mla == 2
 
     @property
     def vocab(self) -> int:
@@ -89,6 +96,20 @@ class PlannedCaches(NamedTuple):
         )
 
 
+class Activations(NamedTuple):
+    """A quantized activation buffer. stride: bytes from one thread's copy to the next, 0 if all threads share it."""
+
+    address: int
+    stride: int
+
+
+class ProductRows(NamedTuple):
+    """Input of products: addresses of float32 rows, and of their tiles (0 if no product reads tiles)."""
+
+    floats: int
+    tiles: int
+
+
 class ExpertTensor(NamedTuple):
     """The matrices of all experts: a tensor, its address, and bytes from one expert to the next."""
 
@@ -103,7 +124,7 @@ class PlanOps(OpList):
     def __init__(self, model: ModelParts):
         super().__init__(model.threads)
         self.model = model
-        self.views: list[tuple[int, blocks.Attention, StoredRecord]] = []  # a LayerView per attention layer
+        self.views: list[tuple[int, AnyAttention, StoredRecord]] = []  # a LayerView per attention layer
 
     def tensor(self, linear: blocks.Linear) -> Tensor:
         """The tensor that holds a matrix."""
@@ -150,14 +171,66 @@ class PlanOps(OpList):
         )
         return self.record(record).address
 
-    def layer_view(self, layer: int, part: blocks.Attention) -> int:
+    def layer_view(self, layer: int, part: AnyAttention) -> int:
         """Address of the layer's LayerView record, which `Plan._point_to` fills."""
         view = self.record(LayerView(cos=0, sin=0, caches=0, window=0))
         self.views.append((layer, part, view))
         return view.address
 
 
-def rope_fields(part: blocks.Attention) -> dict[str, int]:
+class TokenOps(PlanOps, ABC):
+    """An operation list for one token, as the files of blocks see it: operations on its residual stream."""
+
+    position: int  # address of an int64
+    n_embd: int
+
+    @abstractmethod
+    def norm(self, norm: blocks.Norm) -> Activations:
+        """Append the norm of x."""
+
+    @abstractmethod
+    def matvec(
+        self, linear: blocks.Linear, x: Activations, out: int, *, barrier: bool = False, multiple: int = SPLIT_ROWS,
+        residual: int = 0,
+    ) -> None:  # fmt: skip
+        """Append out = W x (+ bias), split between threads at a multiple of rows."""
+
+    @abstractmethod
+    def add_to_residual(self, linear: blocks.Linear, x: Activations) -> None:
+        """Append x += W x', the end of a block."""
+
+
+class BatchOps(PlanOps, ABC):
+    """An operation list for a batch, as the files of blocks see it: operations on its tokens' residual streams."""
+
+    state: int  # address of a BatchState
+    token_count: int  # address of the number of tokens
+    n_embd: int
+
+    @abstractmethod
+    def floats(self, name: str, n: int) -> int:
+        """Address of a buffer float32[BATCH_TOKENS, n]."""
+
+    @abstractmethod
+    def norm(self, norm: blocks.Norm, readers: Sequence[blocks.Linear]) -> ProductRows:
+        """Append the norm of x and a barrier, as the matrices `readers` multiply it."""
+
+    @abstractmethod
+    def quantize(self, x: int, n: int, readers: Sequence[blocks.Linear]) -> ProductRows:
+        """Append a barrier, and before it the quantization of x float32[tokens, n] if a reader multiplies tiles."""
+
+    @abstractmethod
+    def multiply(
+        self, linear: blocks.Linear, x: ProductRows, out: int, *, add: bool = False, barrier: bool = False
+    ) -> None:
+        """Append out (+)= W x (+ bias)."""
+
+    @abstractmethod
+    def add_to_residual(self, linear: blocks.Linear, x: ProductRows) -> None:
+        """Append x += W x', the end of a block."""
+
+
+def rope_fields(part: AnyAttention) -> dict[str, int]:
     """Parameters of operations that apply RoPE: which elements of a head are rotated together."""
     adjacent = part.rope.style == "norm"
     return {
@@ -207,7 +280,7 @@ class CompiledPlan(ABC):
                 cos=cos.ctypes.data,
                 sin=sin.ctypes.data,
                 caches=self._cache_records[layer].ctypes.data,
-                window=part.window or n_ctx,
+                window=part.window or n_ctx if isinstance(part, blocks.Attention) else n_ctx,
             )
         self._caches = caches
         return ops
@@ -215,7 +288,7 @@ class CompiledPlan(ABC):
     def _fits(self, kind: CacheType, n_ctx: int) -> bool:
         """Whether the list was built for such caches."""
         assert self._shape is not None
-        return kind == self._shape.type and (self.model.attending.flash or n_ctx <= self._shape.n_ctx)
+        return kind == self._shape.type and (not self.model.attends_plainly or n_ctx <= self._shape.n_ctx)
 
     def _tables(self, rope: blocks.Rope, n_ctx: int) -> tuple[Array, Array]:
         """cos and sin float32[positions, dim / 2] for at least n_ctx positions."""

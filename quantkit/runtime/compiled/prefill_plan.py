@@ -3,6 +3,7 @@
 Operations per block, with barriers where | stands:
 
     attention       norm | q, k, v | RoPE, append to the caches | attention | quantize | out, add to x |
+    latent          see latent.py
     feed-forward    norm | gate, up | SwiGLU | down, add to x |
     experts         norm | router | route | group | gather | gate, up, SwiGLU | down, add to x |
 
@@ -22,20 +23,23 @@ from quantkit.archs.common import blocks
 from quantkit.placement import kernel_sizes
 from quantkit.placement.kernel_sizes import BATCH_TOKENS, activation_bytes, whole_lines
 from quantkit.runtime.blocks.spans import Span
-from quantkit.runtime.compiled.plan_base import Array, CompiledPlan, ModelParts, PlannedCaches, PlanOps, rope_fields
+from quantkit.runtime.compiled import latent
+from quantkit.runtime.compiled.plan_base import (
+    Array,
+    BatchOps,
+    CompiledPlan,
+    ModelParts,
+    PlannedCaches,
+    PlanOps,
+    ProductRows,
+    rope_fields,
+)
 from quantkit.runtime.kernels import dispatch
 from quantkit.runtime.kernels.cpu import gemm, prefill_attention, prefill_experts, prefill_ops
 from quantkit.runtime.kernels.cpu.expert_panels import ExpertKernels, expert_kernels
 from quantkit.runtime.kernels.cpu.float_gemm import MultiplyParameters
 from quantkit.runtime.kernels.cpu.operation import StoredRecord
 from quantkit.runtime.kv.cache import Cache
-
-
-class ProductRows(NamedTuple):
-    """Input of products: addresses of float32 rows, and of their tiles (0 if no product reads tiles)."""
-
-    floats: int
-    tiles: int
 
 
 class PrefillPlan(CompiledPlan):
@@ -79,7 +83,7 @@ class PrefillPlan(CompiledPlan):
         return super().work_bytes + self._x.nbytes + self._state.nbytes
 
 
-class PrefillOps(PlanOps):
+class PrefillOps(BatchOps):
     """Operations on the residual streams x float32[BATCH_TOKENS, n_embd] of a batch."""
 
     def __init__(self, model: ModelParts, x: Array, state: Array):
@@ -152,6 +156,8 @@ def add_part(ops: PrefillOps, layer: int, part: blocks.Part, shape: PlannedCache
     """Append the operations of a part of a block."""
     if isinstance(part, blocks.Attention):
         add_attention(ops, layer, part, shape)
+    elif isinstance(part, blocks.LatentAttention):
+        latent.add_prefill(ops, layer, part, shape)
     elif isinstance(part, blocks.Experts):
         add_experts(ops, part)
     elif isinstance(part, blocks.FeedForward):

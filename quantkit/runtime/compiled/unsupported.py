@@ -22,7 +22,10 @@ def unsupported_feature(weights: Weights, parts: Sequence[blocks.Block], head: b
             linears += [part.q, part.k, part.v, part.out]
             reason = _in_attention(part)
         elif isinstance(part, blocks.LatentAttention):
-            reason = "latent attention runs layer by layer"
+            linears += [
+                linear for linear in (part.q_a, part.q, part.kv_a, part.kv_b, part.k_b, part.v_b, part.out) if linear
+            ]
+            reason = _in_latent_attention(part)
         elif isinstance(part, blocks.DeltaNet):
             reason = "recurrent layers run layer by layer"
         else:
@@ -56,6 +59,16 @@ def _in_attention(part: blocks.Attention) -> str | None:
         return "queries with position-dependent scaling"
     if part.head_dim_k % 16 or part.head_dim_v % 16:
         return f"head sizes {part.head_dim_k} and {part.head_dim_v} are not multiples of 16"
+    return None
+
+
+def _in_latent_attention(part: blocks.LatentAttention) -> str | None:
+    sizes = {"nope": part.nope, "kv_lora": part.kv_lora, "head_dim_v": part.head_dim_v}
+    for name, size in sizes.items():
+        if size % 32:
+            return f"latent attention where {name} is {size}, not a multiple of 32 ({part.kv_a.weight})"
+    if part.rope.dim % 16:
+        return f"latent attention with RoPE of {part.rope.dim} elements, not a multiple of 16 ({part.kv_a.weight})"
     return None
 
 

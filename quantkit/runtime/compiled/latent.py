@@ -120,7 +120,7 @@ def add_decode(ops: TokenOps, layer: int, part: blocks.LatentAttention, shape: P
     normed = ops.norm(part.norm)
     kv, q = ops.buffer("latent", 4 * part.latent), ops.buffer("q", 4 * part.heads * part.head_dim_k)
     multiple = math.lcm(SPLIT_ROWS, part.head_dim_k)
-    ops.matvec(part.kv_a, normed, kv)
+    ops.matvec(part.kv_a, normed, kv, barrier=part.q_a is None and not ops.model.mla)
     if part.q_a is not None and part.q_a_norm is not None:
         query_latent = ops.buffer("query latent", 4 * part.q_lora)
         ops.matvec(part.q_a, normed, query_latent, barrier=True)
@@ -322,8 +322,6 @@ def _add_batch_latents(
 ) -> None:  # fmt: skip
     """Append attention of a batch over latents, absorbed or expanded."""
     model = ops.model
-    matrices = _matrices(ops, part, absorbed=False)
-    key_type, value_type = _ggml_type(ops, matrices.keys), _ggml_type(ops, matrices.values)
     attending = replace(model.attending, flash=not model.attends_plainly)
     step = shape.span(attending, kernel_sizes.KEY_BLOCK)
     query_rows = min(kernel_sizes.LATENT_PIECE, attending.query_rows(1, shape.n_ctx, ops.threads))
@@ -335,9 +333,8 @@ def _add_batch_latents(
     attention = latent_attention.BatchAttentionParameters(
         state=ops.state,
         sizes=sizes,
-        matrices=ops.record(matrices.record).address,
-        read_keys=latent_attention.matrix_reader(key_type, matrices.keys_transposed).address,
-        read_values=latent_attention.matrix_reader(value_type, True).address,
+        absorbed=_read_matrices(ops, _matrices(ops, part, absorbed=True)),
+        expanded=_read_matrices(ops, _matrices(ops, part, absorbed=False)),
         read_latents=latent_attention.latent_reader(rows).address,
         rotate=_rotator(rows),
         row_bytes=rows.nbytes,
@@ -353,6 +350,17 @@ def _add_batch_latents(
         private_stride=stride,
     )
     ops.add(latent_attention.batch_attention, attention, barrier=True)
+
+
+def _read_matrices(ops: BatchOps, matrices: _Matrices) -> int:
+    """Address of the ReadMatrices record."""
+    keys, values = _ggml_type(ops, matrices.keys), _ggml_type(ops, matrices.values)
+    record = latent_attention.ReadMatrices(
+        matrices=ops.record(matrices.record).address,
+        read_keys=latent_attention.matrix_reader(keys, matrices.keys_transposed).address,
+        read_values=latent_attention.matrix_reader(values, True).address,
+    )
+    return ops.record(record).address
 
 
 def _add_batch_heads(

@@ -588,14 +588,21 @@ def _read_matrix(read, address, rows, n, transposed, out, scratch):
 # -------------------------------------------------------------------------------------------------- a batch: attention
 
 
+class ReadMatrices(NamedTuple):
+    """The matrices of heads for one form, and how they are decoded."""
+
+    matrices: int  # address of a HeadMatrices
+    read_keys: int  # `matrix_reader` to [nope, kv_lora]
+    read_values: int  # `matrix_reader` to [kv_lora, dim_v]
+
+
 class BatchAttentionParameters(NamedTuple):
     """Parameters of `batch_attention`."""
 
     state: int
     sizes: int  # address of a Sizes
-    matrices: int  # address of a HeadMatrices
-    read_keys: int  # `matrix_reader` to [nope, kv_lora]
-    read_values: int  # `matrix_reader` to [kv_lora, dim_v]
+    absorbed: int  # address of a ReadMatrices
+    expanded: int
     read_latents: int  # `latent_reader`
     rotate: int  # `rotator`, or 0
     row_bytes: int  # of the cache
@@ -699,12 +706,13 @@ def _start(results, size, softmax_states, rows):
 @kernel
 def _project_queries(p, s, piece, matrices, decoded, queries):
     """queries[token, head] = [k_h^T a, b], rotated; keys of each head are decoded to `matrices`."""
-    m, dim, latent = load_record(HeadMatrices, p.matrices), s.nope + s.rope, s.kv_lora + s.rope
+    source, dim, latent = load_record(ReadMatrices, p.absorbed), s.nope + s.rope, s.kv_lora + s.rope
+    m = load_record(HeadMatrices, source.matrices)
     stride, rows = piece.heads * latent * 4, -(-piece.tokens // FLOAT_TILE_TOKENS) * FLOAT_TILE_TOKENS
     for head in range(piece.heads):
         q, y = p.q + (piece.token * s.heads + piece.head + head) * dim * 4, queries + head * latent * 4
         keys = m.keys + (piece.head + head) * m.key_bytes
-        _read_matrix(p.read_keys, keys, s.nope, s.kv_lora, m.keys_transposed, matrices, decoded)
+        _read_matrix(source.read_keys, keys, s.nope, s.kv_lora, m.keys_transposed, matrices, decoded)
         matmul(q, s.heads * dim * 4, matrices, s.kv_lora * 4, s.nope, y, stride, rows, s.kv_lora, False)
         for token in range(piece.tokens):
             b = floats(q + (token * s.heads * dim + s.nope) * 4, s.rope)
@@ -716,10 +724,11 @@ def _project_queries(p, s, piece, matrices, decoded, queries):
 @kernel
 def _project_values(p, s, piece, matrices, decoded, results, projected):
     """out[token, head] = v_h result; `projected` float32[tokens, dim_v], whole tiles."""
-    m, rows = load_record(HeadMatrices, p.matrices), -(-piece.tokens // FLOAT_TILE_TOKENS) * FLOAT_TILE_TOKENS
+    source, rows = load_record(ReadMatrices, p.absorbed), -(-piece.tokens // FLOAT_TILE_TOKENS) * FLOAT_TILE_TOKENS
+    m = load_record(HeadMatrices, source.matrices)
     for head in range(piece.heads):
         values = m.values + (piece.head + head) * m.value_bytes
-        _read_matrix(p.read_values, values, s.dim_v, s.kv_lora, 0, matrices, decoded)
+        _read_matrix(source.read_values, values, s.dim_v, s.kv_lora, 0, matrices, decoded)
         x, stride = results + head * s.kv_lora * 4, piece.heads * s.kv_lora * 4
         matmul(x, stride, matrices, s.dim_v * 4, s.kv_lora, projected, s.dim_v * 4, rows, s.dim_v, False)
         out = p.out + (piece.token * s.heads + piece.head + head) * s.dim_v * 4
@@ -784,7 +793,8 @@ def _expand_block(s, keys_of, values_of, decoded, transposed, keys, values):
 @kernel
 def _expanded_piece(p, s, piece, rows, scratch):
     """Attention of one head: keys and values of a block of latents at a time, for all tokens of the piece."""
-    m, dim, latent = load_record(HeadMatrices, p.matrices), s.nope + s.rope, s.kv_lora + s.rope
+    source, dim, latent = load_record(ReadMatrices, p.expanded), s.nope + s.rope, s.kv_lora + s.rope
+    m = load_record(HeadMatrices, source.matrices)
     block_rows = -(-KEY_BLOCK // FLOAT_TILE_TOKENS) * FLOAT_TILE_TOKENS
     decoded = scratch
     transposed = decoded + block_rows * latent * 4
@@ -796,8 +806,10 @@ def _expanded_piece(p, s, piece, rows, scratch):
     softmax_states = scores + LATENT_QUERIES * KEY_BLOCK * 4
     count = -(-piece.tokens // FLOAT_TILE_TOKENS) * FLOAT_TILE_TOKENS
     results = softmax_states + count * 2 * 4
-    _read_matrix(p.read_keys, m.keys + piece.head * m.key_bytes, s.nope, s.kv_lora, m.keys_transposed, keys_of, decoded)
-    _read_matrix(p.read_values, m.values + piece.head * m.value_bytes, s.dim_v, s.kv_lora, 0, values_of, decoded)
+    _read_matrix(
+        source.read_keys, m.keys + piece.head * m.key_bytes, s.nope, s.kv_lora, m.keys_transposed, keys_of, decoded
+    )
+    _read_matrix(source.read_values, m.values + piece.head * m.value_bytes, s.dim_v, s.kv_lora, 0, values_of, decoded)
     _start(results, count * s.dim_v, softmax_states, count)
     q, stride = p.q + (piece.token * s.heads + piece.head) * dim * 4, s.heads * dim * 4
     end = piece.position + piece.tokens

@@ -25,6 +25,7 @@ from quantkit.runtime.loading import load
 from tests.runtime.conftest import rewrite
 from tests.runtime.other_cpus import CPUS, environment_of
 from tests.runtime.test_experts import moe as moe  # a fixture
+from tests.runtime.test_latent import latent_model
 
 SOME = ("iq4_k", "q8_0", "q4_0_r8", "bf16")
 TOKENS = np.random.default_rng(4).integers(0, 320, 40)
@@ -65,7 +66,8 @@ def check(paths: list[Path], isa: str) -> None:
 
 @pytest.mark.parametrize("isa", ["generic", "avx2", pytest.param("avx512", marks=pytest.mark.full)])
 def test_a_few_types(isa: str, tiny: Path, moe: Path, tmp_path: Path) -> None:
-    check([of_types(tiny, tmp_path / "a.gguf", SOME), of_types(moe, tmp_path / "b.gguf", SOME[1:2])], isa)
+    latent = of_types(latent_model(tmp_path / "latent.gguf"), tmp_path / "c.gguf", SOME[1:2])
+    check([of_types(tiny, tmp_path / "a.gguf", SOME), of_types(moe, tmp_path / "b.gguf", SOME[1:2]), latent], isa)
 
 
 @pytest.mark.full

@@ -11,7 +11,8 @@ Matrices are read as they are in the file: k_h by rows (kv_b) or transposed (k_b
 quantized activations, or where only the other side of k_h is stored, adds up decoded rows. Batches decode them.
 
 One token is absorbed. A latent is decoded once for all heads; threads share the positions. Four heads by four positions
-are multiplied at a time, from registers. That is bound by multiply-adds: 2 kv_lora + rope for each head and position.
+are multiplied at a time, from registers. That is bound by multiply-adds, 2 kv_lora + rope for each head and position;
+with 16 heads it runs at 0.55 to 0.6 of the CPU's peak (scores 0.84, values 0.96, the rest is decoding and reading).
 
 A batch is done in pieces of (sequence, tokens, heads), from the projection of queries to that of the result, so that
 no buffer but a thread's scratch grows with the latents. An expanded piece is one head and all tokens, because keys and
@@ -315,20 +316,28 @@ def block_scores(
     a head to those of the next.
     """
 
-    def tile(h: Value, heads_at_once: int) -> None:
+    def tile(i: Value, h: Value, heads_at_once: int) -> None:
         query = queries + h * dim * 4
-        with ir.loop(0, count, 4) as i:
-            sums = {(g, r): ir.variable(ir.zero(_FLOATS16)) for g in range(heads_at_once) for r in range(4)}
-            with ir.loop(0, dim, 16) as c:
-                rows = [ir.load(_FLOATS16, keys + ((i + r) * dim + c) * 4) for r in range(4)]
-                for g in range(heads_at_once):
-                    x = ir.load(_FLOATS16, query + (dim * g + c) * 4)
-                    for r, key in enumerate(rows):
-                        sums[g, r].set(ir.fma(x, key, sums[g, r].get()))
+        sums = {(g, r): ir.variable(ir.zero(_FLOATS16)) for g in range(heads_at_once) for r in range(4)}
+        with ir.loop(0, dim, 16) as c:
+            rows = [ir.load(_FLOATS16, keys + ((i + r) * dim + c) * 4) for r in range(4)]
             for g in range(heads_at_once):
-                ir.store(ir.sum4(*(sums[g, r].get() for r in range(4))), scores + i * 4 + row * (h + g))
+                x = ir.load(_FLOATS16, query + (dim * g + c) * 4)
+                for r, key in enumerate(rows):
+                    sums[g, r].set(ir.fma(x, key, sums[g, r].get()))
+        for g in range(heads_at_once):
+            ir.store(ir.sum4(*(sums[g, r].get() for r in range(4))), scores + i * 4 + row * (h + g))
 
-    _for_each_heads(ir, heads, tile)
+    whole = count & -8
+    with ir.loop(0, whole, 8) as first:  # eight keys stay in the L1 cache for all heads
+
+        def two_tiles(h: Value, heads_at_once: int) -> None:
+            with ir.loop(first, first + 8, 4) as i:
+                tile(i, h, heads_at_once)
+
+        _for_each_heads(ir, heads, two_tiles)
+    with ir.loop(whole, count, 4) as i:
+        _for_each_heads(ir, heads, functools.partial(tile, i))
 
 
 @simd_intrinsic("void")
@@ -338,27 +347,24 @@ def block_values(
 ) -> None:  # fmt: skip
     """out[h] += sum over i of weights[h, i] * value i; `dim` is a multiple of 32, rows are `stride` bytes apart."""
 
-    def tile(h: Value, heads_at_once: int) -> None:
-        def columns(c: Value, vectors: int) -> None:
-            places = [(g, v) for g in range(heads_at_once) for v in range(vectors)]
-            targets = {(g, v): out + out_stride * (h + g) + (c + 16 * v) * 4 for g, v in places}
-            sums = {place: ir.variable(ir.load(_FLOATS16, target)) for place, target in targets.items()}
-            with ir.loop(0, count) as i:
-                value = [ir.load(_FLOATS16, values + stride * i + (c + 16 * v) * 4) for v in range(vectors)]
-                for g in range(heads_at_once):
-                    weight = ir.splat(ir.load(F32, weights + row * (h + g) + i * 4), 16)
-                    for v in range(vectors):
-                        sums[g, v].set(ir.fma(weight, value[v], sums[g, v].get()))
-            for place, target in targets.items():
-                ir.store(sums[place].get(), target)
+    def tile(c: Value, vectors: int, h: Value, heads_at_once: int) -> None:
+        places = [(g, v) for g in range(heads_at_once) for v in range(vectors)]
+        targets = {(g, v): out + out_stride * (h + g) + (c + 16 * v) * 4 for g, v in places}
+        sums = {place: ir.variable(ir.load(_FLOATS16, target)) for place, target in targets.items()}
+        with ir.loop(0, count) as i:
+            value = [ir.load(_FLOATS16, values + stride * i + (c + 16 * v) * 4) for v in range(vectors)]
+            for g in range(heads_at_once):
+                weight = ir.splat(ir.load(F32, weights + row * (h + g) + i * 4), 16)
+                for v in range(vectors):
+                    sums[g, v].set(ir.fma(weight, value[v], sums[g, v].get()))
+        for place, target in targets.items():
+            ir.store(sums[place].get(), target)
 
-        whole = dim & -64
-        with ir.loop(0, whole, 64) as c:
-            columns(c, 4)
-        with ir.loop(whole, dim, 32) as c:
-            columns(c, 2)
-
-    _for_each_heads(ir, heads, tile)
+    whole = dim & -64  # these columns of a block stay in the L1 cache for all heads
+    with ir.loop(0, whole, 64) as c:
+        _for_each_heads(ir, heads, functools.partial(tile, c, 4))
+    with ir.loop(whole, dim, 32) as c:
+        _for_each_heads(ir, heads, functools.partial(tile, c, 2))
 
 
 def _for_each_heads(ir: IrBuilder, heads: Value, tile: Callable[[Value, int], None]) -> None:

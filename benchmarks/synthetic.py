@@ -32,6 +32,17 @@ INTERVAL = 4  # every fourth layer of a hybrid model has attention
 
 
 @dataclass(frozen=True)
+class Latent:
+    """The sizes of latent attention."""
+
+    q_lora: int
+    kv_lora: int
+    nope: int
+    rope: int
+    value: int
+
+
+@dataclass(frozen=True)
 class Shape:
     layers: int
     columns: int
@@ -44,7 +55,10 @@ class Shape:
     experts: int = 0  # if there are experts, ff is the width of one
     used: int = 0
     recurrence: Recurrence | None = None  # of qwen3next and qwen35moe: three of four layers are recurrent
-    shared: int = 0  # width of the shared expert, which has a gate
+    latent: Latent | None = None
+    leading_dense: int = 0  # layers before the first with experts, whose feed-forward has dense_ff rows
+    dense_ff: int = 0
+    shared_ff: int = 0  # rows of the shared experts together; with a recurrence they have a gate
 
 
 SHAPES = {
@@ -59,11 +73,17 @@ SHAPES = {
     "qwen3moe-tiny": Shape(layers=2, columns=512, ff=256, heads=4, kv_heads=2, vocabulary=1024, arch="qwen3moe",
                            head_dim=64, experts=8, used=3),
     "qwen3next": Shape(layers=8, columns=2048, ff=512, heads=16, kv_heads=2, vocabulary=32000, arch="qwen3next",
-                       head_dim=256, experts=32, used=10, recurrence=Recurrence(4, 16, 32, 128, 128), shared=512),
+                       head_dim=256, experts=32, used=10, recurrence=Recurrence(4, 16, 32, 128, 128), shared_ff=512),
     "qwen35moe": Shape(layers=8, columns=2048, ff=512, heads=16, kv_heads=2, vocabulary=32000, arch="qwen35moe",
-                       head_dim=256, experts=32, used=8, recurrence=Recurrence(4, 16, 32, 128, 128), shared=512),
+                       head_dim=256, experts=32, used=8, recurrence=Recurrence(4, 16, 32, 128, 128), shared_ff=512),
     "qwen3next-tiny": Shape(layers=4, columns=256, ff=64, heads=4, kv_heads=2, vocabulary=1024, arch="qwen3next",
-                            head_dim=64, experts=8, used=3, recurrence=Recurrence(4, 2, 4, 64, 64), shared=64),
+                            head_dim=64, experts=8, used=3, recurrence=Recurrence(4, 2, 4, 64, 64), shared_ff=64),
+    "deepseek2": Shape(layers=6, columns=2048, ff=512, heads=16, kv_heads=16, vocabulary=32000, arch="deepseek2",
+                       experts=32, used=4, latent=Latent(q_lora=768, kv_lora=512, nope=128, rope=64, value=128),
+                       leading_dense=1, dense_ff=4096, shared_ff=512),
+    "deepseek2-dry": Shape(layers=2, columns=64, ff=32, heads=2, kv_heads=2, vocabulary=64, arch="deepseek2", experts=4,
+                           used=2, latent=Latent(q_lora=32, kv_lora=32, nope=32, rope=16, value=32), leading_dense=1,
+                           dense_ff=64, shared_ff=32),
 }  # fmt: skip
 
 _ALIKE = {"vocab_size": 32000, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "tie_word_embeddings": False}
@@ -108,44 +128,35 @@ def of_config(config: dict[str, Any], kind: QuantType) -> tuple[Metadata, list[T
 
 
 def specs(shape: Shape, kind: QuantType) -> list[TensorSpec]:
-    wide, kv, f32 = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, types.get("f32")
+    f32 = types.get("f32")
     embedding = kind if kind.interleave == 1 else types.get("q8_0")
     found = [
         TensorSpec("token_embd.weight", (shape.vocabulary, shape.columns), embedding),
         TensorSpec("output_norm.weight", (shape.columns,), f32),
         TensorSpec("output.weight", (shape.vocabulary, shape.columns), kind),
     ]
-    matrices: dict[str, tuple[int, ...]] = {
-        "attn_q": (wide, shape.columns), "attn_k": (kv, shape.columns), "attn_v": (kv, shape.columns),
-        "attn_output": (shape.columns, wide),
-    }  # fmt: skip
-    vectors = {"attn_norm": shape.columns, "ffn_norm": shape.columns}
-    stem, stack = ("_exps", (shape.experts,)) if shape.experts else ("", ())
-    for name in ("ffn_gate", "ffn_up"):
-        matrices[name + stem] = (*stack, shape.ff, shape.columns)
-    matrices["ffn_down" + stem] = (*stack, shape.columns, shape.ff)
-    if shape.arch == "qwen3moe":
-        vectors |= {"attn_q_norm": shape.head_dim, "attn_k_norm": shape.head_dim}
-    if shape.recurrence is not None:
-        vectors["post_attention_norm"] = vectors.pop("ffn_norm")
-        vectors |= {"attn_q_norm": shape.head_dim, "attn_k_norm": shape.head_dim, "ffn_gate_inp_shexp": shape.columns}
-        matrices["attn_q"] = (2 * wide, shape.columns)
-        matrices |= {f"ffn_{name}_shexp": (shape.shared, shape.columns) for name in ("gate", "up")}
-        matrices["ffn_down_shexp"] = (shape.columns, shape.shared)
     for i in range(shape.layers):
-        if shape.recurrence is not None and (i + 1) % INTERVAL:
+        recurs = shape.recurrence is not None and (i + 1) % INTERVAL != 0
+        vectors, matrices = attention_of(shape)
+        if recurs:
+            assert shape.recurrence is not None
             found += recurrent_specs(shape, shape.recurrence, kind, f"blk.{i}.")
-            found += [
-                TensorSpec(f"blk.{i}.{name}.weight", size, f32 if len(size) == 1 else kind)
-                for name, size in {**{k: (n,) for k, n in vectors.items()}, **matrices}.items()
-                if name == "attn_norm" or not name.startswith("attn_")
-            ]
-            found.append(TensorSpec(f"blk.{i}.ffn_gate_inp.weight", (shape.experts, shape.columns), f32))
-            continue
+            vectors, matrices = {"attn_norm": shape.columns}, {}
+        vectors["ffn_norm" if shape.recurrence is None else "post_attention_norm"] = shape.columns
+        dense = not shape.experts or i < shape.leading_dense
+        rows, stem, stack = (shape.dense_ff or shape.ff, "", ()) if dense else (shape.ff, "_exps", (shape.experts,))
+        matrices |= feed_forward_of(shape, rows, stem, stack)
+        if not dense and shape.shared_ff:
+            matrices |= feed_forward_of(shape, shape.shared_ff, "_shexp", ())
+            if shape.recurrence is not None:
+                vectors["ffn_gate_inp_shexp"] = shape.columns
         found += [TensorSpec(f"blk.{i}.{name}.weight", (n,), f32) for name, n in vectors.items()]
-        if shape.experts:
+        if not dense:
             found.append(TensorSpec(f"blk.{i}.ffn_gate_inp.weight", (shape.experts, shape.columns), f32))
-        found += [TensorSpec(f"blk.{i}.{name}.weight", size, kind) for name, size in matrices.items()]
+        found += [
+            TensorSpec(f"blk.{i}.{name}.weight", size, kind if size[-1] % kind.block_size == 0 else types.get("q8_0"))
+            for name, size in matrices.items()
+        ]
     return found
 
 
@@ -162,6 +173,34 @@ def recurrent_specs(shape: Shape, sizes: Recurrence, kind: QuantType, stem: str)
         *(TensorSpec(stem + name, (n,), f32) for name, n in vectors.items()),
         TensorSpec(f"{stem}ssm_conv1d.weight", (sizes.channels, sizes.kernel), f32),
     ]
+
+
+def feed_forward_of(shape: Shape, rows: int, stem: str, stack: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    """The matrices of a feed-forward."""
+    wide, tall = (*stack, rows, shape.columns), (*stack, shape.columns, rows)
+    return {f"ffn_gate{stem}": wide, f"ffn_up{stem}": wide, f"ffn_down{stem}": tall}
+
+
+def attention_of(shape: Shape) -> tuple[dict[str, int], dict[str, tuple[int, ...]]]:
+    """Vectors and matrices of attention."""
+    wide, kv, n = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.columns
+    vectors = {"attn_norm": n}
+    if shape.latent is None:
+        if shape.arch == "qwen3moe" or shape.recurrence is not None:
+            vectors |= {"attn_q_norm": shape.head_dim, "attn_k_norm": shape.head_dim}
+        queries = wide if shape.recurrence is None else 2 * wide  # with gates
+        return vectors, {"attn_q": (queries, n), "attn_k": (kv, n), "attn_v": (kv, n), "attn_output": (n, wide)}
+    sizes, heads = shape.latent, shape.heads
+    vectors |= {"attn_q_a_norm": sizes.q_lora, "attn_kv_a_norm": sizes.kv_lora}
+    return vectors, {
+        "attn_q_a": (sizes.q_lora, n),
+        "attn_q_b": (heads * (sizes.nope + sizes.rope), sizes.q_lora),
+        "attn_kv_a_mqa": (sizes.kv_lora + sizes.rope, n),
+        "attn_kv_b": (heads * (sizes.nope + sizes.value), sizes.kv_lora),
+        "attn_k_b": (heads * sizes.kv_lora, sizes.nope),
+        "attn_v_b": (heads * sizes.value, sizes.kv_lora),
+        "attn_output": (n, heads * sizes.value),
+    }
 
 
 def metadata(shape: Shape) -> Metadata:
@@ -181,8 +220,19 @@ def metadata(shape: Shape) -> Metadata:
         values |= {
             "ssm.conv_kernel": sizes.kernel, "ssm.state_size": sizes.head_dim_k, "ssm.group_count": sizes.key_heads,
             "ssm.time_step_rank": sizes.value_heads, "ssm.inner_size": sizes.inner, "full_attention_interval": INTERVAL,
-            "expert_shared_feed_forward_length": shape.shared, "rope.dimension_count": shape.head_dim // 4,
+            "expert_shared_feed_forward_length": shape.shared_ff, "rope.dimension_count": shape.head_dim // 4,
         }  # fmt: skip
+    if shape.latent is not None:
+        values |= {
+            "feed_forward_length": shape.dense_ff, "leading_dense_block_count": shape.leading_dense,
+            "expert_shared_count": shape.shared_ff // shape.ff, "expert_gating_func": 2,
+            "attention.q_lora_rank": shape.latent.q_lora, "attention.kv_lora_rank": shape.latent.kv_lora,
+            "attention.key_length": shape.latent.nope + shape.latent.rope,
+            "attention.value_length": shape.latent.value, "rope.dimension_count": shape.latent.rope,
+        }  # fmt: skip
+        made.set(f"{shape.arch}.expert_weights_scale", 1.0, "f32")
+        made.set(f"{shape.arch}.expert_weights_norm", True, "bool")
+        made.set(f"{shape.arch}.rope.freq_base", 10000.0, "f32")
     for key, value in values.items():
         made.set(f"{shape.arch}.{key}", value, "u32")
     if shape.arch == "qwen35moe":

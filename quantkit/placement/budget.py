@@ -172,7 +172,9 @@ def budget(
     placement = place_by_flags(tensors, flags, metadata, len(vram) or 1)
     held, caches = _bytes_by_device(tensors, placement, metadata, cache)
     only_cpu, threads = {device for device, _ in held} <= {CPU.name}, threads or thread_pool.default_threads()
-    buffers = (workspace.work_bytes(tensors, metadata, cache.n_ctx, threads) if cache and only_cpu else 0) or 0
+    buffers = (
+        workspace.work_bytes(tensors, metadata, cache.n_ctx, threads, cache.mla) if cache and only_cpu else 0
+    ) or 0
     limits = {device.name: device.memory for device in flags.devices} | ({CPU.name: ram} if ram else {})
     used = int(metadata.get(f"{metadata.get('general.architecture')}.expert_used_count") or 0)
     loads = []

@@ -33,6 +33,11 @@ DELTA_CHUNK = 64  # tokens of a chunk, a multiple of 32
 DELTA_ROWS = -(-DELTA_CHUNK // FLOAT_TILE_TOKENS) * FLOAT_TILE_TOKENS  # of a chunk's matrices: whole tiles
 DELTA_FEW_TOKENS = 4  # up to this many tokens of a sequence are computed one by one
 
+# latent_attention.py
+LATENT_BLOCK = 64  # latents decoded at a time, in scratch of each thread; a multiple of 16
+LATENT_PIECE = 192  # query rows (tokens times heads) of an absorbed piece; whole tiles
+LATENT_QUERIES = 96  # tokens of an expanded piece multiplied with a block of keys at a time; whole tiles
+
 # prefill_experts.py
 EXPERT_ROWS = 32  # rows of an expert's matrix per unit of work
 FEW_TOKENS = 3  # an expert with at most this many tokens multiplies them one by one
@@ -111,6 +116,35 @@ def delta_chunk_bytes(dim_k: int, dim_v: int) -> int:
     width_k, rows_k, width_v = delta_widths(dim_k, dim_v)
     rows = 2 * DELTA_ROWS * (width_k + DELTA_CHUNK + width_v)
     return 4 * (rows + rows_k * (DELTA_CHUNK + width_v) + 4 * DELTA_CHUNK)
+
+
+def whole_tiles(tokens: int) -> int:
+    """Round a number of rows up to whole tiles of float_gemm.py."""
+    return -(-tokens // FLOAT_TILE_TOKENS) * FLOAT_TILE_TOKENS
+
+
+def latent_decode_bytes(heads: int, latent: int, span: int) -> int:
+    """Per thread, for one token's attention over latents: decoded latents, and the scores of all heads for a span."""
+    return 4 * (LATENT_BLOCK * latent + heads * span)
+
+
+def latent_scratch_bytes(nope: int, kv_lora: int, rows: int) -> int:
+    """Per thread: an activation buffer of nope or kv_lora columns, or `rows` decoded rows of a head's matrix."""
+    return max(activation_bytes(max(nope, kv_lora)), 4 * rows * max(nope, kv_lora))
+
+
+def latent_prefill_floats(nope: int, rope: int, kv_lora: int, dim_v: int, rows: int, step: int) -> tuple[int, int, int]:
+    """Per thread, for latent attention of a batch, floats of: decoded and transposed latents; matrices of a head; work.
+
+    `rows` and `step` are query rows and positions per softmax step of an absorbed piece. Work is the larger of an
+    absorbed piece's queries, results, softmax states and scores, and an expanded piece's keys, values, results, states
+    and scores.
+    """
+    latent, tokens, block = kv_lora + rope, whole_tiles(BATCH_TOKENS), whole_tiles(KEY_BLOCK)
+    latents = max((block + KEY_BLOCK) * latent, max(nope, dim_v) * kv_lora)
+    absorbed = rows * (max(latent, dim_v) + kv_lora + 2 + step)
+    expanded = (nope + rope + FLOAT_TILE_TOKENS) * KEY_BLOCK + block * dim_v + tokens * (dim_v + 2)
+    return latents, (nope + dim_v) * kv_lora, max(absorbed, expanded + LATENT_QUERIES * KEY_BLOCK)
 
 
 def selected_experts_bytes(experts: int, used: int) -> int:

@@ -9,6 +9,7 @@ hidden state, queries, keys, values and the feed-forward:
               RECORD_BYTES/32 B n for n of E, q, F    the same as integer tiles, if the weights are quantized
               T panels(n)                       unpacked rows of 32 weights, for each thread and width
               T pieces                          keys and values of 128 positions, queries, scores
+              latents: the query latent, one latent, and for each thread a head's matrices and a block of latents
               experts: most = B used + 5 count tile entries of E and F, three vectors per expert, lists
               recurrent layers: 4 B (c + 2 V), for the c channels of the convolution and the V elements of the values,
               and T chunks with the state of a head
@@ -33,10 +34,8 @@ from quantkit.placement.tensor_info import TensorInfo
 
 _PANEL_RECORD = 640  # bytes of 16 rows of 32 columns, unpacked: 576 to 768, by the type's scales
 _BATCH_RECORDS = 24 * (1 + BATCH_TOKENS)  # bytes of the record of a batch, and of its sequences: at most one a token
+_TRANSPOSED_ROWS = 8  # of a head's matrix, decoded at a time: 16 for the one type that interleaves 16 rows
 _DECODED = 64 << 20
-_RECURRENT_MATRICES = {  # that read a recurrent layer's norm: the buffer of their output, unless all layers have it
-    "attn_qkv": "", "attn_gate": "", "ssm_in": "projected", "ssm_ba": "ba", "ssm_beta": "beta", "ssm_alpha": "alpha",
-}  # fmt: skip
 _FLOATS = frozenset(("f32", "f16", "bf16"))
 
 
@@ -50,11 +49,12 @@ class _Buffers(dict[tuple[str, int], int]):
         self[name, nbytes] = threads * -(-nbytes // 64) * 64
 
 
-def work_bytes(tensors: Mapping[str, TensorInfo], metadata: Mapping[str, Any], n_ctx: int, threads: int) -> int | None:
-    """Bytes of working memory of a model on the CPU, for caches of `n_ctx` tokens.
+def work_bytes(
+    tensors: Mapping[str, TensorInfo], metadata: Mapping[str, Any], n_ctx: int, threads: int, mla: int = 3
+) -> int | None:
+    """Bytes of working memory of a model on the CPU, for caches of `n_ctx` tokens and latent attention as `mla` says.
 
-    None if the architecture is not known, a tensor is missing, or a layer is not attention with q, k, v, or recurrent,
-    followed by a gated feed-forward or experts: such models run layer by layer and allocate memory on demand.
+    None if the architecture is not known or a tensor is missing.
     """
     parts = _parts(tensors, metadata)
     if parts is None or "token_embd.weight" not in tensors:
@@ -70,6 +70,9 @@ def work_bytes(tensors: Mapping[str, TensorInfo], metadata: Mapping[str, Any], n
             _attention(prompt, step, tensors, part, threads)
             tables.add((part.rope, 8 * (part.rope.dim // 2)))
             tables.add((part.temperature, 4 if part.temperature else 0))
+        elif isinstance(part, blocks.LatentAttention):
+            _latent_attention(prompt, step, tensors, part, threads, n_ctx, mla)
+            tables.add((part.rope, 8 * (part.rope.dim // 2)))
         elif isinstance(part, blocks.DeltaNet):
             _recurrent(prompt, step, tensors, part, threads)
         elif isinstance(part, blocks.Experts):
@@ -179,6 +182,67 @@ def _recurrent(
     step.private("normed", activation_bytes(embd), threads)
     step.add("gated", activation_bytes(sizes.inner))
     step.add("added", 4 * embd)
+
+
+def _latent_attention(
+    prompt: _Buffers, step: _Buffers, tensors: Mapping[str, TensorInfo], part: blocks.LatentAttention, threads: int,
+    n_ctx: int, mla: int,
+) -> None:  # fmt: skip
+    """Flash attention, except for the absorbed tokens of `mla` 2."""
+    latent, dim_k, width = part.latent, part.head_dim_k, part.heads * part.head_dim_v
+    embd = tensors[part.kv_a.weight].shape[1]
+    tiled = 4 * kernel_sizes.whole_tiles(BATCH_TOKENS)
+    prompt.add("normed", 4 * BATCH_TOKENS * embd)
+    prompt.add("latent", tiled * latent)
+    prompt.add("latent q", tiled * part.heads * dim_k)
+    prompt.add("attended", 4 * BATCH_TOKENS * width)
+    step.private("normed", activation_bytes(embd), threads)
+    step.add("latent", 4 * latent)
+    step.add("q", 4 * part.heads * dim_k)
+    step.add("added", 4 * embd)
+    scratch = kernel_sizes.latent_scratch_bytes(part.nope, part.kv_lora, _TRANSPOSED_ROWS)
+    step.private("latent scratch", scratch, threads)
+    _read(prompt, [tensors[(part.q_a or part.q).weight], tensors[part.kv_a.weight]], embd, threads)
+    if part.q_a is not None:
+        q_lora = tensors[part.q_a.weight].shape[0]
+        _read(prompt, [tensors[part.q.weight]], q_lora, threads)
+        prompt.add("query latent", 4 * BATCH_TOKENS * q_lora)
+        step.add("query latent", 4 * q_lora)
+        step.private("query latent normed", activation_bytes(q_lora), threads)
+    _read(prompt, [tensors[part.out.weight]], width, threads)
+    if not mla:
+        _latent_heads(prompt, step, part, threads)
+        return
+    whole = -(-n_ctx // kernel_sizes.KEY_BLOCK) * kernel_sizes.KEY_BLOCK
+    span, positions = (whole, whole) if mla == 2 else (kernel_sizes.LATENT_BLOCK, kernel_sizes.KEY_BLOCK)
+    step.add("latent queries", 4 * part.heads * latent)
+    step.add("partial", 4 * threads * part.heads * (part.kv_lora + 2))
+    step.private("latents", kernel_sizes.latent_decode_bytes(part.heads, latent, span), threads)
+    step.add("attended", activation_bytes(width))
+    rows = kernel_sizes.LATENT_PIECE
+    floats = kernel_sizes.latent_prefill_floats(
+        part.nope, part.rope.dim, part.kv_lora, part.head_dim_v, rows, positions
+    )
+    prompt.private("pieces", 4 * sum(floats), threads)
+
+
+def _latent_heads(prompt: _Buffers, step: _Buffers, part: blocks.LatentAttention, threads: int) -> None:
+    """`mla` 0: keys and values of all heads."""
+    dim_k, tiled = part.head_dim_k, 4 * kernel_sizes.whole_tiles(BATCH_TOKENS)
+    prompt.add("latent k", tiled * part.heads * dim_k)
+    prompt.add("latent v", tiled * part.heads * part.head_dim_v)
+    prompt.private("matrices", 8 * max(part.nope, part.head_dim_v) * part.kv_lora, threads)
+    pieces = kernel_sizes.prefill_attention_bytes(
+        1, dim_k, part.head_dim_v, kernel_sizes.PIECE_QUERIES, kernel_sizes.KEY_BLOCK
+    )
+    prompt.private("pieces", pieces, threads)
+    step.private("latent normed", activation_bytes(part.kv_lora), threads)
+    step.add("k", 4 * part.heads * dim_k)
+    step.add("v", 4 * part.heads * part.head_dim_v)
+    scratch = kernel_sizes.decode_attention_bytes(part.heads, dim_k, 1, kernel_sizes.DECODE_SPAN)
+    step.private("scratch", scratch, threads)
+    step.add("partial", 4 * threads * part.heads * (part.head_dim_v + 2))
+    step.private("merged", activation_bytes(part.heads * part.head_dim_v), threads)
 
 
 def _result_norms(

@@ -393,7 +393,9 @@ class Model(BlockRunner, Locked):
         if reason is not None:
             return None, reason
         options = plan_base.ExpertOptions(self.fused_experts, self.expert_reduction)
-        parts = plan_base.ModelParts(self.weights, self.blocks, self.head, self.threads, self.attention, options)
+        parts = plan_base.ModelParts(
+            self.weights, self.blocks, self.head, self.threads, self.attention, options, self.mla
+        )
         return compiled_model.CompiledModel(parts), None
 
     def _forward_fast(self, fast: CompiledModel, ids: np.ndarray, cache: Cache, logits: str) -> np.ndarray | None:

@@ -31,7 +31,7 @@ from tests.runtime.test_step import TOKENS, by_steps, changed, spread
 from tests.test_architectures import OTHERS
 
 # Architectures that still run layer by layer, by the feature that has no operation.
-BY_LAYERS = {"deepseek2": "latent attention runs layer by layer"}
+BY_LAYERS: dict[str, str] = {}
 COMPILED = [arch.name for arch in archs.all() if arch.name not in BY_LAYERS]
 
 GPT_OSS_20B = {

@@ -26,6 +26,7 @@ from tests.archs.files import written
 from tests.runtime.conftest import rewrite
 from tests.runtime.other_cpus import CPUS, environment_of
 from tests.runtime.test_experts import moe as moe  # a fixture
+from tests.runtime.test_latent import latent_model
 
 SOME = ("iq4_k", "q8_0", "q4_0_r8", "bf16")
 TOKENS = np.random.default_rng(4).integers(0, 320, 40)
@@ -68,7 +69,8 @@ def check(paths: list[Path], isa: str) -> None:
 def test_a_few_types(isa: str, tiny: Path, moe: Path, tmp_path: Path) -> None:
     hybrid = written(tmp_path / "hybrid.gguf", "qwen35moe", hidden_size=96, linear_value_head_dim=48)
     paths = [of_types(tiny, tmp_path / "a.gguf", SOME), of_types(moe, tmp_path / "b.gguf", SOME[1:2])]
-    check([*paths, of_types(hybrid, tmp_path / "c.gguf", ("q8_0",))], isa)
+    latent = of_types(latent_model(tmp_path / "latent.gguf"), tmp_path / "d.gguf", SOME[1:2])
+    check([*paths, of_types(hybrid, tmp_path / "c.gguf", ("q8_0",)), latent], isa)
 
 
 @pytest.mark.parametrize("isa", ["generic", "avx2", pytest.param("avx512", marks=pytest.mark.full)])

@@ -3,6 +3,7 @@
 Operations per block, with barriers where | stands:
 
     attention       norm, q, k, v | attention | merge, out, add to x |
+    latent          see latent.py
     recurrent       see delta_net.py
     feed-forward    norm, gate, up, activation | down, add to x |
     experts         norm, router | select, gate, up, activation | down, add to x |
@@ -21,7 +22,7 @@ import numpy as np
 from quantkit.archs.common import blocks
 from quantkit.placement import kernel_sizes
 from quantkit.placement.kernel_sizes import activation_bytes, whole_lines
-from quantkit.runtime.compiled import delta_net
+from quantkit.runtime.compiled import delta_net, latent
 from quantkit.runtime.compiled.plan_base import (
     SPLIT_ROWS,
     Activations,
@@ -161,6 +162,8 @@ def add_part(ops: DecodeOps, layer: int, part: blocks.Part, shape: PlannedCaches
         add_attention(ops, layer, part, shape)
     elif isinstance(part, blocks.DeltaNet):
         delta_net.add_decode(ops, layer, part)
+    elif isinstance(part, blocks.LatentAttention):
+        latent.add_decode(ops, layer, part, shape)
     elif isinstance(part, blocks.Experts):
         add_experts(ops, part)
     elif isinstance(part, blocks.FeedForward):

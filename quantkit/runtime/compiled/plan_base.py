@@ -36,6 +36,7 @@ from quantkit.runtime.kv.saved_state import LayerState
 SPLIT_ROWS = 32  # threads split matrices at multiples of this: whole sub-blocks of what is quantized next
 
 Array = np.ndarray[Any, Any]
+AnyAttention = blocks.Attention | blocks.LatentAttention
 
 
 class ExpertOptions(NamedTuple):
@@ -55,6 +56,12 @@ class ModelParts:
     threads: int
     attending: AttentionOptions
     expert_options: ExpertOptions
+    mla: int = 0  # how latent attention runs, as in blocks/latent.py
+
+    @property
+    def attends_plainly(self) -> bool:
+        """Whether an operation's softmax takes all positions of a cache at once, so that lists depend on its size."""
+        return not self.attending.flash or self.mla == 2
 
     @property
     def vocab(self) -> int:
@@ -121,7 +128,7 @@ class PlanOps(OpList):
     def __init__(self, model: ModelParts):
         super().__init__(model.threads)
         self.model = model
-        self.views: list[tuple[int, blocks.Attention, StoredRecord]] = []  # a LayerView per attention layer
+        self.views: list[tuple[int, AnyAttention, StoredRecord]] = []  # a LayerView per attention layer
         self.states_views: list[tuple[int, StoredRecord]] = []  # a StatesView per recurrent layer
 
     def tensor(self, linear: blocks.Linear) -> Tensor:
@@ -173,7 +180,7 @@ class PlanOps(OpList):
         )
         return self.record(record).address
 
-    def layer_view(self, layer: int, part: blocks.Attention) -> int:
+    def layer_view(self, layer: int, part: AnyAttention) -> int:
         """Address of the layer's LayerView record, which `Plan._point_to` fills."""
         view = self.record(LayerView(cos=0, sin=0, caches=0, window=0))
         self.views.append((layer, part, view))
@@ -238,7 +245,7 @@ class BatchOps(PlanOps, ABC):
         """Append x += W x', the end of a block."""
 
 
-def rope_fields(part: blocks.Attention, *, is_applied: bool = False) -> dict[str, int]:
+def rope_fields(part: AnyAttention, *, is_applied: bool = False) -> dict[str, int]:
     """Parameters of operations that apply RoPE: which elements of a head are rotated together.
 
     With `is_applied`, none: an operation before has applied RoPE already.
@@ -299,12 +306,12 @@ class CompiledPlan(ABC):
         ]
         for layer, part, view in ops.views:
             cos, sin = self._tables(part.rope, n_ctx)
-            factors = self._factors(part.temperature, n_ctx)
+            factors = self._factors(part.temperature, n_ctx) if isinstance(part, blocks.Attention) else None
             view.set(
                 cos=cos.ctypes.data,
                 sin=sin.ctypes.data,
                 caches=self._cache_records[layer].ctypes.data,
-                window=part.window or n_ctx,
+                window=part.window or n_ctx if isinstance(part, blocks.Attention) else n_ctx,
                 query_factors=0 if factors is None else factors.ctypes.data,
             )
         for layer, states_view in ops.states_views:
@@ -315,7 +322,7 @@ class CompiledPlan(ABC):
     def _fits(self, kind: CacheType, n_ctx: int) -> bool:
         """Whether the list was built for such caches."""
         assert self._shape is not None
-        return kind == self._shape.type and (self.model.attending.flash or n_ctx <= self._shape.n_ctx)
+        return kind == self._shape.type and (not self.model.attends_plainly or n_ctx <= self._shape.n_ctx)
 
     def _tables(self, rope: blocks.Rope, n_ctx: int) -> tuple[Array, Array]:
         """cos and sin float32[positions, dim / 2] for at least n_ctx positions."""

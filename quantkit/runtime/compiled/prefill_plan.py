@@ -3,6 +3,7 @@
 Operations per block, with barriers where | stands:
 
     attention       norm | q, k, v | RoPE, append to the caches | attention | quantize | out, add to x |
+    latent          see latent.py
     recurrent       see delta_net.py
     feed-forward    norm | gate, up | activation | down, add to x |
     experts         norm | router | route | group | gather | gate, up, activation | down, add to x |
@@ -23,7 +24,7 @@ from quantkit.archs.common import blocks
 from quantkit.placement import kernel_sizes
 from quantkit.placement.kernel_sizes import BATCH_TOKENS, activation_bytes, whole_lines
 from quantkit.runtime.blocks.spans import Span
-from quantkit.runtime.compiled import delta_net
+from quantkit.runtime.compiled import delta_net, latent
 from quantkit.runtime.compiled.plan_base import (
     Array,
     BatchOps,
@@ -172,6 +173,8 @@ def add_part(ops: PrefillOps, layer: int, part: blocks.Part, shape: PlannedCache
         add_attention(ops, layer, part, shape)
     elif isinstance(part, blocks.DeltaNet):
         delta_net.add_prefill(ops, layer, part)
+    elif isinstance(part, blocks.LatentAttention):
+        latent.add_prefill(ops, layer, part, shape)
     elif isinstance(part, blocks.Experts):
         add_experts(ops, part)
     elif isinstance(part, blocks.FeedForward):

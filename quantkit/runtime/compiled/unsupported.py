@@ -21,7 +21,10 @@ def unsupported_feature(weights: Weights, parts: Sequence[blocks.Block], head: b
             linears += [part.q, part.k, part.v, part.out]
             reason = _in_attention(part)
         elif isinstance(part, blocks.LatentAttention):
-            reason = "latent attention runs layer by layer"
+            linears += [
+                linear for linear in (part.q_a, part.q, part.kv_a, part.kv_b, part.k_b, part.v_b, part.out) if linear
+            ]
+            reason = _in_latent_attention(part)
         elif isinstance(part, blocks.DeltaNet):
             linears += delta_net.matrices(part)
             reason = None
@@ -44,6 +47,16 @@ def unsupported_feature(weights: Weights, parts: Sequence[blocks.Block], head: b
 def _in_attention(part: blocks.Attention) -> str | None:
     if min(part.head_dim_k, part.head_dim_v) < MIN_HEAD_DIM:
         return f"heads of {part.head_dim_k} and {part.head_dim_v} elements: kernels need at least {MIN_HEAD_DIM}"
+    return None
+
+
+def _in_latent_attention(part: blocks.LatentAttention) -> str | None:
+    sizes = {"nope": part.nope, "kv_lora": part.kv_lora, "head_dim_v": part.head_dim_v}
+    for name, size in sizes.items():
+        if size % 32:
+            return f"latent attention where {name} is {size}, not a multiple of 32 ({part.kv_a.weight})"
+    if part.rope.dim % 16:
+        return f"latent attention with RoPE of {part.rope.dim} elements, not a multiple of 16 ({part.kv_a.weight})"
     return None
 
 

@@ -26,7 +26,7 @@ _FLOATS16 = vector(16, F32)
 
 
 @simd_intrinsic("void")
-def _decode(
+def decode_keys(
     ir: IrBuilder, kind: int, rows: Value, stride: int, count: Value, dim: int, out: Value, out_stride: Value
 ) -> None:
     """Decode `count` rows of a cache to float32; strides in bytes."""
@@ -36,7 +36,7 @@ def _decode(
 
 
 @simd_intrinsic("void")
-def _softmax_update(ir, scores, count, first, last, dim, out, softmax_state):
+def softmax_update(ir, scores, count, first, last, dim, out, softmax_state):
     """Online-softmax update of one query row: scores first .. last - 1 of `count` become e^(score - maximum), others 0.
 
     softmax_state is float32[2], the running maximum and the denominator. It and out float32[dim] are rescaled when the
@@ -68,7 +68,7 @@ def _softmax_update(ir, scores, count, first, last, dim, out, softmax_state):
 
 
 @kernel
-def _matmul(a, a_stride, b, b_stride, n, c, c_stride, rows, columns, add):
+def matmul(a, a_stride, b, b_stride, n, c, c_stride, rows, columns, add):
     """c float32[rows, columns] (+)= a b; rows and columns are whole tiles, strides in bytes."""
     for column in range(0, columns, panel_rows()):
         for row in range(0, rows, FLOAT_TILE_TOKENS):
@@ -113,7 +113,7 @@ def _transpose_keys(decoded, count, dim, keys):
 
 
 @kernel
-def _divide(result, dim, softmax_state, sinks, head, out):
+def divide(result, dim, softmax_state, sinks, head, out):
     """out = result / denominator, float32[dim]; with sinks, the head's is one more score in the softmax."""
     x, y = floats(result, dim), floats(out, dim)
     maximum, denominator, rescale = load_float(softmax_state), load_float(softmax_state + 4), np.float32(1)
@@ -181,29 +181,29 @@ def attention(shape: KernelHeads, tokens: int) -> Callback:
                 stop = min(start + step, position + token_count)
                 for block_start in range(start, stop, KEY_BLOCK):
                     block_keys, block_scores = min(KEY_BLOCK, stop - block_start), scores + (block_start - start) * 4
-                    _decode(k_type, k_rows + block_start * k_bytes, k_bytes, block_keys, dim_k, decoded, padded_k * 4)
+                    decode_keys(
+                        k_type, k_rows + block_start * k_bytes, k_bytes, block_keys, dim_k, decoded, padded_k * 4
+                    )
                     _transpose_keys(decoded, block_keys, padded_k, keys)
                     columns = -(-block_keys // 32) * 32
-                    _matmul(
-                        queries, dim_k * 4, keys, KEY_BLOCK * 4, dim_k, block_scores, step * 4, used, columns, False
-                    )
+                    matmul(queries, dim_k * 4, keys, KEY_BLOCK * 4, dim_k, block_scores, step * 4, used, columns, False)
                 for row in range(token_count * group):
                     visible_end, columns = position + row // group + 1 - start, -(-(stop - start) // 32) * 32
                     row_scores, result = scores + row * step * 4, results + row * width * 4
                     visible_start = max(0, visible_end - window)
-                    _softmax_update(
+                    softmax_update(
                         row_scores, columns, visible_start, visible_end, dim_v, result, softmax_states + row * 8
                     )
                 for block_start in range(start, stop, KEY_BLOCK):
                     block_keys, weights = min(KEY_BLOCK, stop - block_start), scores + (block_start - start) * 4
-                    _decode(v_type, v_rows + block_start * v_bytes, v_bytes, block_keys, dim_v, values, width * 4)
+                    decode_keys(v_type, v_rows + block_start * v_bytes, v_bytes, block_keys, dim_v, values, width * 4)
                     floats(values, KEY_BLOCK * width)[block_keys * width :] = 0
                     columns = -(-block_keys // 32) * 32
-                    _matmul(weights, step * 4, values, width * 4, columns, results, width * 4, used, width, True)
+                    matmul(weights, step * 4, values, width * 4, columns, results, width * 4, used, width, True)
             for row in range(token_count * group):
                 out = p.out + ((first_group + row // group * kv_heads) * group + row % group) * dim_v * 4
                 state, query_head = softmax_states + row * 8, head * group + row % group
-                _divide(results + row * width * 4, dim_v, state, p.sinks, query_head, out)
+                divide(results + row * width * 4, dim_v, state, p.sinks, query_head, out)
                 rotate(out, dim_v, rotate_v)
 
     return run

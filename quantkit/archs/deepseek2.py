@@ -206,7 +206,7 @@ class DeepSeek2(Decoder):
         "num_hidden_layers": 3,
         "num_attention_heads": 4,
         "num_key_value_heads": 4,
-        "q_lora_rank": 48,
+        "q_lora_rank": 32,
         "kv_lora_rank": 64,
         "qk_nope_head_dim": 32,
         "qk_rope_head_dim": 32,

@@ -10,13 +10,16 @@ import pytest
 
 from quantkit.codegen import cpu_target
 from quantkit.formats import gguf
+from quantkit.pipelines.conversion.convert import convert_checkpoint
 from quantkit.placement import workspace
 from quantkit.runtime.kernels.cpu import latent_attention
 from quantkit.runtime.kernels.kv_rounding import FLOATS, QUANTIZED
 from quantkit.runtime.loading import load
 from quantkit.runtime.model import Model
+from tests.archs.checkpoints import tiny
 from tests.runtime.conftest import random_model, rewrite
 from tests.runtime.other_cpus import is_other_cpu, run_tests
+from tests.runtime.test_noise import divergence
 from tests.runtime.test_step import HALVES, ROUNDED, by_steps, spread
 
 TOKENS = np.random.default_rng(4).integers(0, 320, 200)
@@ -227,6 +230,16 @@ def test_predicted_memory(mla: int, threads: int, layout: str, latents: Callable
     assert model._fast is not None
     assert predicted is not None
     assert abs(predicted / model._fast.work_bytes - 1) < 0.02, (predicted, model._fast.work_bytes)
+
+
+def test_the_example_runs_as_a_plan(tmp_path: Path) -> None:
+    """All experts are used, so that rounding turns no choice."""
+    tiny(tmp_path / "hf", arch="deepseek2", num_experts_per_tok=8)
+    convert_checkpoint(tmp_path / "hf", tmp_path / "m.gguf", "q8_0")
+    expected = load(tmp_path / "m.gguf", cache_type="f16").logits(TOKENS[:100])
+    model = compiled(tmp_path / "m.gguf")
+    assert divergence(expected, model.logits(TOKENS[:100])) < 1e-4
+    assert divergence(expected, by_steps(model, TOKENS[:100])) < 1e-3
 
 
 @pytest.mark.parametrize("isa", ["generic", pytest.param("avx2", marks=pytest.mark.full)])

@@ -59,7 +59,12 @@ class Probes:
             raise UnsupportedError("sensitivity runs in exact numerics on the CPU, layer by layer")
         check_context(model, chunks.n_ctx)
         self._model, self._chunks, self._replacement = model, chunks, replacement
-        self._sample = Sample(len(chunks), len(range(*chunks.rows.indices(chunks.n_ctx))))
+        rows = chunks.rows
+        if not isinstance(rows, slice):
+            raise UnsupportedError(
+                "sensitivity scores the same positions of every chunk: give it text, no conversations"
+            )
+        self._rows, self._sample = rows, Sample.of(chunks.counts)
         self._base: np.ndarray | None = None
 
     def run(self, names: Sequence[str]) -> Iterator[tuple[str, Probed]]:
@@ -124,7 +129,7 @@ class Probes:
 
     def _logits(self, x: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
         """Yield (first scored position, float32[rows, n_vocab]) of states of all positions."""
-        states = x.reshape(len(self._chunks), self._chunks.n_ctx, -1)[:, self._chunks.rows].reshape(-1, x.shape[1])
+        states = x.reshape(len(self._chunks), self._chunks.n_ctx, -1)[:, self._rows].reshape(-1, x.shape[1])
         for start in range(0, len(states), _ROWS):
             yield start, self._model.project(states[start : start + _ROWS])
 

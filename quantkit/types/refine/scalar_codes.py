@@ -96,10 +96,17 @@ def feed_back(
             r[:] = np.float32(0)
         a = factors[p, first : first + PANEL]
         for row in range(rows):
-            fed = r[row]
-            for j in range(first, last):
-                codes[row, j], e[row, j] = _nearest(ladder, codes[row, j], unit[row, j], e[row, j], fed[j - first])
-                add_scaled(e[row, j], a[j - first].ctypes.data, fed.ctypes.data)
+            _choose_codes(e[row, first:last], codes[row, first:last], unit[row, first:last], ladder, a, r[row])
+
+
+@subkernel
+def _choose_codes(
+    e: np.ndarray, codes: np.ndarray, unit: np.ndarray, ladder: Ladder, a: np.ndarray, fed: np.ndarray
+) -> None:
+    """Choose the codes of a row in a panel; fed float32[PANEL]: what the errors before it add up to."""
+    for j in range(len(codes)):
+        codes[j], e[j] = _nearest(ladder, codes[j], unit[j], e[j], fed[j])
+        add_scaled(e[j], a[j].ctypes.data, fed.ctypes.data)
 
 
 @subkernel

@@ -15,6 +15,7 @@ from quantkit.formats import gguf
 from quantkit.placement import kernel_sizes, workspace
 from quantkit.recipe.models import from_config
 from quantkit.runtime.blocks import recurrent
+from quantkit.runtime.blocks.float_linear import FloatLinear
 from quantkit.runtime.compiled import unsupported
 from quantkit.runtime.kernels import reference
 from quantkit.runtime.kernels.cpu import delta_net, prefill_ops
@@ -23,10 +24,12 @@ from quantkit.runtime.loading import load
 from quantkit.runtime.model import Model
 from tests.archs.files import written
 from tests.recipe.configs import QWEN35_27B
+from tests.runtime.conftest import rewrite
 from tests.runtime.other_cpus import CPUS, run_tests
 from tests.runtime.other_cpus import test_that_this_is_the_path as test_that_this_is_the_path  # collected here too
+from tests.runtime.test_kernels import rounded
 from tests.runtime.test_recurrent import part_of, plainly
-from tests.runtime.test_step import changed, spread
+from tests.runtime.test_step import HALVES, ROUNDED, changed, spread
 
 TOKENS = np.random.default_rng(3).integers(2, 320, 210)
 ARCHS = ("qwen3next", "qwen35", "qwen35moe")
@@ -279,6 +282,30 @@ def test_a_state_that_is_not_finite(odd: Path) -> None:
     cache.states[0].heads[:] = np.inf
     with pytest.raises(DataError, match=r"a state of a recurrent layer is beyond float32; clear\(\) the cache"):
         fast.forward(TOKENS[:3], cache)
+
+
+@pytest.mark.parametrize("arch", ["qwen3next", "qwen35"])
+def test_quantized_weights_are_those_of_layer_by_layer(
+    arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Norms of small outputs enlarge what 8-bit activations change, so layer by layer rounds them too."""
+    exact, fast = models(rewrite(written(tmp_path / "m.gguf", arch), tmp_path / "q.gguf", "q8_0"))
+    assert spread(fast.logits(TOKENS[:80]), exact.logits(TOKENS[:80])) < HALVES
+    cache, product = fast.new_cache(80), FloatLinear.__call__
+    steps = np.concatenate([fast.forward([token], cache) for token in TOKENS[:80]])
+
+    def with_rounded(self: FloatLinear, x: np.ndarray) -> np.ndarray:
+        return product(self, x if self.tensor.type.name == "f32" else rounded(np.ascontiguousarray(x), 4, 127))
+
+    monkeypatch.setattr(FloatLinear, "__call__", with_rounded)
+    assert spread(steps, exact.logits(TOKENS[:80])) < ROUNDED
+
+
+def test_interleaved_weights(tmp_path: Path) -> None:
+    exact, fast = models(rewrite(written(tmp_path / "m.gguf", "qwen35moe"), tmp_path / "q.gguf", "q8_0_r8"))
+    assert fast.weights["blk.0.attn_qkv.weight"].type.name == "q8_0_r8"
+    whole, cache = exact.logits(TOKENS[:80]), fast.new_cache(80)
+    assert spread(np.concatenate([fast.forward([token], cache) for token in TOKENS[:80]]), whole) < HALVES
 
 
 def test_older_files_with_one_projection(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ quantized activations, or where only the other side of k_h is stored, adds up de
 
 One token is absorbed. A latent is decoded once for all heads; threads share the positions. Four heads by four positions
 are multiplied at a time, from registers. That is bound by multiply-adds, 2 kv_lora + rope for each head and position;
-with 16 heads it runs at 0.55 to 0.6 of the CPU's peak (scores 0.84, values 0.96, the rest is decoding and reading).
+with 16 heads it runs at 0.53 of the CPU's peak (scores 0.84, values 0.96, the rest is decoding and reading).
 
 A batch is done in pieces of (sequence, tokens, heads), from the projection of queries to that of the result, so that
 no buffer but a thread's scratch grows with the latents. An expanded piece is one head and all tokens, because keys and

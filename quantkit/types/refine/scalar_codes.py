@@ -48,11 +48,14 @@ def refine(
     write_codes(others, found, moved)
     unit = kind.dequantize(moved, n, threads=1)
     _units(codes, found.ladder, decoded, unit)
-    scale, minimum = (scale_of(kind), minimum_of(kind)) if any(rounds) else (None, None)
-    scales, minima = (sub_block_scales.read(kind, number, data, decoded) for number in (scale, minimum))
     before = e.copy(), codes.copy()
     feed_back(e, codes, unit, found.ladder, feedback.factors(moments, 1), rows)
     feedback.keep_lower((e, codes), before, moments, rows)
+    scale, minimum = (scale_of(kind), minimum_of(kind)) if any(rounds) else (None, None)
+    if scale is not None or minimum is not None:  # their directions are those of the codes that are chosen now
+        write_codes(codes, found, data)
+        decoded = kind.dequantize(data, n, threads=1)
+    scales, minima = (sub_block_scales.read(kind, number, data, decoded) for number in (scale, minimum))
     for count in rounds:
         if not descend(e, codes, unit, found.ladder, scales, minima, moments.panels, rows, INNER, count) and count:
             break

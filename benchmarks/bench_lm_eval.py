@@ -23,8 +23,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
@@ -166,6 +164,8 @@ def rows(model: Path, checkpoint: Path, folder: Path, batch: str = "8", **option
 
 
 def main() -> None:
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before lm_eval is imported
+    os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
     """Export, evaluate with both and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)

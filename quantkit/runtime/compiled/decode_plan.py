@@ -90,13 +90,14 @@ class DecodeOps(TokenOps):
 
     def norm(self, norm: blocks.Norm) -> Activations:
         """Append the norm of x."""
-        return self._norm(norm, Activations(self.x, 0), self.n_embd, "normed")
+        return self.norm_of(norm, Activations(self.x, 0), self.n_embd, "normed")
 
     def sub_norm(self, norm: blocks.Norm | None, x: Activations, n: int) -> Activations:
         """Append a norm of float32[n] before a product; x as it is without one."""
-        return x if norm is None else self._norm(norm, x, n, "sub normed")
+        return x if norm is None else self.norm_of(norm, x, n, "sub normed")
 
-    def _norm(self, norm: blocks.Norm, x: Activations, n: int, name: str) -> Activations:
+    def norm_of(self, norm: blocks.Norm, x: Activations, n: int, name: str) -> Activations:
+        """Append the norm of float32[n], quantized, in a buffer of that name for each thread."""
         buffer, stride = self.private_buffer(name, activation_bytes(n))
         parameters = decode_ops.NormParameters(
             x=x.address,

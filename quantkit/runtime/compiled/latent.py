@@ -30,13 +30,11 @@ from quantkit.runtime.compiled.plan_base import (
     BatchOps,
     PlannedCaches,
     PlanOps,
-    ProductRows,
     TokenOps,
     rope_fields,
 )
 from quantkit.runtime.kernels.cpu import (
     decode_attention,
-    decode_ops,
     latent_attention,
     prefill_attention,
     prefill_ops,
@@ -124,21 +122,11 @@ def add_decode(ops: TokenOps, layer: int, part: blocks.LatentAttention, shape: P
     if part.q_a is not None and part.q_a_norm is not None:
         query_latent = ops.buffer("query latent", 4 * part.q_lora)
         ops.matvec(part.q_a, normed, query_latent, barrier=True)
-        normed = _norm(ops, part.q_a_norm, query_latent, part.q_lora, "query latent normed")
+        normed = ops.norm_of(part.q_a_norm, Activations(query_latent, 0), part.q_lora, "query latent normed")
     ops.matvec(part.q, normed, q, multiple=multiple)
     view = ops.layer_view(layer, part)
     add = _add_absorbed if ops.model.mla else _add_full
     add(ops, part, shape, q, kv, multiple, view)
-
-
-def _norm(ops: TokenOps, norm: blocks.Norm, x: int, n: int, name: str) -> Activations:
-    """Append the norm of x float32[n]."""
-    buffer, stride = ops.private_buffer(name, activation_bytes(n))
-    parameters = decode_ops.NormParameters(
-        x=x, weight=ops.vector(norm.weight), n=n, eps=ops.constant(norm.eps), buffer=buffer, private_stride=stride
-    )
-    ops.add(decode_ops.norm, parameters)
-    return Activations(buffer, stride)
 
 
 def _add_absorbed(
@@ -207,7 +195,7 @@ def _add_full(
 ) -> None:
     """Append attention over keys and values of all heads (`mla` 0), from queries to the residual stream."""
     matrices = _matrices(ops, part, absorbed=False)
-    c = _norm(ops, part.kv_a_norm, kv, part.kv_lora, "latent normed")
+    c = ops.norm_of(part.kv_a_norm, Activations(kv, 0), part.kv_lora, "latent normed")
     k, v = (ops.buffer(name, 4 * part.heads * n) for name, n in (("k", part.head_dim_k), ("v", part.head_dim_v)))
     scratch, stride = ops.private_buffer("latent scratch", _scratch_bytes(ops, part, matrices))
     full = latent_attention.FullHeadsParameters(
@@ -277,7 +265,8 @@ def add_prefill(ops: BatchOps, layer: int, part: blocks.LatentAttention, shape: 
     if part.q_a is not None and part.q_a_norm is not None:
         query_latent = ops.floats("query latent", part.q_lora)
         ops.multiply(part.q_a, normed, query_latent, barrier=True)
-        normed = _batch_norm(ops, part.q_a_norm, query_latent, part.q_lora, part.q)
+        ops.norm_of(part.q_a_norm, query_latent, part.q_lora, query_latent)
+        normed = ops.quantize(query_latent, part.q_lora, (part.q,))
     ops.multiply(part.q, normed, q, barrier=True)
     view, rows, sizes = ops.layer_view(layer, part), _rows(part, shape), _sizes(ops, part)
     is_cached = ops.model.mla > 0
@@ -306,15 +295,6 @@ def add_prefill(ops: BatchOps, layer: int, part: blocks.LatentAttention, shape: 
 def _tiled(ops: BatchOps, name: str, n: int) -> int:
     """Address of a buffer float32[tokens, n] of whole tiles."""
     return ops.buffer(name, 4 * whole_tiles(BATCH_TOKENS) * n)
-
-
-def _batch_norm(ops: BatchOps, norm: blocks.Norm, x: int, n: int, reader: blocks.Linear) -> ProductRows:
-    """Append the norm of x float32[tokens, n], in place, as a matrix multiplies it."""
-    parameters = prefill_ops.NormParameters(
-        state=ops.state, x=x, weight=ops.vector(norm.weight), n=n, eps=ops.constant(norm.eps), out=x
-    )
-    ops.add(prefill_ops.norm, parameters)
-    return ops.quantize(x, n, (reader,))
 
 
 def _add_batch_latents(

@@ -204,6 +204,10 @@ class TokenOps(PlanOps, ABC):
         """Append the norm of x."""
 
     @abstractmethod
+    def norm_of(self, norm: blocks.Norm, x: Activations, n: int, name: str) -> Activations:
+        """Append the norm of float32[n], quantized, in a buffer of that name for each thread."""
+
+    @abstractmethod
     def matvec(
         self, linear: blocks.Linear, x: Activations, out: int, *, barrier: bool = False, multiple: int = SPLIT_ROWS,
         residual: int = 0,
@@ -229,6 +233,10 @@ class BatchOps(PlanOps, ABC):
     @abstractmethod
     def norm(self, norm: blocks.Norm, readers: Sequence[blocks.Linear]) -> ProductRows:
         """Append the norm of x and a barrier, as the matrices `readers` multiply it."""
+
+    @abstractmethod
+    def norm_of(self, norm: blocks.Norm, x: int, n: int, out: int) -> None:
+        """Append out = norm(x), float32[tokens, n]; out may be x."""
 
     @abstractmethod
     def quantize(self, x: int, n: int, readers: Sequence[blocks.Linear]) -> ProductRows:

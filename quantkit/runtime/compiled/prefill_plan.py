@@ -104,15 +104,16 @@ class PrefillOps(BatchOps):
     def norm(self, norm: blocks.Norm, readers: Sequence[blocks.Linear]) -> ProductRows:
         """Append the norm of x, as the matrices `readers` multiply it."""
         out = self.floats("normed", self.n_embd)
-        self._norm(norm, self.x, self.n_embd, out)
+        self.norm_of(norm, self.x, self.n_embd, out)
         return self.quantize(out, self.n_embd, readers)
 
     def sub_norm(self, norm: blocks.Norm | None, x: int, n: int) -> None:
         """Append a norm of x float32[tokens, n] before a product, in place; nothing without one."""
         if norm is not None:
-            self._norm(norm, x, n, x)
+            self.norm_of(norm, x, n, x)
 
-    def _norm(self, norm: blocks.Norm, x: int, n: int, out: int) -> None:
+    def norm_of(self, norm: blocks.Norm, x: int, n: int, out: int) -> None:
+        """Append out = norm(x), float32[tokens, n]; out may be x."""
         parameters = prefill_ops.NormParameters(
             state=self.state, x=x, weight=self.vector(norm.weight), n=n, eps=self.constant(norm.eps), out=out
         )

@@ -23,6 +23,7 @@ from quantkit.archs.common import blocks
 from quantkit.placement import kernel_sizes
 from quantkit.placement.kernel_sizes import activation_bytes, whole_lines
 from quantkit.runtime.compiled import delta_net, latent
+from quantkit.runtime.compiled.cached_attention import Projected, attend_token
 from quantkit.runtime.compiled.plan_base import (
     SPLIT_ROWS,
     Activations,
@@ -34,7 +35,7 @@ from quantkit.runtime.compiled.plan_base import (
     TokenOps,
     rope_fields,
 )
-from quantkit.runtime.kernels.cpu import decode_attention, decode_experts, decode_norms, decode_ops, gates
+from quantkit.runtime.kernels.cpu import decode_experts, decode_norms, decode_ops, gates
 from quantkit.runtime.kv.cache import Cache
 
 
@@ -192,37 +193,13 @@ def add_attention(ops: DecodeOps, layer: int, part: blocks.Attention, shape: Pla
         q = _norm_across_heads(ops, part.q, part.q_norm, q, "q normed")
         k = _norm_across_heads(ops, part.k, part.k_norm, k, "k normed")
         ops.add_barrier()
-    heads, span = shape.heads(part), shape.span(ops.model.attending, kernel_sizes.DECODE_SPAN)
-    nbytes = kernel_sizes.decode_attention_bytes(part.heads, part.head_dim_k, heads.group, span)
-    scratch, stride = ops.private_buffer("scratch", nbytes)
-    partial = ops.buffer("partial", kernel_sizes.partial_bytes(ops.threads, part.heads, part.head_dim_v))
-    attention = decode_attention.AttentionParameters(
-        position=ops.position,
-        q=q,
-        k=k,
-        v=v,
-        kv_heads=part.kv_heads,
-        scale=ops.constant(part.scale),
-        layer_view=view,
-        span=span,
-        partial=partial,
-        scratch=scratch,
-        private_stride=stride,
-        **rope_fields(part, is_applied=part.norms_after_rope),
-    )
-    ops.add(decode_attention.attention(heads), attention, barrier=True)
-    merged = Activations(*ops.private_buffer("merged", activation_bytes(part.heads * part.head_dim_v)))
-    merge = decode_attention.MergeParameters(
-        partial=partial,
-        heads=part.heads,
-        dim=part.head_dim_v,
-        gates=query_gates,
-        buffer=merged.address,
-        private_stride=merged.stride,
-        sinks=ops.vector(part.sinks),
-    )
-    ops.add(decode_attention.merge(heads.rotate_v), merge)
-    ops.add_to_residual(part.out, ops.sub_norm(part.sub_norm, merged, merge.heads * merge.dim), part.post_norm)
+    projected = Projected(
+        shape.heads(part), part.kv_heads, q, k, v, part.scale, view,
+        rope_fields(part, is_applied=part.norms_after_rope), query_gates, ops.vector(part.sinks),
+    )  # fmt: skip
+    merged = attend_token(ops, shape, projected)
+    width = part.heads * part.head_dim_v
+    ops.add_to_residual(part.out, ops.sub_norm(part.sub_norm, merged, width), part.post_norm)
 
 
 def _add_heads(

@@ -24,6 +24,7 @@ from quantkit import types
 from quantkit.archs.common import blocks
 from quantkit.placement import kernel_sizes
 from quantkit.placement.kernel_sizes import BATCH_TOKENS, activation_bytes, whole_tiles
+from quantkit.runtime.compiled.cached_attention import Projected, attend_batch, attend_token
 from quantkit.runtime.compiled.plan_base import (
     SPLIT_ROWS,
     Activations,
@@ -34,10 +35,7 @@ from quantkit.runtime.compiled.plan_base import (
     rope_fields,
 )
 from quantkit.runtime.kernels.cpu import (
-    decode_attention,
     latent_attention,
-    prefill_attention,
-    prefill_ops,
 )
 from quantkit.runtime.kernels.cpu.kv_rows import KernelHeads
 from quantkit.runtime.kernels.cpu.latent_attention import HeadMatrices, LatentRows, Sizes
@@ -97,12 +95,14 @@ def _rotator(rows: LatentRows) -> int:
     return latent_attention.rotator(rows.rotation).address if rows.rotation else 0
 
 
-def _full_heads(part: blocks.LatentAttention, shape: PlannedCaches) -> KernelHeads:
-    """The heads of `mla` 0, whose keys and values are cached."""
-    k, v = (types.get(name).ggml_type for name in (shape.type.k, shape.type.v))
-    return KernelHeads(
-        1, part.head_dim_k, part.head_dim_v, k, v, *shape.type.rotations(part.head_dim_k, part.head_dim_v)
-    )
+def _full_heads(
+    part: blocks.LatentAttention, shape: PlannedCaches, q: int, k: int, v: int, view: int
+) -> Projected:  # fmt: skip
+    """The heads of `mla` 0, whose keys and values are cached, with RoPE applied."""
+    k_type, v_type = (types.get(name).ggml_type for name in (shape.type.k, shape.type.v))
+    rotations = shape.type.rotations(part.head_dim_k, part.head_dim_v)
+    heads = KernelHeads(1, part.head_dim_k, part.head_dim_v, k_type, v_type, *rotations)
+    return Projected(heads, part.heads, q, k, v, part.scale, view, rope_fields(part, is_applied=True))
 
 
 def _scratch_bytes(ops: PlanOps, part: blocks.LatentAttention, matrices: _Matrices) -> int:
@@ -218,39 +218,8 @@ def _add_full(
         private_stride=stride,
     )
     ops.add(latent_attention.full_heads, full, barrier=True)
-    heads = _full_heads(part, shape)
-    span = shape.span(ops.model.attending, kernel_sizes.DECODE_SPAN)
-    nbytes = kernel_sizes.decode_attention_bytes(part.heads, part.head_dim_k, 1, span)
-    scratch, stride = ops.private_buffer("scratch", nbytes)
-    partial = ops.buffer("partial", kernel_sizes.partial_bytes(ops.threads, part.heads, part.head_dim_v))
-    attention = decode_attention.AttentionParameters(
-        position=ops.position,
-        q=q,
-        k=k,
-        v=v,
-        kv_heads=part.heads,
-        scale=ops.constant(part.scale),
-        layer_view=view,
-        span=span,
-        partial=partial,
-        scratch=scratch,
-        private_stride=stride,
-        rope_dim=0,  # applied
-        pair_step=1,
-        pair_stride=0,
-    )
-    ops.add(decode_attention.attention(heads), attention, barrier=True)
-    merged = Activations(*ops.private_buffer("merged", activation_bytes(part.heads * part.head_dim_v)))
-    merge = decode_attention.MergeParameters(
-        partial=partial,
-        heads=part.heads,
-        dim=part.head_dim_v,
-        gates=0,
-        buffer=merged.address,
-        private_stride=merged.stride,
-    )
-    ops.add(decode_attention.merge(heads.rotate_v), merge)
-    ops.add_to_residual(part.out, merged)
+    attending = _full_heads(part, shape, q, k, v, view)
+    ops.add_to_residual(part.out, attend_token(ops, shape, attending))
 
 
 # -------------------------------------------------------------------------------------------------------------- batches
@@ -367,31 +336,4 @@ def _add_batch_heads(
         private_stride=stride,
     )
     ops.add(latent_attention.full_batch_heads, expand, barrier=True)
-    heads, span = _full_heads(part, shape), shape.span(ops.model.attending, kernel_sizes.KEY_BLOCK)
-    append = prefill_ops.RopeParameters(
-        state=ops.state,
-        q=q,
-        k=k,
-        v=v,
-        kv_heads=part.heads,
-        scale=ops.constant(part.scale),
-        layer_view=view,
-        rope_dim=0,  # applied
-        pair_step=1,
-        pair_stride=0,
-    )
-    ops.add(prefill_ops.rope(heads), append, barrier=True)
-    tokens = min(kernel_sizes.PIECE_QUERIES, ops.model.attending.query_rows(1, shape.n_ctx, ops.threads))
-    nbytes = kernel_sizes.prefill_attention_bytes(1, heads.dim_k, heads.dim_v, tokens, span)
-    scratch, stride = ops.private_buffer("pieces", nbytes)
-    attention = prefill_attention.AttentionParameters(
-        state=ops.state,
-        q=q,
-        kv_heads=part.heads,
-        layer_view=view,
-        span=span,
-        out=out,
-        scratch=scratch,
-        private_stride=stride,
-    )
-    ops.add(prefill_attention.attention(heads, tokens), attention, barrier=True)
+    attend_batch(ops, shape, _full_heads(part, shape, q, k, v, view), out)

@@ -25,6 +25,7 @@ from quantkit.placement import kernel_sizes
 from quantkit.placement.kernel_sizes import BATCH_TOKENS, activation_bytes, whole_lines
 from quantkit.runtime.blocks.spans import Span
 from quantkit.runtime.compiled import delta_net, latent
+from quantkit.runtime.compiled.cached_attention import Projected, attend_batch
 from quantkit.runtime.compiled.plan_base import (
     Array,
     BatchOps,
@@ -36,7 +37,7 @@ from quantkit.runtime.compiled.plan_base import (
     rope_fields,
 )
 from quantkit.runtime.kernels import dispatch
-from quantkit.runtime.kernels.cpu import gates, gemm, prefill_attention, prefill_experts, prefill_norms, prefill_ops
+from quantkit.runtime.kernels.cpu import gates, gemm, prefill_experts, prefill_norms, prefill_ops
 from quantkit.runtime.kernels.cpu.expert_panels import ExpertKernels, expert_kernels
 from quantkit.runtime.kernels.cpu.float_gemm import MultiplyParameters
 from quantkit.runtime.kernels.cpu.operation import StoredRecord
@@ -209,36 +210,13 @@ def add_attention(ops: PrefillOps, layer: int, part: blocks.Attention, shape: Pl
     view = ops.layer_view(layer, part)
     _add_head_norm(ops, part, part.q_norm, q, part.heads, view)
     _add_head_norm(ops, part, part.k_norm, k, part.kv_heads, view)
-    heads, span = shape.heads(part), shape.span(ops.model.attending, kernel_sizes.KEY_BLOCK)
-    rope = prefill_ops.RopeParameters(
-        state=ops.state,
-        q=q,
-        k=k,
-        v=v,
-        kv_heads=part.kv_heads,
-        scale=ops.constant(part.scale),
-        layer_view=view,
-        **rope_fields(part, is_applied=part.norms_after_rope),
-    )
-    ops.add(prefill_ops.rope(heads), rope, barrier=True)
-    rows = ops.model.attending.query_rows(heads.group, shape.n_ctx, ops.threads)
-    tokens = max(1, min(kernel_sizes.PIECE_QUERIES, rows) // heads.group)
-    nbytes = kernel_sizes.prefill_attention_bytes(heads.group, heads.dim_k, heads.dim_v, tokens, span)
-    scratch, stride = ops.private_buffer("pieces", nbytes)
     width = part.heads * part.head_dim_v
     out = ops.floats("attended", width)
-    attention = prefill_attention.AttentionParameters(
-        state=ops.state,
-        q=q,
-        kv_heads=part.kv_heads,
-        layer_view=view,
-        span=span,
-        out=out,
-        scratch=scratch,
-        private_stride=stride,
-        sinks=ops.vector(part.sinks),
-    )
-    ops.add(prefill_attention.attention(heads, tokens), attention, barrier=True)
+    attending = Projected(
+        shape.heads(part), part.kv_heads, q, k, v, part.scale, view,
+        rope_fields(part, is_applied=part.norms_after_rope), sinks=ops.vector(part.sinks),
+    )  # fmt: skip
+    attend_batch(ops, shape, attending, out)
     if part.gated:
         ops.add(
             gates.apply_gates, gates.ApplyGatesParameters(tokens=ops.token_count, x=out, gates=query_gates, n=width)

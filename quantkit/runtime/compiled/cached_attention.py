@@ -1,0 +1,110 @@
+"""Attention over cached keys and values of heads, in both plans: from queries, keys and values to the heads' results.
+
+one token   RoPE, append to the cache, attention | merge
+batch       RoPE, append to the caches | attention |
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from quantkit.placement import kernel_sizes
+from quantkit.placement.kernel_sizes import activation_bytes
+from quantkit.runtime.compiled.plan_base import Activations, BatchOps, PlannedCaches, TokenOps
+from quantkit.runtime.kernels.cpu import decode_attention, prefill_attention, prefill_ops
+from quantkit.runtime.kernels.cpu.kv_rows import KernelHeads
+
+
+class Projected(NamedTuple):
+    """Queries, keys and values of a token or a batch, and how they attend.
+
+    q, k, v     addresses of float32[tokens, heads, dim], [tokens, kv_heads, dim]
+    scale       of the scores
+    layer_view  address of the layer's LayerView record
+    rope        `rope_fields`
+    gates       address of float32[tokens, heads, dim] by whose sigmoid a token's results are multiplied, or 0
+    sinks       address of float32[heads], or 0
+    """
+
+    heads: KernelHeads
+    kv_heads: int
+    q: int
+    k: int
+    v: int
+    scale: float
+    layer_view: int
+    rope: dict[str, int]
+    gates: int = 0
+    sinks: int = 0
+
+    @property
+    def query_heads(self) -> int:
+        """Number of query heads."""
+        return self.kv_heads * self.heads.group
+
+
+def attend_token(ops: TokenOps, shape: PlannedCaches, x: Projected) -> Activations:
+    """Append attention of one token; each thread then has the results of all heads, quantized."""
+    heads, span = x.heads, shape.span(ops.model.attending, kernel_sizes.DECODE_SPAN)
+    nbytes = kernel_sizes.decode_attention_bytes(x.query_heads, heads.dim_k, heads.group, span)
+    scratch, stride = ops.private_buffer("scratch", nbytes)
+    partial = ops.buffer("partial", kernel_sizes.partial_bytes(ops.threads, x.query_heads, heads.dim_v))
+    attention = decode_attention.AttentionParameters(
+        position=ops.position,
+        q=x.q,
+        k=x.k,
+        v=x.v,
+        kv_heads=x.kv_heads,
+        scale=ops.constant(x.scale),
+        layer_view=x.layer_view,
+        span=span,
+        partial=partial,
+        scratch=scratch,
+        private_stride=stride,
+        **x.rope,
+    )
+    ops.add(decode_attention.attention(heads), attention, barrier=True)
+    merged = Activations(*ops.private_buffer("merged", activation_bytes(x.query_heads * heads.dim_v)))
+    merge = decode_attention.MergeParameters(
+        partial=partial,
+        heads=x.query_heads,
+        dim=heads.dim_v,
+        gates=x.gates,
+        buffer=merged.address,
+        private_stride=merged.stride,
+        sinks=x.sinks,
+    )
+    ops.add(decode_attention.merge(heads.rotate_v), merge)
+    return merged
+
+
+def attend_batch(ops: BatchOps, shape: PlannedCaches, x: Projected, out: int) -> None:
+    """Append attention of a batch: out float32[tokens, heads, dim_v]. `gates` are not applied."""
+    heads, span = x.heads, shape.span(ops.model.attending, kernel_sizes.KEY_BLOCK)
+    rope = prefill_ops.RopeParameters(
+        state=ops.state,
+        q=x.q,
+        k=x.k,
+        v=x.v,
+        kv_heads=x.kv_heads,
+        scale=ops.constant(x.scale),
+        layer_view=x.layer_view,
+        **x.rope,
+    )
+    ops.add(prefill_ops.rope(heads), rope, barrier=True)
+    rows = ops.model.attending.query_rows(heads.group, shape.n_ctx, ops.threads)
+    tokens = max(1, min(kernel_sizes.PIECE_QUERIES, rows) // heads.group)
+    nbytes = kernel_sizes.prefill_attention_bytes(heads.group, heads.dim_k, heads.dim_v, tokens, span)
+    scratch, stride = ops.private_buffer("pieces", nbytes)
+    attention = prefill_attention.AttentionParameters(
+        state=ops.state,
+        q=x.q,
+        kv_heads=x.kv_heads,
+        layer_view=x.layer_view,
+        span=span,
+        out=out,
+        scratch=scratch,
+        private_stride=stride,
+        sinks=x.sinks,
+    )
+    ops.add(prefill_attention.attention(heads, tokens), attention, barrier=True)

@@ -4,7 +4,7 @@
                                               [--chunks 8] [--effort normal] [--folder DIR] [--save]
 
 The model is SmolLM2 in its own axes, padded with zeros to 768 columns (tests/conformance/embedded.py), so that every
-type fits its rows. All matrices of the blocks get one type (the embedding stays f16), or with --mixes what
+type fits its rows. `benchmarks/texts.py` makes texts. All matrices of the blocks get one type (the embedding stays f16), or with --mixes what
 `llama-quantize` mixes. Both sides have the importance matrix of --calibrate. The texts are not among the calibration.
 KL divergence from the f16 model over the second half of each chunk of 512 tokens, both files run by quantkit in exact
 numerics, and with --reference by ik_llama.cpp's library too. "plain" is our encoder without second moments.
@@ -154,7 +154,7 @@ def main() -> None:
         figures = "  ".join(f"{side} {row[side]:.4f}" for side in row["texts"])
         print(f"{kind:8s} {figures}  ratio {row['ratio']:.3f} (worst text {row['worst']:.3f})", flush=True)
         print(f"         seconds {row['seconds']}  run by ik_llama.cpp {row['by_reference']}", flush=True)
-    records.save(TABLE, rows, options, rows)
+        records.save(TABLE, rows, options, rows)  # a run of an hour that is stopped leaves what it has
     print(json.dumps({"bench": "second_moments", "effort": options.effort, "mixes": options.mixes, "rows": rows}))
 
 

@@ -25,25 +25,44 @@ _LEAST = 1e-6  # of the largest diagonal element: smaller pivots are rounding er
 _MIN_PARALLEL_ROWS = 2048
 
 
-def keep_lower(now: Sequence[np.ndarray], before: Sequence[np.ndarray], moments: Moments, rows: int) -> None:
-    """Undo changes in the rows whose error did not fall. now, before: arrays by rows, the first is e."""
-    n = moments.columns
-    lower = row_errors(now[0], moments.panels, n) < row_errors(before[0], moments.panels, n)
-    kept = np.flatnonzero(~lower[:rows])
+def keep_lower(
+    now: Sequence[np.ndarray], before: Sequence[np.ndarray], found: np.ndarray, size: int, rows: int
+) -> None:
+    """Undo changes in the rows whose error did not fall. now, before: arrays by rows, the first is e.
+
+    found: `factors` for groups of `size`
+    """
+    lower = row_errors(now[0], found, size, rows) < row_errors(before[0], found, size, rows)
+    kept = np.flatnonzero(~lower)
     for array, old in zip(now, before):
         array[kept] = old[kept]
 
 
 @kernel
-def row_errors(e: np.ndarray, panels: np.ndarray, n: int) -> np.ndarray:
-    """e^T H e of each row, float64[rows]."""
-    r = np.empty((len(e), PANEL), np.float32)
-    total = np.zeros(len(e), np.float64)
-    for p in range(len(panels)):
-        gradient(e, panels[p], n, r)
-        for row in range(len(e)):
-            for k in range(PANEL):
-                total[row] += np.float64(e[row, p * PANEL + k]) * np.float64(r[row, k])
+def row_errors(e: np.ndarray, found: np.ndarray, size: int, rows: int) -> np.ndarray:
+    """e^T H e of each row, float64[rows], as the sum of d_g^T D_g d_g; found: `factors` for groups of `size`.
+
+    Half the multiplications of e^T (e H), as A is triangular.
+    """
+    r, total = np.empty((len(e), PANEL), np.float32), np.zeros(rows, np.float64)
+    own = np.empty(size, np.float32)
+    for p in range(len(found)):
+        first = p * PANEL
+        gradient(e, found[p], first + PANEL, r)  # D of the group stands where I belongs: `own` corrects it
+        block = found[p, first:]
+        for row in range(rows):
+            d = e[row, first : first + PANEL]
+            for at in range(0, PANEL, size):
+                for i in range(size):
+                    product = np.float32(0)
+                    for k in range(size):
+                        product += d[at + k] * block[at + k, at + i]
+                    own[i] = d[at + i] + (r[row, at + i] - product)
+                for i in range(size):
+                    product = np.float32(0)
+                    for k in range(size):
+                        product += own[k] * block[at + k, at + i]
+                    total[row] += np.float64(own[i]) * np.float64(product)
     return total
 
 

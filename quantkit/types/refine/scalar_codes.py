@@ -49,8 +49,9 @@ def refine(
     unit = kind.dequantize(moved, n, threads=1)
     _units(codes, found.ladder, decoded, unit)
     before = e.copy(), codes.copy()
-    feed_back(e, codes, unit, found.ladder, feedback.factors(moments, 1), rows)
-    feedback.keep_lower((e, codes), before, moments, rows)
+    factors = feedback.factors(moments, 1)
+    feed_back(e, codes, unit, found.ladder, factors, rows)
+    feedback.keep_lower((e, codes), before, factors, 1, rows)
     scale, minimum = (scale_of(kind), minimum_of(kind)) if any(rounds) else (None, None)
     if scale is not None or minimum is not None:  # their directions are those of the codes that are chosen now
         write_codes(codes, found, data)

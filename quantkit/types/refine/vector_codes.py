@@ -213,8 +213,9 @@ def refine(
     number = number if any(moves_scales) else None
     numbers = sub_block_scales.read(kind, number, data, decoded)
     before = e.copy(), points.copy(), signs.copy()
-    feed_back(e, points, signs, table, scales, codes, feedback.factors(moments, size), rows, flips)
-    feedback.keep_lower((e, points, signs), before, moments, rows)
+    factors = feedback.factors(moments, size)
+    feed_back(e, points, signs, table, scales, codes, factors, rows, flips)
+    feedback.keep_lower((e, points, signs), before, factors, size, rows)
     for moves in moves_scales:
         own = numbers if moves else sub_block_scales.NONE
         moved = descend(e, points, signs, table, scales, own, codes, moments.panels, rows, flips, INNER)

@@ -102,13 +102,15 @@ def test_points_against_the_plain_formula(name: str) -> None:
     assert error @ whole @ error < 0.9 * ((y - x)[0] @ whole @ (y - x)[0])
 
 
-def test_row_errors() -> None:
+@pytest.mark.parametrize("size", [1, 4, 8])
+def test_row_errors(size: int) -> None:
     moments = prepare(second_moments(0, 160, 100), 160)
     e = np.zeros((TILE_ROWS, moments.panels.shape[1]), np.float32)
     e[:, :160] = np.random.default_rng(6).standard_normal((TILE_ROWS, 160))
     h = dense(moments.panels, 160)
     expected = np.einsum("ri,ij,rj->r", e[:, :160].astype(np.float64), h, e[:, :160].astype(np.float64))
-    np.testing.assert_allclose(row_errors(e, moments.panels, 160), expected, rtol=1e-4)
+    found = row_errors(e, feedback.factors(moments, size), size, TILE_ROWS)
+    np.testing.assert_allclose(found, expected, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["q4_0", "iq4_k", "iq2_k", "q3_K", "q6_0"])
@@ -145,6 +147,6 @@ def test_rows_whose_error_does_not_fall_stay() -> None:
     before, now = moments.padded_zeros(3), moments.padded_zeros(3)
     before[:3, 0], now[:3, 0] = (1, 2, 3), (2, 1, 3)
     codes, old = np.array([[5], [5], [5]]), np.array([[4], [4], [4]])
-    keep_lower((now, codes), (before, old), moments, 3)
+    keep_lower((now, codes), (before, old), feedback.factors(moments, 1), 1, 3)
     assert now[:3, 0].tolist() == [1, 1, 3]
     assert codes.ravel().tolist() == [4, 5, 4]

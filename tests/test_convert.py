@@ -323,7 +323,7 @@ def edit(source: Path, target: Path, **config: Any) -> Path:
     ("change", "error", "message"),
     [
         ({"architectures": ["FooForCausalLM"]}, UnsupportedError, "FooForCausalLM is not an architecture"),
-        ({"quantization_config": {"quant_method": "gptq"}}, UnsupportedError, r"quantized already \(gptq\)"),
+        ({"quantization_config": {"quant_method": "hqq"}}, UnsupportedError, r"quantized already \(hqq\)"),
         ({"num_hidden_layers": 3}, FormatError, r"lacks 9 tensor\(s\): model\.layers\.2\."),
         ({"num_hidden_layers": 1}, UnsupportedError, r"9 tensor\(s\) .* not known .* model\.layers\.1\."),
         (

@@ -10,7 +10,7 @@ import pytest
 
 from quantkit import recipe
 from quantkit.errors import DataError, QuantkitError
-from quantkit.formats.safetensors.quantized_checkpoint import _matches
+from quantkit.formats.safetensors.quantized.compressed_tensors import _matches
 from quantkit.inputs import safe_regex
 from quantkit.inputs.safe_regex import compile
 from quantkit.placement.rules import PlacementRule

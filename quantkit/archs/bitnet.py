@@ -7,7 +7,7 @@ rows in checkpoints.
 All weights of a matrix are -s, 0 or s, with one scale s for the matrix. GGUF files hold these values; IQ1_BN and IQ2_BN
 store them in 1.6 and 2 bits with s in each row. Files of other converters, which hold -1, 0 and 1 and store s in a
 tensor NAME.scale, run as well. Checkpoints have packed values, or floats that become ternary if config.json says so
-(`formats/safetensors/quantized_checkpoint.py`). The model's own code rounds activations to 8 bits; quantkit does not.
+(`formats/safetensors/quantized/bitnet.py`). The model's own code rounds activations to 8 bits; quantkit does not.
 """
 
 from __future__ import annotations

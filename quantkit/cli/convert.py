@@ -57,8 +57,12 @@ def convert(
         str | None, typer.Option(metavar="OUT.gguf", help="Same as the argument.", show_default=False)
     ] = None,
     outtype: Annotated[
-        Literal["auto", "bf16", "f16", "f32", "q8_0"],
-        typer.Option(help="Type of matrices; auto: bf16 or f16, by the checkpoint.", case_sensitive=False),
+        Literal["auto", "bf16", "f16", "f32", "q8_0", "stored"],
+        typer.Option(
+            help="Type of matrices; auto: bf16 or f16, by the checkpoint; stored: the same, but float32 "
+            "stays, and what is quantized keeps all that its format says.",
+            case_sensitive=False,
+        ),
     ] = "auto",
     split_max_size: SplitMaxSize = None,
     split_max_tensors: SplitMaxTensors = None,

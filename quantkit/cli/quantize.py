@@ -170,8 +170,9 @@ def quantize(
 ) -> None:
     """Quantize a GGUF file or a checkpoint by file type, rules and flags.
 
-    A checkpoint directory is read as `quantkit convert` would write it (FP8 and MXFP4 become bf16), a few rows at a
-    time and without an intermediate file. The result is the same as with `quantkit convert` first.
+    A checkpoint directory is read as `quantkit convert --outtype stored` would write it (codes and scales become the
+    16-bit floats that their format defines), a few rows at a time and without an intermediate file. The result is the
+    same as with `quantkit convert` first.
 
     These decide a tensor's type, highest priority first: --token-embedding-type and --output-tensor-type; the first
     matching rule of --custom-q, --tensor-type and --recipe; --attn-q-type and the related flags; the mix of TYPE; its

@@ -122,7 +122,7 @@ def tiny(directory: Path, dtype: str = "float32", arch: str = "llama", **config:
     return model
 
 
-Coded = list[tuple[str, str, np.ndarray]]  # ending of the name, dtype, values
+Coded = list[tuple[str, str, np.ndarray]]  # name, dtype, values
 
 
 def as_fp8(source: Path, target: Path, rng: np.random.Generator, block: tuple[int, int] | None = (128, 128)) -> Path:
@@ -131,14 +131,14 @@ def as_fp8(source: Path, target: Path, rng: np.random.Generator, block: tuple[in
     The rest is in bf16. Without `block` there is one scale a matrix.
     """
 
-    def coded(rows: int, n: int) -> Coded:
+    def coded(name: str, rows: int, n: int) -> Coded:
         codes = rng.integers(0, 127, (rows, n), np.uint8) | rng.integers(0, 2, (rows, n), np.uint8) << 7
         grid = (-(-rows // block[0]), -(-n // block[1])) if block else ()
         scales = rng.uniform(0.5, 2, grid).astype("<f4") / np.float32(2**14)
-        return [("", "F8_E4M3", codes), ("_scale_inv", "F32", scales)]
+        return [(name, "F8_E4M3", codes), (f"{name}_scale_inv", "F32", scales)]
 
     settings = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
-    return _coded(
+    return coded_checkpoint(
         source, target, "_proj.weight", coded, settings | ({"weight_block_size": list(block)} if block else {})
     )
 
@@ -146,22 +146,22 @@ def as_fp8(source: Path, target: Path, rng: np.random.Generator, block: tuple[in
 def as_int4(source: Path, target: Path, rng: np.random.Generator) -> Path:
     """A checkpoint's experts with random integers of 4 bits in their place, 32 to a scale, as Kimi K2 Thinking's."""
 
-    def coded(rows: int, n: int) -> Coded:
+    def coded(name: str, rows: int, n: int) -> Coded:
         words = rng.integers(-(2**31), 2**31, (rows, n // 8)).astype("<i4")
         scales = types.get("bf16").quantize(rng.uniform(0.01, 0.05, (rows, n // 32)).astype("<f4")).view("<u2")
         shape = np.array([rows, n], "<i8")
-        return [("_packed", "I32", words), ("_scale", "BF16", scales), ("_shape", "I64", shape)]
+        return [(f"{name}_packed", "I32", words), (f"{name}_scale", "BF16", scales), (f"{name}_shape", "I64", shape)]
 
     weights = {"num_bits": 4, "type": "int", "symmetric": True, "group_size": 32, "strategy": "group"}
     settings = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
     settings |= {"config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}
-    return _coded(source, target, "", coded, settings, ".mlp.experts.")
+    return coded_checkpoint(source, target, "", coded, settings, ".mlp.experts.")
 
 
-def _coded(
-    source: Path, target: Path, ending: str, coded: Callable[[int, int], Coded], settings: Any, part: str = ""
+def coded_checkpoint(
+    source: Path, target: Path, ending: str, coded: Callable[[str, int, int], Coded], settings: Any, part: str = ""
 ) -> Path:
-    """The checkpoint with what `coded(rows, columns)` gives in place of the weights of some names; the rest is bf16."""
+    """The checkpoint with what `coded(name, rows, columns)` gives in place of some weights; the rest is bf16."""
     specs: list[CheckpointSpec] = []
     data: list[np.ndarray] = []
 
@@ -174,8 +174,8 @@ def _coded(
             add(tensor.name, "BF16", types.get("bf16").quantize(tensor.dequantize().reshape(-1, tensor.shape[-1]))
                 .view("<u2").reshape(tensor.shape))  # fmt: skip
             continue
-        for suffix, dtype, x in coded(*tensor.shape):
-            add(tensor.name + suffix, dtype, x)
+        for name, dtype, x in coded(tensor.name, *tensor.shape):
+            add(name, dtype, x)
     target.mkdir()
     for path in source.iterdir():
         if path.suffix != ".safetensors":

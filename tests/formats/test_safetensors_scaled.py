@@ -10,20 +10,10 @@ import pytest
 
 from quantkit import types
 from quantkit.errors import DataError, FormatError, QuantkitError, UnsupportedError
-from quantkit.formats.safetensors import Checkpoint, CheckpointSpec, CheckpointWriter, open_checkpoint
-from quantkit.formats.safetensors.quantized_checkpoint import unscaled
+from quantkit.formats.safetensors.quantized import unscaled
+from tests.formats.checkpoints import written
 
 FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
-
-
-def written(path: Path, **tensors: tuple[str, np.ndarray]) -> Checkpoint:
-    """Names are spelled with __ for dots."""
-    path.mkdir()
-    named = {name.replace("__", "."): tensor for name, tensor in tensors.items()}
-    with CheckpointWriter(path, [CheckpointSpec(name, x.shape, dtype) for name, (dtype, x) in named.items()]) as writer:
-        for name, (_, x) in named.items():
-            writer.write(name, np.ascontiguousarray(x).reshape(-1).view(np.uint8))
-    return open_checkpoint(path)
 
 
 def fp8_values(codes: np.ndarray) -> np.ndarray:
@@ -207,7 +197,7 @@ ASYMMETRIC = {"quant_method": "compressed-tensors", "config_groups": {"g": {"wei
 @pytest.mark.parametrize(
     ("settings", "tensors", "error", "message"),
     [
-        ({"quant_method": "gptq"}, {}, UnsupportedError, r"quantized already \(gptq\)"),
+        ({"quant_method": "hqq"}, {}, UnsupportedError, r"quantized already \(hqq\)"),
         ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"} | GROUPS,
          {}, UnsupportedError, r"\(compressed-tensors, nvfp4-pack-quantized, int of 4"),
         ({"quant_method": "compressed-tensors"} | GROUPS, {"a__weight_packed": WORDS}, FormatError,

@@ -297,6 +297,14 @@ class Arch(ABC):
         self._check(rules, stored, found, hparams, "checkpoint")
         return [replace(piece, sources=tuple(stored[source] for source in piece.sources)) for piece in found]
 
+    def expected(self, config: Config, shapes: Mapping[str, Shape]) -> set[str]:
+        """Which of a checkpoint's tensors, given by name and shape, a model of this config.json has."""
+        stored = {self.canonical(name): name for name in shapes}
+        hparams = self.hparams({key: value for key, (value, _) in self.metadata(config).items()})
+        required = {tensor.name for tensor in self.tensors(config)}
+        found = pieces(self.rules_of(config), {n: shapes[stored[n]] for n in stored}, hparams, to_gguf=True)
+        return {stored[source] for piece in found if piece.name in required for source in piece.sources}
+
     def to_hf(self, hparams: HParams, shapes: Mapping[str, Shape]) -> list[Piece]:
         """The checkpoint tensors to make from a GGUF's tensors. Errors are those of `to_gguf`."""
         stored = {name: shape for name, shape in shapes.items() if not self.is_generated(name)}

@@ -1,7 +1,7 @@
 """Checkpoints in safetensors: `open_checkpoint` reads a directory, `CheckpointWriter` streams one.
 
 The package takes and returns numpy arrays. Weights stored as codes and scales are read as the matrices they encode
-(`quantized_checkpoint`). It imports `errors`, `inputs`, `types` and the other modules of `formats`.
+(`quantized`). It imports `errors`, `inputs`, `types` and the other modules of `formats`.
 """
 
 from __future__ import annotations

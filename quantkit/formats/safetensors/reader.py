@@ -145,6 +145,14 @@ class CheckpointTensor:
         width = columns * ITEM_BYTES[self.dtype]
         return convert(self.raw()[start * width : stop * width]).reshape(stop - start, columns)
 
+    def columns(self, start: int, stop: int) -> np.ndarray:
+        """float32[shape[0], stop - start]: the exact values of some columns of a matrix; errors as for `rows`."""
+        (rows, columns), each = self.shape, ITEM_BYTES[self.dtype]
+        if self.dtype not in _TO_FLOAT or not 0 <= start <= stop <= columns:
+            raise DataError(f"{self.path}: tensor {self.name} is {self.dtype} {self.shape}, not read by columns")
+        part = np.ascontiguousarray(self.raw().reshape(rows, -1)[:, start * each : stop * each])
+        return _TO_FLOAT[self.dtype](part.reshape(-1)).reshape(rows, stop - start)
+
     def values(self) -> np.ndarray:
         """float32[256]: the value of each code of an 8-bit dtype, read-only."""
         return _code_values(self.dtype)

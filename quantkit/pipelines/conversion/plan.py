@@ -18,7 +18,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,19 +31,20 @@ from quantkit.archs.common.tensors import Piece
 from quantkit.errors import DataError, FormatError, UnknownNameError, UnsupportedError
 from quantkit.formats.gguf import Metadata, TensorSpec, Writer
 from quantkit.formats.safetensors import Checkpoint, open_checkpoint
-from quantkit.formats.safetensors.quantized_checkpoint import FP8, INTEGERS, unscaled
+from quantkit.formats.safetensors.quantized import ScaledTensor, unscaled
+from quantkit.formats.safetensors.quantized.gptq import GPTQTensor
 from quantkit.formats.torch_bin import is_bin, open_bin
 from quantkit.inputs.json_input import read_object
 from quantkit.pipelines.arrivals import Arrivals
 from quantkit.pipelines.conversion.metadata import general_keys
-from quantkit.pipelines.conversion.tensor import ConvertedTensor, GeneratedTensor, OutputTensor
+from quantkit.pipelines.conversion.tensor import ConvertedTensor, GeneratedTensor, OutputTensor, SourceTensor
 from quantkit.pipelines.output import WriteTask
 from quantkit.tokenizers import vocab
 from quantkit.types import QuantType
 
 OUTTYPES = ("auto", "bf16", "f16", "f32", "q8_0")
 STORED = "stored"  # the lossless outtype
-_DTYPES = {"F32": "f32", "F16": "f16", "BF16": "bf16"} | dict.fromkeys((*FP8, "MXFP4", "TERNARY", *INTEGERS), "bf16")
+_DTYPES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 
 
 @dataclass(frozen=True)
@@ -171,6 +172,7 @@ def plan_conversion(
     names = [arch.canonical(name) for name in checkpoint.tensors]
     with _errors_name(directory):
         config = arch.with_mtp(config, mtp, names)
+        checkpoint = _without_added_biases(checkpoint, arch, config)
         pieces = arch.to_gguf(config, {name: tensor.shape for name, tensor in checkpoint.tensors.items()})
         generated = arch.generated(config)
         left_out = arch.dropped_tensors(config, names)
@@ -179,7 +181,9 @@ def plan_conversion(
         expected = arch.shapes(config, [piece.name for piece in pieces])
     _check_tensors(checkpoint, pieces, expected)
     specs = [TensorSpec(name, x.shape, types.get("f32")) for name, x in generated.items()]
-    specs += [TensorSpec(piece.name, piece.shape, _type_of(piece, checkpoint, chosen)) for piece in pieces]
+    specs += [
+        TensorSpec(piece.name, piece.shape, _type_of(piece, checkpoint, chosen, outtype == STORED)) for piece in pieces
+    ]
     by_name = {piece.name: piece for piece in pieces}
     conversion = Conversion(
         directory, arch, checkpoint, chosen, Metadata(), specs, by_name, generated, left_out, arrivals=arrivals
@@ -191,6 +195,20 @@ def plan_conversion(
     for key, (value, kind) in (general | keys | tokenizer | overrides).items():
         conversion.metadata.set(key, value, kind)
     return conversion
+
+
+def _without_added_biases(checkpoint: Checkpoint, arch: Arch, config: Mapping[str, Any]) -> Checkpoint:
+    """The checkpoint without biases of zeros that the model has not: AutoGPTQ gives one to every layer."""
+    tensors = checkpoint.tensors
+    biases = {
+        name: tensor.shape
+        for name, tensor in tensors.items()
+        if name.endswith(".bias") and isinstance(tensors.get(f"{name.removesuffix('bias')}weight"), GPTQTensor)
+    }
+    if not biases:
+        return checkpoint
+    added = {name for name in biases.keys() - arch.expected(config, biases) if not tensors[name].dequantize().any()}
+    return replace(checkpoint, tensors={name: tensor for name, tensor in tensors.items() if name not in added})
 
 
 def _read_config(directory: Path) -> dict[str, Any]:
@@ -206,16 +224,25 @@ def _read_config(directory: Path) -> dict[str, Any]:
 
 def _first_16_bit(checkpoint: Checkpoint) -> str | None:
     """The first 16-bit dtype among the matrices, as stored or as read; None if there is none."""
-    matrices = [_DTYPES.get(tensor.dtype) for tensor in checkpoint.tensors.values() if len(tensor.shape) >= 2]
+    matrices = [_float_type(tensor) for tensor in checkpoint.tensors.values() if len(tensor.shape) >= 2]
     return next((name for name in matrices if name in ("bf16", "f16")), None)
 
 
-def _type_of(piece: Piece, checkpoint: Checkpoint, outtype: QuantType) -> QuantType:
+def _float_type(tensor: SourceTensor) -> str | None:
+    """The float type that holds a tensor's values, for codes and scales as far as their own programs do."""
+    return tensor.float_type if isinstance(tensor, ScaledTensor) else _DTYPES.get(tensor.dtype)
+
+
+def _type_of(piece: Piece, checkpoint: Checkpoint, outtype: QuantType, stored: bool) -> QuantType:
     """The output type of a piece. MXFP4 stays MXFP4: another type would be larger or less accurate."""
     if piece.transform.copies_rows and all(checkpoint.tensors[name].dtype == "MXFP4" for name in piece.sources):
         return types.get("mxfp4")
     if piece.f32 or len(piece.shape) <= 1 or not piece.name.endswith(".weight"):
         return types.get("f32")
+    sources: list[SourceTensor] = [checkpoint.tensors[name] for name in piece.sources]
+    if stored and all(isinstance(tensor, ScaledTensor) for tensor in sources):
+        kinds = {_float_type(tensor) for tensor in sources}
+        return types.get("f16" if kinds == {"f16"} else "bf16")
     return types.get("f16") if piece.shape[-1] % outtype.block_size else outtype
 
 
@@ -233,10 +260,10 @@ def _check_tensors(checkpoint: Checkpoint, pieces: list[Piece], expected: Mappin
     for piece in pieces:
         for name in piece.sources:
             tensor = checkpoint.tensors[name]
-            if tensor.dtype not in _DTYPES:
+            if _float_type(tensor) is None:
                 raise UnsupportedError(
                     f"{tensor.path}: tensor {name} is {tensor.dtype}; `convert` reads F32, F16 and BF16 weights, and "
-                    "FP8 where config.json has a quantization_config"
+                    "codes with scales where config.json has a quantization_config"
                 )
         if piece.shape != expected.get(piece.name, piece.shape):
             tensor = checkpoint.tensors[piece.sources[0]]

@@ -29,7 +29,9 @@ from quantkit.formats.gguf import TensorSpec, Writer
 from quantkit.formats.mapping import is_mapped, release
 from quantkit.formats.pipeline import row_ranges
 from quantkit.formats.safetensors import CheckpointTensor
-from quantkit.formats.safetensors.quantized_matrix import FP8Tensor, MXFP4Tensor, ScaledTensor
+from quantkit.formats.safetensors.quantized import ScaledTensor
+from quantkit.formats.safetensors.quantized.fp8 import FP8Tensor
+from quantkit.formats.safetensors.quantized.mxfp4 import MXFP4Tensor
 from quantkit.pipelines.output import WriteTask
 from quantkit.types import QuantType, check_finite
 from quantkit.types.floats import FLOATS, is_finite

@@ -1,0 +1,80 @@
+"""BitNet: ternary matrices, packed, or floats that the layers round to ternary values when they run.
+
+NAME.weight    U8[rows / 4, n], packed, with NAME.weight_scale of one number
+NAME.weight    floats: rounded if config.json says quantization_mode "online"
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+
+import numpy as np
+
+from quantkit.errors import FormatError, UnsupportedError
+from quantkit.formats.mapping import release
+from quantkit.formats.safetensors.quantized.matrix import ScaledTensor
+from quantkit.formats.safetensors.reader import Checkpoint, CheckpointTensor
+from quantkit.inputs.json_input import Json
+
+
+class TernaryTensor(ScaledTensor):
+    """-1, 0 and 1 times one scale, or divided by it. codes U8[rows / 4, n]: plane k, bits 2k and 2k + 1, has a quarter
+    of the rows, one after another, as code + 1."""
+
+    def __init__(self, codes: CheckpointTensor, scales: CheckpointTensor, divides: bool):
+        super().__init__(codes.name, "TERNARY", (4 * codes.shape[0], codes.shape[1]), codes, scales)
+        self.divides = divides
+
+    def _rows(self, start: int, stop: int) -> np.ndarray:
+        packed = self.codes.raw().reshape(self.codes.shape)
+        row = np.arange(start, stop)
+        shift = (2 * (row // len(packed))).astype(np.uint8)[:, None]
+        x = (packed[row % len(packed)] >> shift & 3).astype(np.float32) - 1
+        scale = self.scales.dequantize().reshape(-1)[0]
+        return np.asarray(x / scale if self.divides else x * scale)
+
+    def forget(self, start: int, stop: int) -> None:
+        """As `ScaledTensor.forget`, of the whole matrix: neighbouring rows lie a quarter of it apart."""
+        release(self.codes.raw())
+
+
+class Ternarized(ScaledTensor):
+    """A matrix of floats, rounded to ternary values as an online BitNet does when it runs. `scales` is `codes`."""
+
+    def __init__(self, weights: CheckpointTensor):
+        super().__init__(weights.name, "TERNARY", weights.shape, weights, weights)
+        self._lock = threading.Lock()
+        self._scale = 0.0  # not known yet
+
+    def _rows(self, start: int, stop: int) -> np.ndarray:
+        with self._lock:
+            self._scale = self._scale or self._mean()
+        scale = np.float32(1) / np.float32(self._scale)
+        return np.clip(np.rint(self.codes.rows(start, stop) * scale), -1, 1) / scale
+
+    def _mean(self) -> float:
+        """The mean of |w|, at least 1e-5."""
+        step, total = max(1, (1 << 20) // self.shape[-1]), 0.0
+        for start in range(0, self.n_rows, step):
+            total += float(np.abs(self.codes.rows(start, min(self.n_rows, start + step))).sum(dtype=np.float64))
+        return max(total / math.prod(self.shape), 1e-5)
+
+
+def matrix(checkpoint: Checkpoint, tensor: CheckpointTensor, settings: Json) -> ScaledTensor | None:
+    """A projection's ternary matrix: packed, or floats that the layers round ("online"). None for other tensors."""
+    if not tensor.name.endswith("_proj.weight"):
+        return None
+    name = f"{tensor.name}_scale"
+    scales = checkpoint.tensors.get(name)
+    if tensor.dtype != "U8":
+        if scales is not None:
+            raise UnsupportedError(
+                f"{tensor.path}: tensor {tensor.name} is {tensor.dtype} with a scale; U8 can have one"
+            )
+        return Ternarized(tensor) if settings.get("quantization_mode") == "online" else None
+    if scales is None or math.prod(scales.shape) != 1 or len(tensor.shape) != 2:
+        raise FormatError(
+            f"{tensor.path}: tensor {tensor.name} is packed and has to be a matrix with one scale, {name}"
+        )
+    return TernaryTensor(tensor, scales, settings.get("linear_class", "bitlinear") != "autobitlinear")

@@ -152,8 +152,24 @@ def _print_version(value: bool) -> None:
         raise typer.Exit
 
 
+def _set_cache(value: Path | None) -> None:
+    """Set the folder of the kernel cache, for the processes that this one starts too."""
+    if value is not None:
+        os.environ["QUANTKIT_CACHE_DIR"] = str(value)
+
+
 @app.callback()
 def _quantkit(
+    cache_dir: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Folder for compiled kernels; default: quantkit in the user's cache folder.",
+            envvar="QUANTKIT_CACHE_DIR",
+            callback=_set_cache,
+            show_default=False,
+        ),
+    ] = None,
     version: Annotated[
         bool, typer.Option("--version", "-V", help="Print the version.", callback=_print_version, is_eager=True)
     ] = False,

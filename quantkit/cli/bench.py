@@ -18,7 +18,7 @@ from quantkit.cli.common.command import in_sections, takes_model
 from quantkit.cli.common.evaluation import on_message
 from quantkit.cli.common.hub import from_hub
 from quantkit.cli.common.launch import Launch, runs_variants
-from quantkit.cli.common.options import FastNumerics, Json, checked_threads
+from quantkit.cli.common.options import FastNumerics, Json, checked_threads, unless_from_environment
 from quantkit.cli.common.output import gib, print_json
 from quantkit.cli.common.progress_options import shows_progress
 from quantkit.errors import QuantkitError
@@ -75,7 +75,9 @@ def bench(
             "--threads",
             "-t",
             metavar="N,…",
-            help="Number of threads; default: QUANTKIT_THREADS, else the CPUs this process may use.",
+            help="Number of threads; default: the CPUs that this process may use.",
+            envvar="QUANTKIT_THREADS",
+            callback=unless_from_environment(),
         ),
     ] = None,
     warmup: Annotated[bool, typer.Option("--warmup/--no-warmup", help="Run each test once before, untimed.")] = True,

@@ -87,6 +87,10 @@ def as_command(args: list[str]) -> list[str]:
         rest = [word for word in rest if word not in ("--merge", "--split")]
     if command == "quantize" and "--repack" in rest:  # which ignores TYPE
         return ["repack", *_without_type(rest)]
+    if command == "imatrix" and "--in-file" in rest:  # without a model, it joins or describes files
+        rest = [word for word in rest if word != "--in-file"]
+        show = "--show-statistics" in rest
+        return [command, "show" if show else "merge", *(word for word in rest if word != "--show-statistics")]
     return [command, *rest]
 
 

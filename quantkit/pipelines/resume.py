@@ -234,7 +234,7 @@ class ResumableJob:
         return self._summary()
 
     def reuse(self, planned: PlannedTensor, source: Rows) -> bool:
-        """Whether an older file has a tensor as it would come out, and then add it to `copied`; for sources that arrive."""
+        """Whether an older file has the tensor as it would come out; it is then in `copied`. For arriving sources."""
         return self._reuse(planned, functools.cache(lambda: hash_tensor(source)))
 
     def _reuse(self, tensor: PlannedTensor, source_hash: Callable[[], str]) -> bool:

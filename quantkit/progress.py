@@ -13,7 +13,7 @@ printed has to go `above` the bar; the command line's streams do so.
     stderr is something else   nothing: no carriage return, the same bytes in every run
     QUANTKIT_PROGRESS=0        nothing
     QUANTKIT_PROGRESS=1        where stderr is no terminal, a whole line a minute
-    `settings`                 turns bars, or bars and messages, off: --no-progress and --quiet
+    `settings`                 decides instead: --progress, --no-progress and --quiet
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ Mode = Literal["bar", "lines", "off"]
 
 
 class _Settings:
-    """What `settings` turned off."""
+    """What `settings` decided; `bars` is None where the variable decides."""
 
-    bars = True
+    bars: bool | None = None
     messages = True
 
 
@@ -50,10 +50,12 @@ _SETTINGS = _Settings()
 
 
 @contextlib.contextmanager
-def settings(*, bars: bool = True, messages: bool = True) -> Iterator[None]:
-    """A context without bars, or without messages. What an outer context turned off stays off."""
+def settings(*, bars: bool | None = None, messages: bool = True) -> Iterator[None]:
+    """A context with or without bars, or without messages. What an outer context turned off stays off."""
     before = _SETTINGS.bars, _SETTINGS.messages
-    _SETTINGS.bars, _SETTINGS.messages = before[0] and bars, before[1] and messages
+    if before[0] is not False and bars is not None:
+        _SETTINGS.bars = bars
+    _SETTINGS.messages = before[1] and messages
     try:
         yield
     finally:
@@ -70,11 +72,12 @@ def mode() -> Mode:
     value = os.environ.get(VARIABLE, "")
     if value not in ("", "0", "1"):
         raise OptionError(f"{VARIABLE}={printable(value)}: write 0 (no progress) or 1 (progress)")
-    if not _SETTINGS.bars or value == "0":
+    shown = _SETTINGS.bars if _SETTINGS.bars is not None else {"0": False, "1": True}.get(value)
+    if shown is False:
         return "off"
     if is_terminal(sys.stderr) and os.environ.get("TERM") != "dumb":
         return "bar"
-    return "lines" if value == "1" else "off"
+    return "lines" if shown else "off"
 
 
 def is_terminal(stream: Any) -> bool:

@@ -184,9 +184,25 @@ def test_there_is_no_bar(why: str, terminal: Terminal, monkeypatch: pytest.Monke
         monkeypatch.setenv(why, "dumb")
     elif why == "a pipe":
         monkeypatch.setattr(terminal, "isatty", lambda: False)
-    with progress.settings(bars=why != "settings"), progress.settings(), progress.ProgressBar("a", 2) as bar:
+    with (
+        progress.settings(bars=False if why == "settings" else None),
+        progress.settings(),
+        progress.ProgressBar("a", 2) as bar,
+    ):
         bar.show(2, 2)
     assert terminal.getvalue() == ""
+
+
+def test_an_option_counts_more_than_the_variable(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUANTKIT_PROGRESS", "0")
+    with progress.settings(bars=True):
+        assert progress.mode() == "bar"
+        with progress.settings(bars=False), progress.settings(bars=True):
+            assert progress.mode() == "off"  # what an outer context turned off stays off
+    monkeypatch.setattr(terminal, "isatty", lambda: False)
+    with progress.settings(bars=True):
+        assert progress.mode() == "lines"
+    assert progress.mode() == "off"
 
 
 def test_settings_end_with_their_context() -> None:

@@ -87,6 +87,10 @@ def as_command(args: list[str]) -> list[str]:
         rest = [word for word in rest if word not in ("--merge", "--split")]
     if command == "quantize" and "--repack" in rest:  # which ignores TYPE
         return ["repack", *_without_type(rest)]
+    if command == "imatrix" and "--in-file" in rest:  # without a model, it joins or describes files
+        rest = [word for word in rest if word != "--in-file"]
+        show = "--show-statistics" in rest
+        return [command, "show" if show else "merge", *(word for word in rest if word != "--show-statistics")]
     return [command, *rest]
 
 
@@ -152,8 +156,24 @@ def _print_version(value: bool) -> None:
         raise typer.Exit
 
 
+def _set_cache(value: Path | None) -> None:
+    """Set the folder of the kernel cache, for the processes that this one starts too."""
+    if value is not None:
+        os.environ["QUANTKIT_CACHE_DIR"] = str(value)
+
+
 @app.callback()
 def _quantkit(
+    cache_dir: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Folder for compiled kernels; default: quantkit in the user's cache folder.",
+            envvar="QUANTKIT_CACHE_DIR",
+            callback=_set_cache,
+            show_default=False,
+        ),
+    ] = None,
     version: Annotated[
         bool, typer.Option("--version", "-V", help="Print the version.", callback=_print_version, is_eager=True)
     ] = False,

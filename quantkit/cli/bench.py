@@ -18,7 +18,7 @@ from quantkit.cli.common.command import in_sections, takes_model
 from quantkit.cli.common.evaluation import on_message
 from quantkit.cli.common.hub import from_hub
 from quantkit.cli.common.launch import Launch, runs_variants
-from quantkit.cli.common.options import FastNumerics, Json, checked_threads
+from quantkit.cli.common.options import FastNumerics, Json, checked_threads, unless_from_environment
 from quantkit.cli.common.output import gib, print_json
 from quantkit.cli.common.progress_options import shows_progress
 from quantkit.errors import QuantkitError
@@ -64,7 +64,7 @@ def bench(
     ] = None,
     gen_after_prompt: Annotated[
         list[str] | None,
-        typer.Option("-gp", metavar="G,P", help="Generation of G tokens after an untimed prompt of P. Repeatable."),
+        typer.Option("-gp", metavar="P,G", help="Generation of G tokens after an untimed prompt of P. Repeatable."),
     ] = None,
     repetitions: Annotated[
         int, typer.Option("--repetitions", "-r", metavar="N", help="Repetitions; the median is reported.", min=1)
@@ -75,7 +75,9 @@ def bench(
             "--threads",
             "-t",
             metavar="N,…",
-            help="Number of threads; default: QUANTKIT_THREADS, else the CPUs this process may use.",
+            help="Number of threads; default: the CPUs that this process may use.",
+            envvar="QUANTKIT_THREADS",
+            callback=unless_from_environment(),
         ),
     ] = None,
     warmup: Annotated[bool, typer.Option("--warmup/--no-warmup", help="Run each test once before, untimed.")] = True,
@@ -136,7 +138,9 @@ def _cases(prompts: str, answers: str, depths: str, both: list[str], after: list
         cases += [Case(n, 0, depth) for n in integers("-p", prompts, 0) if n]
         cases += [Case(0, n, depth) for n in integers("-n", answers, 0) if n]
     cases += [Case(*_pair("-pg", text)) for text in both]
-    cases += [Case(0, *_pair("-gp", text)) for text in after]
+    for text in after:
+        prompt, generated = _pair("-gp", text)
+        cases.append(Case(0, generated, prompt))
     if not cases:
         raise QuantkitError("-p 0 and -n 0 leave nothing to measure; give one of them a number of tokens")
     return cases

@@ -12,25 +12,19 @@ import typer
 from quantkit.cli.common.command import in_sections, takes_model
 from quantkit.cli.common.evaluation import (
     Batch,
-    BinaryFile,
     ByCategory,
     ByPosition,
     Chat,
     ChunkBar,
     ChunkLimit,
     Context,
-    FirstTasks,
-    Hellaswag,
-    HellaswagTasks,
-    MultipleChoice,
     Numerics,
     Score,
+    Tasks,
     ThreadsBatch,
-    Winogrande,
-    chosen_tasks,
     markdown,
     on_message,
-    required_text,
+    scores_tasks,
 )
 from quantkit.cli.common.hub import from_hub
 from quantkit.cli.common.launch import Launch, runs_a_model
@@ -52,13 +46,12 @@ _TASKS_SCHEMA = "quantkit.compare-tasks/1"
 @in_sections(
     Evaluation=["file", "chat", "score", "by_category", "by_position", "ctx_size", "chunks", "batch_size",
                 "noise_floor", "layers", "speed", "numerics"],
-    Multiple_choice_tasks=["hellaswag", "hellaswag_tasks", "winogrande", "winogrande_tasks", "multiple_choice",
-                           "multiple_choice_tasks", "binary_file"],
     Reports=["plot", "html", "output", "as_markdown", "json"],
 )  # fmt: skip
 @takes_model("models")
 @from_hub("reference", "models")
 @runs_a_model
+@scores_tasks
 def compare(
     reference: Annotated[
         Path,
@@ -97,13 +90,7 @@ def compare(
     speed: Annotated[
         bool, typer.Option("--speed", help="Also time a prompt of 512 tokens and generation, with numerics fast.")
     ] = False,
-    hellaswag: Hellaswag = False,
-    hellaswag_tasks: HellaswagTasks = 400,
-    winogrande: Winogrande = False,
-    winogrande_tasks: FirstTasks = 0,
-    multiple_choice: MultipleChoice = False,
-    multiple_choice_tasks: FirstTasks = 0,
-    binary_file: BinaryFile = None,
+    tasks: Tasks | None = None,  # the decorator gives it
     plot: Annotated[
         Path | None,
         typer.Option(
@@ -140,19 +127,15 @@ def compare(
     from quantkit.formats import gguf
     from quantkit.formats.atomic import check_outputs
 
-    tasks = chosen_tasks({
-        "hellaswag": (hellaswag, hellaswag_tasks), "winogrande": (winogrande, winogrande_tasks),
-        "multiple-choice": (multiple_choice, multiple_choice_tasks),
-    })  # fmt: skip
     if tasks:
         others = {"--chat": chat, "--score": score, "--by-category": by_category, "--by-position": by_position,
                   "--layers": layers, "--speed": speed, "--plot": plot, "--html": html}  # fmt: skip
         if unused := [name for name, value in others.items() if value]:
-            raise typer.BadParameter(f"--{tasks[0]} compares answers; remove {', '.join(unused)}")
-        if binary_file is None and len(file or []) > 1:
-            raise typer.BadParameter(f"--{tasks[0]} takes one task file, {len(file or [])} are given with -f")
-        text = required_text(binary_file or (file[0] if file else None), tasks[0])
-        _compare_tasks(reference, models, *tasks, text, numerics, threads_batch or threads, launch, output, as_markdown,
+            raise typer.BadParameter(f"--{tasks.kind} compares answers; remove {', '.join(unused)}")
+        if tasks.binary_file is None and len(file or []) > 1:
+            raise typer.BadParameter(f"--{tasks.kind} takes one task file, {len(file or [])} are given with -f")
+        text = tasks.file(file[0] if file else None)
+        _compare_tasks(reference, models, tasks, text, numerics, threads_batch or threads, launch, output, as_markdown,
                        json)  # fmt: skip
         return
     if not file:
@@ -190,7 +173,7 @@ def compare(
 
 
 def _compare_tasks(
-    reference: Path, models: Sequence[Path], kind: str, limit: int, file: Path, numerics: str, threads: int | None,
+    reference: Path, models: Sequence[Path], tasks: Tasks, file: Path, numerics: str, threads: int | None,
     launch: Launch, output: Path | None, as_markdown: bool, json: bool,
 ) -> None:  # fmt: skip
     """Compare answers to multiple-choice tasks and print the table."""
@@ -202,12 +185,12 @@ def _compare_tasks(
 
     check_outputs([output], [file, *(p for m in (reference, *models) for p in gguf.open(m).paths)])
 
-    def show(name: str, score: TaskScore, tasks: int) -> None:
-        bar.show(score.tasks, tasks, label=name, values=f"accuracy {100 * score.accuracy:.2f} %")
+    def show(name: str, score: TaskScore, count: int) -> None:
+        bar.show(score.tasks, count, label=name, values=f"accuracy {100 * score.accuracy:.2f} %")
 
     with ProgressBar("compare") as bar:
         found = compare_tasks(
-            reference, models, kind, file, limit, numerics=numerics, threads=threads, progress=show,
+            reference, models, tasks.kind, file, tasks.limit, numerics=numerics, threads=threads, progress=show,
             on_message=on_message, open_model=launch.open,
         )  # fmt: skip
     record = found.record()
@@ -222,7 +205,7 @@ def _compare_tasks(
         print(markdown(header, rows))
     else:
         print_table(header, rows)
-    print(f"\n{kind}: {found.reference.tasks} tasks of {file}; {conditions_line(found.conditions)}")
+    print(f"\n{tasks.kind}: {found.reference.tasks} tasks of {file}; {conditions_line(found.conditions)}")
 
 
 def _print(found: Comparison, as_markdown: bool, speed: bool, by_position: bool) -> None:

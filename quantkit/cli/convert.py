@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from quantkit.pipelines.conversion.plan import Conversion
 
 _BOUNDED_MEMORY = "Memory use does not grow with the model."
+_ALWAYS_STREAMED = "A checkpoint on the Hub is always streamed."
 _NO_LOG_LEVELS = "The command has no log levels."
 
 
@@ -92,6 +93,9 @@ def convert(
     no_lazy: Annotated[
         bool, typer.Option("--no-lazy", help=_BOUNDED_MEMORY, rich_help_panel=without_effect.PANEL)
     ] = False,
+    remote: Annotated[
+        bool, typer.Option("--remote", help=_ALWAYS_STREAMED, rich_help_panel=without_effect.PANEL)
+    ] = False,
     verbose: Annotated[
         bool, typer.Option("--verbose", help=_NO_LOG_LEVELS, rich_help_panel=without_effect.PANEL)
     ] = False,
@@ -115,6 +119,7 @@ def convert(
     for flag, given, reason in (
         ("--use-temp-file", use_temp_file, _BOUNDED_MEMORY),
         ("--no-lazy", no_lazy, _BOUNDED_MEMORY),
+        ("--remote", remote, _ALWAYS_STREAMED),
         ("--verbose", verbose, _NO_LOG_LEVELS),
     ):
         if given:

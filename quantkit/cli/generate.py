@@ -59,8 +59,8 @@ def generate(
         bool,
         typer.Option(
             "--chat/--no-chat",
-            " /--no-conversation",
-            " /-no-cnv",
+            "--conversation/--no-conversation",
+            "-cnv/-no-cnv",
             help="Format the prompt with the model's chat template, for one reply.",
         ),
     ] = False,

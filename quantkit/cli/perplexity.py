@@ -10,25 +10,20 @@ import typer
 from quantkit.cli.common.command import in_sections, takes_model
 from quantkit.cli.common.evaluation import (
     Batch,
-    BinaryFile,
     ByCategory,
     ByPosition,
     Chat,
     ChunkBar,
     ChunkLimit,
     Context,
-    FirstTasks,
-    Hellaswag,
-    HellaswagTasks,
-    MultipleChoice,
     Numerics,
     Score,
+    Tasks,
     TextFile,
     ThreadsBatch,
-    Winogrande,
-    chosen_tasks,
     on_message,
     required_text,
+    scores_tasks,
 )
 from quantkit.cli.common.hub import from_hub
 from quantkit.cli.common.launch import Launch, runs_a_model
@@ -53,12 +48,11 @@ _MIN_POSITIONS = 100
     Evaluation=["file", "chat", "score", "by_category", "ctx_size", "chunks", "batch_size", "ppl_stride", "jsonl",
                 "ppl_output_type", "by_layer", "numerics"],
     KL_divergence=["kl_divergence_base", "kl_divergence", "kl_divergence_bound", "by_position"],
-    Multiple_choice_tasks=["hellaswag", "hellaswag_tasks", "winogrande", "winogrande_tasks", "multiple_choice",
-                           "multiple_choice_tasks", "binary_file"],
 )  # fmt: skip
 @takes_model()
 @from_hub("model")
 @runs_a_model
+@scores_tasks
 def perplexity(
     model: Annotated[
         Path,
@@ -87,13 +81,7 @@ def perplexity(
         Path | None,
         typer.Option(help="Write a JSON line per chunk; the same command resumes from it.", metavar="FILE"),
     ] = None,
-    hellaswag: Hellaswag = False,
-    hellaswag_tasks: HellaswagTasks = 400,
-    winogrande: Winogrande = False,
-    winogrande_tasks: FirstTasks = 0,
-    multiple_choice: MultipleChoice = False,
-    multiple_choice_tasks: FirstTasks = 0,
-    binary_file: BinaryFile = None,
+    tasks: Tasks | None = None,  # the decorator gives it
     ppl_output_type: Annotated[
         int, typer.Option(help="0: [chunk]PPL,… in one line; 1: one line per chunk.", min=0, max=1)
     ] = 0,
@@ -139,14 +127,10 @@ def perplexity(
     from quantkit.evaluate.divergence import DivergenceOptions
     from quantkit.evaluate.perplexity import PerplexityOptions
 
-    tasks = chosen_tasks({
-        "hellaswag": (hellaswag, hellaswag_tasks), "winogrande": (winogrande, winogrande_tasks),
-        "multiple-choice": (multiple_choice, multiple_choice_tasks),
-    })  # fmt: skip
     if tasks and kl_divergence:
-        raise typer.BadParameter(f"--{tasks[0]} and --kl-divergence: pass only one")
+        raise typer.BadParameter(f"--{tasks.kind} and --kl-divergence: pass only one")
     if tasks and (chat or score or by_category):
-        raise typer.BadParameter(f"--{tasks[0]} has its own format; remove --chat, --score and --by-category")
+        raise typer.BadParameter(f"--{tasks.kind} has its own format; remove --chat, --score and --by-category")
     if by_position and not kl_divergence:
         raise typer.BadParameter("--by-position shows a divergence: add --kl-divergence")
     threads = threads_batch or threads
@@ -154,9 +138,7 @@ def perplexity(
     found: Perplexity | Divergence | TaskScore
     if tasks:
         schema = "quantkit.perplexity-tasks/1"
-        name, limit = tasks
-        text = required_text(binary_file or file if name == "multiple-choice" else file, name)
-        found = _score(model, name, text, limit, numerics, threads, launch, quiet=json)
+        found = _score(model, tasks, tasks.file(file), numerics, threads, launch, quiet=json)
     elif kl_divergence:
         schema = "quantkit.perplexity-kl-divergence/1"
         if kl_divergence_base is None:
@@ -270,25 +252,25 @@ def _diverge(
 
 
 def _score(
-    model: Path, name: str, file: Path, limit: int, numerics: str, threads: int | None, launch: Launch, quiet: bool
+    model: Path, tasks: Tasks, file: Path, numerics: str, threads: int | None, launch: Launch, quiet: bool
 ) -> TaskScore:
     """Score the tasks of a file and print the score, unless quiet."""
     from quantkit.evaluate.tasks import score_tasks
 
-    def show(score: TaskScore, tasks: int) -> None:
+    def show(score: TaskScore, count: int) -> None:
         if not quiet:
             print(f"{score.tasks}\t{100 * score.accuracy:.8f}", flush=True)
-        bar.show(score.tasks, tasks, values=f"accuracy {100 * score.accuracy:.2f} %")
+        bar.show(score.tasks, count, values=f"accuracy {100 * score.accuracy:.2f} %")
 
-    with ProgressBar(name) as bar:
+    with ProgressBar(tasks.kind) as bar:
         score = score_tasks(
-            model, name, file, limit, numerics=numerics, threads=threads, progress=show, on_message=on_message,
-            open_model=launch.open,
+            model, tasks.kind, file, tasks.limit, numerics=numerics, threads=threads, progress=show,
+            on_message=on_message, open_model=launch.open,
         )  # fmt: skip
     value, error = 100 * score.accuracy, 100 * score.error
-    if not quiet and name == "winogrande" and score.tasks >= _MIN_POSITIONS:
+    if not quiet and tasks.kind == "winogrande" and score.tasks >= _MIN_POSITIONS:
         print(f"\nFinal Winogrande score({score.tasks} tasks): {value:.4f} +/- {error:.4f}")
-    if not quiet and name == "multiple-choice":
+    if not quiet and tasks.kind == "multiple-choice":
         spread = 100 * (score.chance * (1 - score.chance) / max(1, score.tasks - 1)) ** 0.5
         print(f"\nFinal result: {value:.4f} +/- {error:.4f}")
         print(f"Random chance: {100 * score.chance:.4f} +/- {spread:.4f}")

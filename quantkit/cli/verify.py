@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quantkit.cli.common.command import takes_model
-from quantkit.cli.common.hub import from_hub
-from quantkit.cli.common.options import Json, Threads
+from quantkit.cli.common.hub import Disk, from_hub
+from quantkit.cli.common.options import Json, Threads, parse_size
 from quantkit.cli.common.output import print_json
 from quantkit.cli.common.progress_options import shows_progress
 
@@ -33,11 +33,14 @@ def verify(
     ],
     source: Annotated[
         Path | None,
-        typer.Option(metavar="IN", help="The input it was quantized from: a GGUF file or a checkpoint directory."),
+        typer.Option(
+            metavar="IN", help="The input it was quantized from: a GGUF file, a checkpoint directory, or hf://ORG/NAME."
+        ),
     ] = None,
     imatrix: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The importance matrix it was quantized with.")
     ] = None,
+    disk: Disk = None,
     threads: Threads = None,
     json: Json = False,
 ) -> None:
@@ -51,7 +54,9 @@ def verify(
     from quantkit.pipelines import api
     from quantkit.pipelines.options import VerifyOptions
 
-    found = api.verify(file, VerifyOptions(source, imatrix, threads), progress=True)
+    found = api.verify(
+        file, VerifyOptions(source, imatrix, threads, disk=None if disk is None else parse_size(disk)), progress=True
+    )
     if json:
         print_json("quantkit.verify/1", found.to_json())
     else:

@@ -264,11 +264,6 @@ class Quantization:
         options, started = self.options, time.perf_counter()
         if self.model.file is None:
             raise FormatError("the input contains no weights; pass its directory or a GGUF file")
-        if getattr(self.model.file, "arrivals", None) and (options.partial_requant or options.reuse):
-            raise OptionError(
-                "--partial-requant and --reuse read the whole input before they decide: fetch it first, with "
-                "`hf download ORG/NAME --local-dir NAME`"
-            )
         written = quantize_with_plan(
             self.model.file,
             output,
@@ -478,7 +473,11 @@ def verify(
     from quantkit.pipelines.verify import verify_gguf
 
     options = options or VerifyOptions()
-    original = open_model(options.source, weights=True).file if options.source is not None else None
+    original = None
+    if options.source is not None:
+        original = open_model(options.source, weights=True, options=QuantizeOptions(disk=options.disk)).file
+    elif options.disk is not None:
+        raise OptionError("--disk is about a --source on the Hub: pass one, or drop it")
     matrix = options.imatrix
     if matrix is not None and not isinstance(matrix, Imatrix):
         matrix = imatrix.read(matrix)

@@ -1,6 +1,6 @@
 """When the tensors of an input are there: at once for files on the disk, one after another for a checkpoint on the Hub.
 
-`quantize` asks for its tensors through this interface. `hub.stream` implements it for checkpoints on the Hub.
+`quantize` and `verify` ask for tensors through this interface. `hub.stream` implements it for checkpoints on the Hub.
 """
 
 from __future__ import annotations

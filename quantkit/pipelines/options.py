@@ -276,11 +276,14 @@ class VerifyOptions:
 
     The fields are flags of `quantkit verify`:
 
-        source   the input that the file was quantized from: a GGUF file or a checkpoint directory
+        source   the input that the file was quantized from: a GGUF file or a checkpoint directory, or either on the Hub
         imatrix  the importance matrix that it was quantized with
         threads  number of threads; None: the CPUs that this process may use
+        disk     for a checkpoint on the Hub: bytes on the disk while it is streamed; None: 10 GB, or what is needed if
+                 that is more
     """
 
     source: PathLike | None = None
     imatrix: PathLike | Imatrix | None = None
     threads: int | None = None
+    disk: int | None = None

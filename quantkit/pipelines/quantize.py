@@ -176,7 +176,8 @@ def quantize_with_plan(
         out,
         source.paths,
         expected,
-        whole_source=calibration is not None or arrivals is not None,  # a stream cannot be read twice
+        whole_source=calibration is not None,
+        is_streamed=arrivals is not None,
         identities=arrivals.identities if arrivals is not None else None,
     )
     has_records = plan.file_type.number is not None and (part is None or part.shards is None)
@@ -214,6 +215,8 @@ def quantize_with_plan(
             raise
         if arrivals is not None:
             arrivals.close()
+            for message in job.reuse_summary():
+                on_message(message)
             for name, digest in arrivals.verified.items():
                 on_message(f"checked: {name} has the hash {digest}")
         paths = writer.paths
@@ -288,7 +291,7 @@ class _Run:
             copied = self._job.copied.get(name)
             self._records[name] = copied[1] if copied else progress.record(self._job.expected[name])
             finish = functools.partial(self._job.finish, self._records[name])
-            if self._arrivals is not None and not copied:
+            if self._arrivals is not None:
                 self._arrivals.when_verified(name, finish)
             else:
                 finish()
@@ -307,6 +310,8 @@ class _Run:
         inputs = {name: [] if name in self._job.copied else tensors[name].inputs for name in unfinished}
         for name in self._arrivals.begin(self._job.out, inputs):
             self._arrivals.wait(name, on_wait)
+            if name not in self._job.copied:
+                self._job.reuse(unfinished[name], tensors[name])
             jobs = list(self._pieces([unfinished[name]], moments))
             left = _Countdown(len(jobs), functools.partial(self._arrivals.release, name))
             yield from ((name, functools.partial(left.counted, make)) for _, make in jobs)

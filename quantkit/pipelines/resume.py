@@ -25,7 +25,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -119,6 +119,8 @@ class ResumableJob:
     expected  the record that a new run would write for each tensor; hashes of bytes are not known yet
     whole_source  whether each tensor depends on all of the sources, not only on its own: a changed source leaves none
               as it was, and another file's tensors are not reused
+    is_streamed  whether the tensors of the sources arrive one after another, and once: `reuse` compares each with an
+              older file's then
     identities  what tells whether the sources have changed; None: path, size and time of each file
     done      tensors that are already in the partial files
     copied    tensors to copy from another file, each with its record
@@ -130,10 +132,12 @@ class ResumableJob:
     expected: Mapping[str, Record]
     layouts: Sequence[Layout] = ()
     whole_source: bool = False
+    is_streamed: bool = False
     identities: Sequence[Sequence[object]] | None = None
     done: dict[str, Record] = field(default_factory=dict)
     copied: dict[str, tuple[Rows, Record]] = field(default_factory=dict)
     resumed: set[str] = field(default_factory=set)
+    _old_files: list[OldFile] = field(default_factory=list)
     _settings: Mapping[str, str] = field(default_factory=dict)
     _stale_settings: str = ""  # how the settings of a stale job differ
     _stored_journal: journal.StoredJournal | None = None
@@ -205,14 +209,15 @@ class ResumableJob:
         unchanged = (
             self._stored_journal is not None and self._stored_journal.header.get("sources") == self._source_identities()
         )
-        old_files = [file for file in (_open_stale(self.journal_path), old) if file and not self.whole_source]
+        self._old_files = [file for file in (_open_stale(self.journal_path), old) if file and not self.whole_source]
+        arrives_later = self.whole_source or self.is_streamed
 
         def examine(tensor: PlannedTensor) -> int:
             name, source_hash = tensor.name, functools.cache(lambda: hash_tensor(source[tensor.name]))
             record = known.get(name)
             if record and name in stored and record.same_encoding(self.expected[name]):
                 where, in_place = stored[name]
-                same_source = unchanged or (not self.whole_source and source_hash() == record.source)
+                same_source = unchanged or (not arrives_later and source_hash() == record.source)
                 if same_source and hash_tensor(where) == record.data:
                     self.resumed.add(name)
                     if in_place:
@@ -220,31 +225,47 @@ class ResumableJob:
                     else:
                         self.copied[name] = where, record
                     return 1
-            for old_file in old_files:
-                old_record, old_tensor = old_file.records.get(name), old_file.tensors.get(name)
-                if old_record is None or old_tensor is None:
-                    continue
-                same_recipe = old_record.same_encoding(self.expected[name]) and _same_layout(old_tensor, tensor)
-                same_bytes = same_recipe and source_hash() == old_record.source
-                if same_bytes and hash_tensor(old_tensor) == old_record.data:
-                    self.copied[name] = old_tensor, old_record
-                    return 1
+            if not self.is_streamed:
+                self._reuse(tensor, source_hash)
             return 1
 
-        if known or any(old_file.records for old_file in old_files):
+        if known or (self._old_files and not self.is_streamed):
             spread([functools.partial(examine, t) for t in planned], len(planned), unit="tensors", **options)
-        return self._summary(old_files)
+        return self._summary()
+
+    def reuse(self, planned: PlannedTensor, source: Rows) -> bool:
+        """Whether an older file has the tensor as it would come out; it is then in `copied`. For arriving sources."""
+        return self._reuse(planned, functools.cache(lambda: hash_tensor(source)))
+
+    def _reuse(self, tensor: PlannedTensor, source_hash: Callable[[], str]) -> bool:
+        """As `reuse`; the source is only read where everything else is the same."""
+        for old_file in self._old_files:
+            record, stored = old_file.records.get(tensor.name), old_file.tensors.get(tensor.name)
+            if record is None or stored is None:
+                continue
+            same_recipe = record.same_encoding(self.expected[tensor.name]) and _same_layout(stored, tensor)
+            same_bytes = same_recipe and source_hash() == record.source
+            if same_bytes and hash_tensor(stored) == record.data:
+                self.copied[tensor.name] = stored, record
+                return True
+        return False
 
     def _source_identities(self) -> list[list[Any]]:
         return _identities(self.sources) if self.identities is None else [list(one) for one in self.identities]
 
-    def _summary(self, old_files: Sequence[OldFile]) -> Iterator[str]:
+    def _summary(self) -> Iterator[str]:
         count = len(self.expected)
         if self._stored_journal:
             yield f"resumed: {len(self.resumed)} of {count} tensors were done"
         if self._stale_settings:
             yield f"an interrupted run for {self.out} had {self._stale_settings}; its unchanged tensors are reused"
-        for old in old_files:
+        if not self.is_streamed:
+            yield from self.reuse_summary()
+
+    def reuse_summary(self) -> Iterator[str]:
+        """For each older file, how many of its tensors were copied; of a stream, when all have arrived."""
+        count = len(self.expected)
+        for old in self._old_files:
             n = sum(self.copied[name][0] is old.tensors.get(name) for name in self.reused)
             why = "" if old.records else ", which has no record of what its tensors were made from"
             yield f"reused: {n} of {count} tensors are in {old.path}{why}"

@@ -11,13 +11,14 @@ all its values NaN or Inf. It hashes the bytes that it decodes, so it reads the 
 If a file was repacked after quantization, `verify` hashes the rows in their earlier layout where it can restore that.
 
 A rerun reproduces the file if each tensor has the source, the importance and the codec of its record, and the metadata
-are from this version of quantkit. Sources are read and hashed; nothing is encoded.
+are from this version of quantkit. Sources are read and hashed; nothing is encoded. A checkpoint on the Hub is streamed,
+and its tensors are compared in the order in which they arrive.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -32,6 +33,7 @@ from quantkit.formats.imatrix import Imatrix
 from quantkit.formats.mapping import release
 from quantkit.formats.pipeline import Progress, spread
 from quantkit.formats.provenance import Record, Rows
+from quantkit.pipelines.arrivals import Arrivals
 from quantkit.pipelines.resume import hash_tensor
 from quantkit.recipe import importance_entry
 from quantkit.types import check_finite
@@ -101,14 +103,40 @@ def verify_gguf(
         return tensor.nbytes
 
     total = sum(tensor.nbytes for tensor in file.tensors.values())
-    spread(
-        (functools.partial(check_tensor, t) for t in file.tensors.values()), total, threads=threads, progress=progress
-    )
+    arrivals: Arrivals | None = getattr(source, "arrivals", None)
+    checks: Iterable[Callable[[], int]] = (functools.partial(check_tensor, t) for t in file.tensors.values())
+    if arrivals is None:
+        spread(checks, total, threads=threads, progress=progress)
+    else:
+        try:
+            checks = _as_they_arrive(file, source, records, arrivals, check_tensor)
+            spread(checks, total, threads=threads, progress=progress)
+            arrivals.finish()
+        finally:
+            arrivals.close()
     found.damage.sort()
     found.notes.sort()
     found.changes = {name: found.changes[name] for name in file.tensors if name in found.changes}
     _conclude(found, records, source, imatrix)
     return found
+
+
+def _as_they_arrive(
+    file: GGUF, source: Any, records: Mapping[str, Record], arrivals: Arrivals, check: Callable[[Tensor], int]
+) -> Iterator[Callable[[], int]]:
+    """The checks of a file's tensors, each when the tensors of the checkpoint that it was made from are there."""
+
+    def check_and_release(tensor: Tensor) -> int:
+        try:
+            return check(tensor)
+        finally:
+            arrivals.release(tensor.name)
+
+    compared = source.tensors.keys() & records.keys()
+    inputs = {name: source.tensors[name].inputs if name in compared else [] for name in file.tensors}
+    for name in arrivals.begin(file.path, inputs):
+        arrivals.wait(name, lambda text: None)
+        yield functools.partial(check_and_release, file.tensors[name])
 
 
 def _check_bytes(found: Verified, tensor: Tensor, record: Record | None) -> None:

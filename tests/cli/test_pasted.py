@@ -60,7 +60,31 @@ LINES = [
         files=("repacked.gguf",),
     ),
     Line("quantize --override-kv general.name=str:Mine model-bf16.gguf mine.gguf Q8_0", files=("mine.gguf",)),
+    Line(
+        "./build/bin/llama-quantize --imatrix moe.dat --token-embedding-type q8_0 --attn-q-type q6_K "
+        "--attn-k-type q6_K --attn-v-type q6_K --attn-qkv-type q6_K --attn-output-type q6_K --ffn-gate-type q6_K --ffn-down-type q6_K "
+        "--ffn-up-type q6_K --custom-q '\\.ffn_.*_shexp\\.weight=q6_K,output\\.weight=q6_K' "
+        "--custom-q 'blk\\.0\\.ffn_down_exps\\.weight=q5_K,blk\\.1\\.ffn_down_exps\\.weight=iq4_k' "
+        "moe-bf16.gguf types.gguf Q6_K 2",
+        ("iq4_k", "q5_K"),
+        files=("types.gguf",),
+    ),
+    Line(
+        "./llama-quantize --custom-q attn_q.weight=q8_0_r8 --custom-q output.weight=q8_0_r8 --imatrix dense.dat "
+        "--allow-requantize model-q8_0.gguf 145",
+        ("q8_0_r8", "OUT is not given"),
+        files=("ggml-model-IQ4_KS.gguf",),
+    ),
+    Line(
+        "llama-quantize --tensor-type attn_v=q8_0 --tensor-type ffn_down=q6_k --include-weights attn "
+        "--leave-output-tensor --imatrix dense.dat model-bf16.gguf parts.gguf Q4_K_M",
+        files=("parts.gguf",),
+    ),
     # llama-imatrix
+    Line(
+        "llama-imatrix --in-file dense.dat --in-file dense.dat -o joined.dat", ("from 2 files",), files=("joined.dat",)
+    ),
+    Line("llama-imatrix --in-file moe.dat --show-statistics", ("blk.0",)),
     Line(
         "llama-imatrix -m model-bf16.gguf -f calibration.txt -o imatrix.dat -c 512 --chunks 2 -ngl 99 -fa -t 2 "
         "-b 2048 -ub 512 --no-mmap --verbosity 1",
@@ -106,7 +130,24 @@ LINES = [
         (r"^\s+0\s+\d", "Final estimate"),
         ("repacked", "flash_attention off"),
     ),
+    Line(
+        "llama-perplexity --threads 2 --flash-attn on --file wiki.txt --kl-divergence-base base.kld --kl-divergence "
+        "--model model-q8_0.gguf --batch-size 2048 --ubatch-size 2048 --parallel 4 --log-disable",
+        ("Same top p",),
+        ("-np 4 has no effect", "--log-disable has no effect"),
+    ),
     # llama-sweep-bench
+    Line(
+        "./llama-sweep-bench -c 64 -ub 32 -m model-q8_0.gguf -ctk q8_KV -ctv q8_0 -fa --output-format jsonl",
+        ('"n_kv": 32',),
+    ),
+    Line(
+        "./build/bin/llama-sweep-bench --model moe-bf16.gguf --ctx-size 64 -ctk q8_0 -fa -fmoe -mla 3 -amb 512 -ub 32 "
+        "-b 32 -ngl 99 -ot exps=CPU --n-cpu-moe 2 --warmup-batch -n 4 --threads 2 --no-mmap -gr -smgs -no-ooae "
+        "-cuda fusion=1 -cram 0",
+        (r"\|\s+32 \|\s+4 \|",),
+        ("-gr has no effect", "-cuda fusion=1 has no effect", "-cram 0 has no effect"),
+    ),
     Line(
         "./llama-sweep-bench -m moe-bf16.gguf -c 256 -ub 64 -b 128 -ctk q8_0 -ctv q8_0 -fa -fmoe -mla 3 -amb 512 "
         "-ngl 99 --threads 2 --warmup-batch --no-mmap -n 8 -muge -mqkv",
@@ -132,6 +173,10 @@ LINES = [
     Line(
         "llama-bench -m moe-bf16.gguf -pg 32,4 -p 0 -n 0 -r 1 -fmoe 0,1 -mla 1,3 -amb 256,512 -o csv", ("pp32\\+tg4",)
     ),
+    Line(
+        "./build/bin/llama-bench --model model-q8_0.gguf -p 0 -n 4 -gp 32,4 -t 2 -fa 1 -rtr 1 -r 1 --mmap 0 -ngl 0",
+        (r"tg4@pp32",),
+    ),
     # llama-batched-bench
     Line(
         "llama-batched-bench -m model-q8_0.gguf -c 1024 -b 2048 -ub 512 -npp 16,64 -ntg 4 -npl 1,2,20 -fa -ngl 0",
@@ -149,6 +194,11 @@ LINES = [
         "llama-cli -m moe-bf16.gguf -f prompt.txt -n 3 -fa on -ctk q8_0 -ctv q8_0 -ser 1,0.5 -tb 4 --display-prompt",
         ("^A recipe",),
         ("-tb 4 has no effect", "cache q8_0"),
+    ),
+    Line(
+        "llama-cli -m model-q8_0.gguf --prompt Hi --n-predict 3 --ctx-size 256 --temp 0.6 --top-p 0.95 --top-k 40 "
+        "--min-p 0.05 --repeat-penalty 1.1 --ignore-eos --threads 2 -no-cnv --jinja -s 1",
+        err=("generation [0-4] tokens", "--jinja has no effect"),
     ),
     # llama-gguf-split
     Line(
@@ -195,6 +245,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ["split", model, str(folder / "set"), "--split-max-tensors", "5"],
         ["imatrix", str(folder / "moe-bf16.gguf"), "-f", str(folder / "calibration.txt"), "--chunks", "1",
          "-o", str(folder / "moe.dat")],
+        ["imatrix", model, "-f", str(folder / "calibration.txt"), "--chunks", "1", "-o", str(folder / "dense.dat")],
         ["perplexity", model, "-f", str(folder / "wiki.txt"), "--chunks", "1",
          "--kl-divergence-base", str(folder / "base.kld")],
     ):  # fmt: skip
@@ -237,8 +288,8 @@ def test_nothing_is_said_about_options_that_are_not_given(
         assert "note:" not in capsys.readouterr().err
 
 
-def test_there_are_thirty() -> None:
-    assert len(LINES) >= 30
+def test_there_are_forty() -> None:
+    assert len(LINES) >= 40
     assert len({each.line for each in LINES}) == len(LINES)
 
 

@@ -183,7 +183,7 @@ def test_what_runs_long_has_the_options() -> None:
             "sweep-bench", "upload"}  # fmt: skip
     assert long <= set(commands())
     for name in long:
-        assert {"no_progress", "quiet"} <= load(name).__signature__.parameters.keys(), name  # type: ignore[attr-defined]
+        assert {"bars", "quiet"} <= load(name).__signature__.parameters.keys(), name  # type: ignore[attr-defined]
     short = set(commands()) - long - {"lm-eval"}  # whose options are lm_eval's; QUANTKIT_PROGRESS holds for its bars
     assert short == {"inspect", "metadata", "plan", "recipe", "types"}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import quantkit
-from quantkit import ConvertOptions, QuantizeOptions
+from quantkit import ConvertOptions, QuantizeOptions, VerifyOptions
 from quantkit.cli import main
 from quantkit.errors import OptionError, QuantkitError
 from quantkit.formats.journal import read as read_journal
@@ -119,8 +120,64 @@ def test_too_little_disk_is_refused_before_anything_is_fetched(hub: FakeHub, che
         quantkit.convert(SOURCE, tmp_path / "x.gguf", options=ConvertOptions(disk=10**9, keep_shards=True))
     with pytest.raises(OptionError, match="is not a checkpoint on the Hub"):
         quantkit.convert(checkpoint, tmp_path / "x.gguf", options=ConvertOptions(disk=10**9))
-    with pytest.raises(OptionError, match="fetch it first"):
-        quantkit.quantize(SOURCE, tmp_path / "x.gguf", "Q4_0", QuantizeOptions(partial_requant=True))
+
+
+@pytest.mark.parametrize("where", ["partial_requant", "reuse"])
+def test_unchanged_tensors_of_an_older_file(hub: FakeHub, checkpoint: Path, tmp_path: Path, where: str) -> None:
+    """Each tensor is compared when it arrives; those whose type changed, and those of a changed file, are made anew."""
+    repo = hub.add(NAME, checkpoint)
+    old = tmp_path / ("x.gguf" if where == "partial_requant" else "old.gguf")
+    quantkit.quantize(checkpoint, old, "Q4_0")
+    changed_dir = tmp_path / "changed" / "Tiny-Llama"
+    shutil.copytree(checkpoint, changed_dir)
+    last = sorted(changed_dir.glob("*.safetensors"))[-1]
+    data = bytearray(last.read_bytes())
+    data[-1] ^= 1
+    last.write_bytes(data)
+    repo.files[last.name] = last
+    options = QuantizeOptions(
+        custom_q=[r"ffn_up\.weight=q5_0"],
+        partial_requant=where == "partial_requant",
+        reuse=old if where == "reuse" else None,
+    )
+    lines: list[str] = []
+    done = quantkit.quantize(SOURCE, tmp_path / "x.gguf", "Q4_0", options, on_message=lines.append)
+    local = quantkit.quantize(
+        changed_dir, tmp_path / "local.gguf", "Q4_0", QuantizeOptions(custom_q=[r"ffn_up\.weight=q5_0"])
+    )
+    assert (tmp_path / "x.gguf").read_bytes() == local.paths[0].read_bytes()
+    tensors = len(done.plan.tensors)
+    assert done.reused == tensors - 3 - 1  # ffn_up of three layers, and the tensor whose last byte changed
+    assert f"reused: {done.reused} of {tensors} tensors are in {old}" in lines
+
+
+def test_verify_compares_a_stream(
+    hub: FakeHub, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    repo = hub.add(NAME, checkpoint)
+    made = tmp_path / "x.gguf"
+    quantkit.quantize(checkpoint, made, "Q4_0")
+    found = quantkit.verify(made, VerifyOptions(SOURCE, threads=1, disk=3_000_000))
+    assert found.rerun is True
+    assert found.hashed == len(found.file.tensors)
+    with pytest.raises(QuantkitError, match=r"--disk is 5000 bytes, \d+ are needed"):
+        quantkit.verify(made, VerifyOptions(SOURCE, disk=5000))
+    with pytest.raises(OptionError, match="--disk is about a --source on the Hub"):
+        quantkit.verify(made, VerifyOptions(disk=5000))
+    last = sorted(checkpoint.glob("*.safetensors"))[-1]
+    changed = tmp_path / last.name
+    data = bytearray(last.read_bytes())
+    data[-1] ^= 1
+    changed.write_bytes(data)
+    repo.files[last.name] = changed
+    assert main(["verify", str(made), "--source", SOURCE]) == 0
+    text = capsys.readouterr().out
+    assert text.count("its source has changed") == 1
+    assert "other bytes, in 1 tensors" in text
+    repo.claimed[last.name] = "ab" * 32
+    with pytest.raises(QuantkitError, match="its SHA-256 is"):
+        quantkit.verify(made, VerifyOptions(SOURCE))
+    assert not list(tmp_path.glob("*.partial-hub"))
 
 
 def test_kept_files_are_a_checkpoint(hub: FakeHub, checkpoint: Path, tmp_path: Path) -> None:

@@ -6,11 +6,12 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
 
-from quantkit.cli.common.options import checked_threads
+from quantkit.cli.common.command import in_section
+from quantkit.cli.common.options import checked_threads, with_options
 from quantkit.errors import QuantkitError
 from quantkit.progress import ProgressBar, messages_shown
 
@@ -71,27 +72,63 @@ Numerics = Annotated[
 ]
 
 
-Hellaswag = Annotated[bool, typer.Option("--hellaswag", help="Score HellaSwag tasks in -f: 6 lines each.")]
-HellaswagTasks = Annotated[
-    int, typer.Option(metavar="N", help="Number of tasks, sampled as in llama-perplexity.", min=1)
-]
-Winogrande = Annotated[bool, typer.Option("--winogrande", help="Score Winogrande tasks in -f: CSV.")]
-FirstTasks = Annotated[int, typer.Option(metavar="N", help="Use the first N tasks; 0: all.", min=0)]
-MultipleChoice = Annotated[bool, typer.Option("--multiple-choice", help="Score multiple-choice tasks in -bf.")]
-BinaryFile = Annotated[
-    Path | None, typer.Option("--binary-file", "-bf", metavar="FILE", help="Task file of --multiple-choice.")
-]
+class Tasks(NamedTuple):
+    """What --hellaswag, --winogrande or --multiple-choice asks for: the kind of tasks, how many, and -bf if given."""
+
+    kind: str
+    limit: int
+    binary_file: Path | None
+
+    def file(self, text: Path | None) -> Path:
+        """The task file, of -f or -bf; QuantkitError if there is none."""
+        return required_text((self.binary_file or text) if self.kind == "multiple-choice" else text, self.kind)
 
 
-def chosen_tasks(wanted: Mapping[str, tuple[bool, int]]) -> tuple[str, int] | None:
-    """The kind of multiple-choice tasks that is asked for, and its number of tasks; None for none.
+_FirstTasks = Annotated[int, typer.Option(metavar="N", help="Use the first N tasks; 0: all.", min=0)]
+_TASK_OPTIONS: dict[str, tuple[Any, Any]] = {
+    "hellaswag": (
+        Annotated[bool, typer.Option("--hellaswag", help="Score HellaSwag tasks in -f: 6 lines each.")],
+        False,
+    ),
+    "hellaswag_tasks": (
+        Annotated[int, typer.Option(metavar="N", help="Number of tasks, sampled as in llama-perplexity.", min=1)],
+        400,
+    ),
+    "winogrande": (Annotated[bool, typer.Option("--winogrande", help="Score Winogrande tasks in -f: CSV.")], False),
+    "winogrande_tasks": (_FirstTasks, 0),
+    "multiple_choice": (
+        Annotated[bool, typer.Option("--multiple-choice", help="Score multiple-choice tasks in -bf.")],
+        False,
+    ),
+    "multiple_choice_tasks": (_FirstTasks, 0),
+    "binary_file": (
+        Annotated[
+            Path | None, typer.Option("--binary-file", "-bf", metavar="FILE", help="Task file of --multiple-choice.")
+        ],
+        None,
+    ),
+}
 
-    wanted   for each kind, whether its flag is there, and the number of tasks
+
+def scores_tasks(command: Callable[..., None]) -> Callable[..., None]:
+    """Decorator: replace a command's parameter `tasks` by the options for multiple-choice tasks.
+
+    The command gets Tasks, or None if no kind is asked for.
     """
-    found = [(kind, limit) for kind, (flag, limit) in wanted.items() if flag]
-    if len(found) > 1:
-        raise typer.BadParameter(f"{', '.join(f'--{kind}' for kind in wanted)}: pass only one")
-    return found[0] if found else None
+    section = "Multiple choice tasks"
+    options = {name: (in_section(kind, section), default) for name, (kind, default) in _TASK_OPTIONS.items()}
+    return with_options(command, "tasks", options, _chosen_tasks)
+
+
+def _chosen_tasks(given: Mapping[str, Any]) -> Tasks | None:
+    kinds = ("hellaswag", "winogrande", "multiple_choice")
+    chosen = [kind for kind in kinds if given[kind]]
+    if len(chosen) > 1:
+        names = ", ".join(f"--{kind.replace('_', '-')}" for kind in kinds)
+        raise typer.BadParameter(f"{names}: pass only one")
+    if not chosen:
+        return None
+    return Tasks(chosen[0].replace("_", "-"), given[f"{chosen[0]}_tasks"], given["binary_file"])
 
 
 def on_message(line: str) -> None:

@@ -27,6 +27,19 @@ def checked_threads(count: int | None) -> int | None:
     return count
 
 
+def unless_from_environment(read: Callable[[Any], Any] = lambda value: value) -> Callable[..., Any]:
+    """The callback of an option with a variable: `read(value)`, or None for a value that comes from the variable.
+
+    The libraries read their variables themselves, for Python's users too, and an argument counts more than a variable.
+    """
+
+    def callback(ctx: typer.Context, param: typer.CallbackParam, value: Any) -> Any:
+        source = ctx.get_parameter_source(param.name or "")
+        return None if source is not None and source.name == "ENVIRONMENT" else read(value)
+
+    return callback
+
+
 FastNumerics = Annotated[
     Literal["exact", "fast"],
     typer.Option("--numerics", help="exact: float32 activations; fast: quantized where that is faster."),
@@ -36,9 +49,10 @@ Threads = Annotated[
     typer.Option(
         "--threads",
         "-t",
-        help="Number of threads; default: QUANTKIT_THREADS, else the CPUs this process may use.",
+        help="Number of threads; default: the CPUs that this process may use.",
         min=1,
-        callback=checked_threads,
+        envvar="QUANTKIT_THREADS",
+        callback=unless_from_environment(checked_threads),
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]

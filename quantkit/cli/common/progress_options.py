@@ -1,4 +1,4 @@
-"""--no-progress and --quiet: the decorator `shows_progress` gives them to a command."""
+"""--progress, --no-progress and --quiet: the decorator `shows_progress` gives them to a command."""
 
 from __future__ import annotations
 
@@ -6,33 +6,43 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from quantkit import progress
+from quantkit.cli.common.options import unless_from_environment
 
-NoProgress = Annotated[bool, typer.Option("--no-progress", help="Do not show a progress bar.")]
+Progress = Annotated[
+    bool | None,
+    typer.Option(
+        "--progress/--no-progress",
+        help="Show progress: a bar on a terminal, elsewhere a line a minute; default: only on a terminal.",
+        envvar=progress.VARIABLE,
+        callback=unless_from_environment(),
+        show_default=False,
+    ),
+]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Only print results, warnings and errors.")]
-_OPTIONS = {"no_progress": NoProgress, "quiet": Quiet}
+_OPTIONS: dict[str, tuple[Any, Any]] = {"bars": (Progress, None), "quiet": (Quiet, False)}
 _STATUS_AFTER = 1.0  # seconds
 
 
 def shows_progress(command: Callable[..., None]) -> Callable[..., None]:
-    """Decorator: a command shows what it does while it runs, and gets the options --no-progress and --quiet.
+    """Decorator: a command shows what it does while it runs, and gets the options --progress and --quiet.
 
     Its name and the time are shown after a second, and in their place the bars of what it calls.
     """
     signature = inspect.signature(command, eval_str=True)  # evaluated here, in the command's own namespace
     options = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=kind)
-        for name, kind in _OPTIONS.items()
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+        for name, (kind, default) in _OPTIONS.items()
     ]
 
     @functools.wraps(command)
-    def run(*, no_progress: bool = False, quiet: bool = False, **given: object) -> None:
+    def run(*, bars: bool | None = None, quiet: bool = False, **given: object) -> None:
         status = progress.ProgressBar(command.__name__.strip("_").replace("_", "-"), after=_STATUS_AFTER)
-        with progress.settings(bars=not (no_progress or quiet), messages=not quiet), _compiling_shown(), status:
+        with progress.settings(bars=False if quiet else bars, messages=not quiet), _compiling_shown(), status:
             command(**given)
 
     parameters = [*signature.parameters.values(), *options]

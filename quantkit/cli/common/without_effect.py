@@ -32,6 +32,7 @@ class _Option(NamedTuple):
 
 TOKENS_AT_A_TIME = "quantkit chooses how many tokens it computes at a time."
 _FUSED = "quantkit's plan of operations is fixed; the numbers are the same."
+_OFFLOAD = "It only changes when weights are copied to a GPU; the numbers are the same."
 _ALL: dict[str, _Option] = {
     "batch_size": _Option(("--batch-size", "-b"), int, "N", TOKENS_AT_A_TIME),
     "ubatch_size": _Option(("--ubatch-size", "-ub"), int, "N", TOKENS_AT_A_TIME),
@@ -48,7 +49,17 @@ _ALL: dict[str, _Option] = {
     "merge_qkv": _Option(("--merge-qkv", "-mqkv"), bool, None, _FUSED),
     "no_fused_up_gate": _Option(("--no-fused-up-gate", "-no-fug"), bool, None, _FUSED),
     "no_fused_mul_multiadd": _Option(("--no-fused-mul-multiadd", "-no-mmad"), bool, None, _FUSED),
+    "graph_reuse": _Option(("--graph-reuse", "-gr"), bool, None, _FUSED),
+    "no_graph_reuse": _Option(("--no-graph-reuse", "-no-gr"), bool, None, _FUSED),
+    "graph_scheduling": _Option(("--split-mode-graph-scheduling", "-smgs"), bool, None, _FUSED),
+    "active_experts": _Option(("--offload-only-active-experts", "-ooae"), bool, None, _OFFLOAD),
+    "no_active_experts": _Option(("--no-offload-only-active-experts", "-no-ooae"), bool, None, _OFFLOAD),
+    "cuda_params": _Option(("--cuda-params", "-cuda"), str, "KEY=VALUE,…", "quantkit's kernels have no such settings."),
+    "parallel": _Option(("--parallel", "-np"), int, "N", TOKENS_AT_A_TIME),
+    "cache_ram": _Option(("--cache-ram", "-cram"), int, "MIB", "Prompts are not cached."),
+    "jinja": _Option(("--jinja",), bool, None, "Chat templates are always read as Jinja."),
     "verbosity": _Option(("--verbosity", "-lv"), int, "N", "quantkit has no log levels."),
+    "log_disable": _Option(("--log-disable",), bool, None, "quantkit writes no log; -q leaves out messages."),
     "seed": _Option(("--seed", "-s"), int, "N", "Nothing is sampled at random."),
 }
 OPTIONS: dict[str, tuple[Any, Any]] = {name: (option.annotation(), None) for name, option in _ALL.items()}

@@ -5,7 +5,9 @@
 
 The model is SmolLM2 in its own axes, padded with zeros to 768 columns (tests/conformance/embedded.py), so that every
 type fits its rows. All matrices of the blocks get one type (the embedding stays f16), or with --mixes what
-`llama-quantize` mixes. `benchmarks/texts.py` makes texts. Both sides have the importance matrix of --calibrate. The texts are not among the calibration.
+`llama-quantize` mixes. Both sides have the importance matrix of --calibrate. The texts are not among the calibration;
+`benchmarks/texts.py` makes some.
+
 KL divergence from the f16 model over the second half of each chunk of 512 tokens, both files run by quantkit in exact
 numerics, and with --reference by ik_llama.cpp's library too. "plain" is our encoder without second moments.
 """

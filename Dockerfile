@@ -25,8 +25,8 @@ CMD ["--help"]
 FROM base AS cuda
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 RUN pip install --no-cache-dir "$(echo /wheels/*.whl)[plots,serve,cuda]"
-USER quantkit
+USER 1000
 
 FROM base AS cpu
 RUN pip install --no-cache-dir "$(echo /wheels/*.whl)[plots,serve]"
-USER quantkit
+USER 1000

@@ -76,6 +76,22 @@ def test_what_is_imported_is_declared_and_what_is_declared_is_imported() -> None
     }
 
 
+def test_the_image_is_built_from_what_is_here() -> None:
+    """What the Dockerfile copies exists and is not ignored; its extras and its Python are declared."""
+    tomllib = pytest.importorskip("tomllib")  # Python 3.11
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    text, allowed = (ROOT / "Dockerfile").read_text(), (ROOT / ".dockerignore").read_text().split()
+    copied = {name for line in re.findall(r"^COPY (?!--from)(.*)$", text, re.M) for name in line.split()[:-1]}
+    assert copied == {name[1:] for name in allowed if name.startswith("!")}
+    assert all((ROOT / name).exists() for name in copied)
+    extras = {extra for found in re.findall(r"\.whl\)\[(.*?)\]", text) for extra in found.split(",")}
+    assert extras == {"plots", "serve", "cuda"}
+    assert extras <= project["optional-dependencies"].keys()
+    versions = set(re.findall(r"^FROM python:([\d.]+)-slim", text, re.M))
+    assert len(versions) == 1
+    assert f"Programming Language :: Python :: {versions.pop()}" in project["classifiers"]
+
+
 def imported() -> set[str]:
     """The modules that the package imports anywhere: numba.cuda, and of others the first part of the name."""
     found: set[str] = set()

@@ -7,7 +7,6 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import numpy as np
 import typer
 
 from quantkit.cli.common.command import takes_model
@@ -145,6 +144,8 @@ def _value_text(record: dict[str, Any]) -> tuple[str, str]:
     is_list = "first" in record
     values = record["first"] if is_list else [record["value"]]
     if record["kind"].startswith("f32"):
+        import numpy as np
+
         values = [float(str(np.float32(v))) for v in values]  # 1e-05, not the 9.999999747378752e-06 that it is
     text = printable(json_module.dumps(values if is_list else values[0], ensure_ascii=False))
     if len(text) > SHOWN_CHARACTERS:

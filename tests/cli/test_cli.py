@@ -118,7 +118,7 @@ def test_help_is_fast_and_loads_nothing_heavy() -> None:
     code = """import sys
 from quantkit.cli import main
 main(["--help"])
-print(sorted({"numba", "torch", "matplotlib", "tokenizers", "tqdm", "rich"} & set(sys.modules)))"""
+print(sorted({"numpy", "numba", "torch", "matplotlib", "tokenizers", "tqdm", "rich"} & set(sys.modules)))"""
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert said.endswith("[]\n")
 

@@ -62,8 +62,8 @@ LINES = [
     Line("quantize --override-kv general.name=str:Mine model-bf16.gguf mine.gguf Q8_0", files=("mine.gguf",)),
     Line(
         "./build/bin/llama-quantize --imatrix moe.dat --token-embedding-type q8_0 --attn-q-type q6_K "
-        "--attn-k-type q6_K --attn-v-type q6_K --attn-qkv-type q6_K --attn-output-type q6_K --ffn-gate-type q6_K --ffn-down-type q6_K "
-        "--ffn-up-type q6_K --custom-q '\\.ffn_.*_shexp\\.weight=q6_K,output\\.weight=q6_K' "
+        "--attn-k-type q6_K --attn-v-type q6_K --attn-qkv-type q6_K --attn-output-type q6_K --ffn-gate-type q6_K "
+        "--ffn-down-type q6_K --ffn-up-type q6_K --custom-q '\\.ffn_.*_shexp\\.weight=q6_K,output\\.weight=q6_K' "
         "--custom-q 'blk\\.0\\.ffn_down_exps\\.weight=q5_K,blk\\.1\\.ffn_down_exps\\.weight=iq4_k' "
         "moe-bf16.gguf types.gguf Q6_K 2",
         ("iq4_k", "q5_K"),
@@ -197,7 +197,7 @@ LINES = [
     ),
     Line(
         "llama-cli -m model-q8_0.gguf --prompt Hi --n-predict 3 --ctx-size 256 --temp 0.6 --top-p 0.95 --top-k 40 "
-        "--min-p 0.05 --repeat-penalty 1.1 --ignore-eos --threads 2 -no-cnv --jinja -s 1",
+        "--min-p 0.05 --repeat-penalty 1.1 --threads 2 -no-cnv --jinja -s 1",
         err=("generation [0-4] tokens", "--jinja has no effect"),
     ),
     # llama-gguf-split

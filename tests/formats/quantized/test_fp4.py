@@ -100,6 +100,31 @@ def test_nvfp4_of_modelopt(tmp_path: Path, rng: np.random.Generator, shape: Any,
     np.testing.assert_array_equal(read.tensors["a.weight"].rows(2, 3), expected.reshape(-1, shape[-1])[2:3])
 
 
+def test_nvfp4_as_gguf_has_it(tmp_path: Path, rng: np.random.Generator) -> None:
+    """The blocks of llama.cpp's type: the gguf package decodes them to code times block scale."""
+    import gguf
+
+    codes, scales = random_nvfp4(rng, (5, 192))
+    whole = np.array(0.375, "<f4")
+    tensors: Stored = {
+        "a.weight": (U8, codes),
+        "a.weight_scale": (E4M3, scales),
+        "a.weight_scale_2": (F32, whole),
+    }
+    settings = {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}
+    read: Any = unscaled(written_in_shards(tmp_path / "c", tensors, 1), settings).tensors["a.weight"]
+    packed = read.packed(1, 5)
+    assert packed.shape == (4, 3 * 36)
+    decoded = gguf.quants.dequantize(packed, gguf.GGMLQuantizationType.NVFP4)
+    np.testing.assert_array_equal(decoded * read.global_scales(), read.rows(1, 5))
+    for code in (0x7F, 0x80, 0xB8):
+        scales[2, 5] = code
+        tensors["a.weight_scale"] = (E4M3, scales)
+        read = unscaled(written_in_shards(tmp_path / str(code), tensors, 1), settings).tensors["a.weight"]
+        with pytest.raises(DataError, match=f"row 1, block 5 has the scale 0x{code:02X}"):
+            read.packed(1, 5)
+
+
 def mixed(rng: np.random.Generator) -> tuple[Stored, dict[str, Any]]:
     """An FP8 matrix and an NVFP4 one, and settings for each module."""
     codes, scales = random_nvfp4(rng, (4, 32))

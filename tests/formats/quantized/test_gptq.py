@@ -30,9 +30,9 @@ def along(codes: np.ndarray, bits: int) -> np.ndarray:
     return np.stack([stream(row, bits) for row in codes])
 
 
-# What is subtracted from words of zero points, by the two programs that write version 1.
-FIELDS = {2: [0x55555555], 3: [0x49249249, 0x92492492, 0x24924924], 4: [0x11111111], 8: [0x01010101]}
-GPTQMODEL_3 = [0x24924924, 0x92492492, 0x49249249]
+# What version 1 subtracts from words of zero points; GPTQModel before 5.0 with 3 bits has two of three words swapped.
+FIELDS = {2: [0x55555555], 4: [0x11111111], 8: [0x01010101]}
+SWAPPED = [0x24924924, 0x92492492, 0x49249249]
 
 
 def less(words: np.ndarray, ones: list[int]) -> np.ndarray:
@@ -60,7 +60,11 @@ class Layer:
         self.values = (self.codes - self.zeros[self.order]) * self.scales.astype(np.float64)[self.order]
 
     def tensors(self, name: str, ones: list[int]) -> Stored:
-        zeros = along(self.zeros, self.bits)
+        """`ones` are subtracted from words; with 3 bits and [1], from each zero point."""
+        if ones == [1]:
+            zeros, ones = along((self.zeros - 1) % 8, 3), []
+        else:
+            zeros = along(self.zeros, self.bits)
         return {
             f"{name}.qweight": ("I32", down(self.codes, self.bits)),
             f"{name}.qzeros": ("I32", less(zeros, ones) if ones else zeros),
@@ -83,7 +87,7 @@ def test_values(
 ) -> None:
     """Every kind of zero points, of 0 too, which borrow in words; groups in order and out of it; several shards."""
     layer = Layer(rng, bits, n, rows, size, ordered=ordered)
-    ones = [] if version == "gptq_v2" else GPTQMODEL_3 if (version, bits) == ("gptqmodel", 3) else FIELDS[bits]
+    ones = [] if version == "gptq_v2" else FIELDS.get(bits) or (SWAPPED if version == "gptqmodel" else [1])
     tensors = layer.tensors("a", ones) | {"a.bias": ("F16", np.zeros(rows, "<f2"))}
     settings = layer.settings | {"checkpoint_format": version.removesuffix("model")}
     if version == "gptqmodel":
@@ -118,6 +122,21 @@ def test_a_group_size_that_does_not_divide(tmp_path: Path, rng: np.random.Genera
     assert tensor.float_type == "bf16"
     factor = (scales << 16).astype("<u4").view("<f4")[layer.order]
     np.testing.assert_array_equal(tensor.dequantize(), ((layer.codes - 8) * factor).T)
+
+
+@pytest.mark.parametrize(("version", "ones"), [("6.0.0", SWAPPED), ("6.0.0", [1]), ("7.7.0", [1])])
+def test_zero_points_of_3_bits_by_gptqmodel(
+    tmp_path: Path, rng: np.random.Generator, version: str, ones: list[int]
+) -> None:
+    """Where the version does not tell how they are stored, symmetric codes do; others are refused."""
+    layer = Layer(rng, 3, 64, 32, 32, symmetric=True)
+    stored = written_in_shards(tmp_path / "c", layer.tensors("a", ones), 1)
+    settings = layer.settings | {"sym": True, "meta": {"quantizer": f"gptqmodel:{version}"}}
+    read = unscaled(stored, {"quantization_config": settings})
+    np.testing.assert_array_equal(read.tensors["a.weight"].dequantize(), layer.values.T)
+    if version == "6.0.0":
+        with pytest.raises(UnsupportedError, match=r"a.qzeros is of version gptq .* GPTQModel 6.0; .* as gptq_v2"):
+            unscaled(stored, {"quantization_config": settings | {"sym": False}})
 
 
 def test_dynamic_overrides(tmp_path: Path, rng: np.random.Generator) -> None:

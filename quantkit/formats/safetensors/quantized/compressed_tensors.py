@@ -40,10 +40,10 @@ def check(settings: Json, where: Path) -> None:
     for group in _groups(settings):
         weights, form = mapping(group, "weights"), group.get("format") or settings.get("format")
         kind, bits = weights.get("type", "int"), integer(weights, "num_bits", 8)
-        known = (form in _FORMATS or form in _SIZES) and (
+        known = (form in _FORMATS or form in tuple(_SIZES)) and (
             (kind == "float" and bits in (4, 8)) or (kind == "int" and bits in range(1, 9))
         )
-        if not known or (form in _SIZES and (kind, bits) != ("float", 4)):
+        if not known or (form in tuple(_SIZES) and (kind, bits) != ("float", 4)):
             raise UnsupportedError(
                 f"{where}: the checkpoint is quantized already (compressed-tensors, {form or 'no format'}, {kind} of "
                 f"{bits} bits); of this method quantkit reads {', '.join(filter(None, _FORMATS))}: integers of 1 to 8 "

@@ -103,7 +103,7 @@ def matrix(checkpoint: Checkpoint, codes: CheckpointTensor, settings: Json) -> F
     scales = next((checkpoint.tensors[name] for name in names if name in checkpoint.tensors), None)
     if scales is None:
         raise FormatError(f"{codes.path}: tensor {codes.name} is {codes.dtype} and has no scales, {' or '.join(names)}")
-    if len(codes.shape) < 2:
+    if len(codes.shape) < 2 or 0 in codes.shape:
         raise FormatError(f"{codes.path}: tensor {codes.name} is {codes.dtype} of shape {codes.shape}, not a matrix")
     if scales.dtype not in _OF_SCALES:
         raise FormatError(

@@ -7,10 +7,12 @@
 
     weight[r, c] = scales[g, r] * (code[c, r] - zero[g, r])
 
-Version 1 of the format (`checkpoint_format` "gptq", or none) stores zero points less 1. Programs subtract and add the 1
-in all fields of a 32-bit word at once, modulo 2^32, so a zero point of 0 borrows from its neighbour. With 3 bits
-GPTQModel adds other numbers than AutoGPTQ does: it has those of the first and the third word swapped. `meta.quantizer`
-in the settings tells which program it was. Version 2 ("gptq_v2") stores zero points as they are.
+Version 1 of the format (`checkpoint_format` "gptq", or none) stores zero points less 1. With 2, 4 and 8 bits programs
+subtract and add the 1 in all fields of a 32-bit word at once, modulo 2^32, so a zero point of 0 borrows from its
+neighbour. With 3 bits each zero point is stored on its own, modulo 8, except that GPTQModel up to version 4 subtracts
+from three words at once, and has the numbers of the first and the third word swapped; `meta.quantizer` in the settings
+tells the version. 7.7 does not; between the two, only symmetric codes are read, whose zero points are known. Version 2
+("gptq_v2") stores zero points as they are.
 
 `dynamic` overrides bits and group size for modules whose names match a pattern: "+:PATTERN" or "PATTERN"; a module that
 matches "-:PATTERN" is not quantized. The first match counts.
@@ -18,6 +20,7 @@ matches "-:PATTERN" is not quantized. The first match counts.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -48,9 +51,14 @@ _V1, _V2 = "gptq", "gptq_v2"
 _WORDS = ("I32", "U32")
 _DYNAMIC = "quantization_config.dynamic"
 
-# By bits: 1 in each field of a word; with 3 bits, of three words in a row.
-_ONES = {2: (0x55555555,), 3: (0x49249249, 0x92492492, 0x24924924), 4: (0x11111111,), 8: (0x01010101,)}
-_OF_GPTQMODEL = (0x24924924, 0x92492492, 0x49249249)  # what it takes for 3 bits
+Offset = tuple[tuple[int, ...], int]
+"""What is added to zero points: numbers to words, one after another and again; and a number to each field."""
+
+_AS_STORED: Offset = (), 0
+_FIELDS: Offset = (), 1
+_WORDS_OF_1: dict[int, Offset] = {2: ((0x55555555,), 0), 4: ((0x11111111,), 0), 8: ((0x01010101,), 0)}
+_SWAPPED: Offset = (0x24924924, 0x92492492, 0x49249249), 0  # 3 bits, as GPTQModel up to version 4 has them
+_LAST_SWAPPED, _FIRST_RIGHT = (5, 0), (7, 7)  # versions of GPTQModel: below the first, from the second on
 
 
 class GPTQTensor(ColumnTensor):
@@ -59,7 +67,7 @@ class GPTQTensor(ColumnTensor):
     zeros     zero points, I32[groups, rows * bits / 32]
     size      columns to a group, where `order` is None
     order     I32[n], the group of each column
-    ones      what is added to the words of `zeros`, one after another: () for version 2
+    offsets   what is added to `zeros`; if there are two, that which gives symmetric codes
     symmetric all zero points have to be 2^(bits - 1)
     """
 
@@ -73,13 +81,13 @@ class GPTQTensor(ColumnTensor):
         *,
         bits: int,
         size: int,
-        ones: tuple[int, ...],
+        offsets: tuple[Offset, ...],
         symmetric: bool,
     ):
         shape = (codes.shape[1], codes.shape[0] * 32 // bits)
         super().__init__(f"{module}.weight", f"INT{bits}", shape, codes, scales, zeros, order)
         self.zeros, self.order = zeros, order
-        self.bits, self.size, self.ones, self.symmetric = bits, size, ones, symmetric
+        self.bits, self.size, self.offsets, self.symmetric = bits, size, offsets, symmetric
         self.float_type = float_type_of(scales)
 
     def _rows(self, start: int, stop: int) -> np.ndarray:
@@ -93,22 +101,29 @@ class GPTQTensor(ColumnTensor):
 
     def _zeros(self, start: int, stop: int) -> np.ndarray:
         """float32[rows, groups]: zero points. FormatError if they are not those of symmetric codes and have to be."""
+        middle = 1 << self.bits - 1
+        for offset in self.offsets:
+            zeros = self._zeros_with(offset, start, stop)
+            if not self.symmetric or (zeros == middle).all():
+                return zeros
+        row, group = (int(i) for i in np.argwhere(zeros != middle)[0])
+        version = _V2 if self.offsets == (_AS_STORED,) else _V1
+        raise FormatError(
+            f"{self.zeros.path}: tensor {self.zeros.name} has the zero point {int(zeros[row, group])} at row "
+            f"{start + row}, group {group}; config.json says sym, for which it is {middle}: either sym is wrong, or "
+            f"checkpoint_format, which says {version} ({_V1} stores zero points less 1)"
+        )
+
+    def _zeros_with(self, offset: Offset, start: int, stop: int) -> np.ndarray:
+        """float32[rows, groups]: the zero points that an offset gives."""
         first, last = start // 32, -(-stop // 32)  # 32 zero points take `bits` words
         stored = words(self.zeros)[:, first * self.bits : last * self.bits]
-        if self.ones:
-            ones = np.resize(np.array(self.ones, np.uint32), stored.shape[1])  # 3 words or 1, repeated
-            stored = stored + ones
+        ones, one = offset
+        if ones:
+            stored = stored + np.resize(np.array(ones, np.uint32), stored.shape[1])
         zeros = in_stream(np.ascontiguousarray(stored).view(np.uint8), self.bits)
         zeros = zeros[:, start - 32 * first : stop - 32 * first].T
-        middle = 1 << self.bits - 1
-        if self.symmetric and (zeros != middle).any():
-            row, group = (int(i) for i in np.argwhere(zeros != middle)[0])
-            raise FormatError(
-                f"{self.zeros.path}: tensor {self.zeros.name} has the zero point {int(zeros[row, group])} at row "
-                f"{start + row}, group {group}; config.json says sym, for which it is {middle}: either sym is wrong, "
-                f"or checkpoint_format, which says {_V1 if self.ones else _V2} ({_V1} stores zero points less 1)"
-            )
-        return zeros
+        return (zeros + 1) % (1 << self.bits) if one else zeros
 
     @cached_property
     def _groups(self) -> np.ndarray | None:
@@ -171,7 +186,7 @@ def matrix(checkpoint: Checkpoint, codes: CheckpointTensor, settings: Json) -> G
             f"{order.path}: tensor {order.name} is {order.dtype} of shape {order.shape}; {why} needs I32 of {(n,)}"
         )
     return GPTQTensor(
-        module, codes, scales, zeros, order, bits=bits, size=size, ones=_ones(settings, bits),
+        module, codes, scales, zeros, order, bits=bits, size=size, offsets=_offsets(settings, bits, zeros),
         symmetric=settings.get("sym") is True,
     )  # fmt: skip
 
@@ -179,6 +194,8 @@ def matrix(checkpoint: Checkpoint, codes: CheckpointTensor, settings: Json) -> G
 def group_size(settings: Json, codes: CheckpointTensor, scales: CheckpointTensor, n: int) -> int:
     """Columns that share a scale; n for -1. FormatError if the settings do not say."""
     size = integer(settings, "group_size")
+    if n == 0:
+        raise FormatError(f"{codes.path}: tensor {codes.name} of shape {codes.shape} is empty: fetch the file again")
     if size == 0 or size < -1:
         groups = max(1, scales.shape[0]) if scales.shape else 1
         raise FormatError(
@@ -215,12 +232,31 @@ def _of_module(settings: Json, module: str, codes: CheckpointTensor) -> Json:
     return settings
 
 
-def _ones(settings: Json, bits: int) -> tuple[int, ...]:
-    """What is added to words of zero points."""
+def _offsets(settings: Json, bits: int, zeros: CheckpointTensor) -> tuple[Offset, ...]:
+    """What may have been subtracted from zero points. UnsupportedError where nothing tells."""
     if (settings.get("checkpoint_format") or settings.get("format")) == _V2:
-        return ()
+        return (_AS_STORED,)
+    if bits != 3:
+        return (_WORDS_OF_1[bits],)
+    version = _version_of_gptqmodel(settings)
+    if version is None or version >= _FIRST_RIGHT:
+        return (_FIELDS,)
+    if version < _LAST_SWAPPED:
+        return (_SWAPPED,)
+    if settings.get("sym") is not True:
+        raise UnsupportedError(
+            f"{zeros.path}: tensor {zeros.name} is of version {_V1} with 3 bits, written by GPTQModel "
+            f"{version[0]}.{version[1]}; GPTQModel stored these zero points in one way before {_LAST_SWAPPED[0]}.0 and "
+            f"in another from {_FIRST_RIGHT[0]}.{_FIRST_RIGHT[1]} on: save the model as {_V2} with the GPTQModel that "
+            "wrote it"
+        )
+    return _FIELDS, _SWAPPED
+
+
+def _version_of_gptqmodel(settings: Json) -> tuple[int, int] | None:
+    """Major and minor version of the GPTQModel that wrote a checkpoint, "gptqmodel:1.9.0"; None for another program."""
     meta: Mapping[str, object] = mapping(settings, "meta")
     quantizer = meta.get("quantizer")
     names = [quantizer] if isinstance(quantizer, str) else sequence(meta, "quantizer")
-    by_gptqmodel = any(isinstance(name, str) and name.startswith("gptqmodel") for name in names)
-    return _OF_GPTQMODEL if bits == 3 and by_gptqmodel else _ONES[bits]
+    found = (re.match(r"gptqmodel:(\d{1,4})\.(\d{1,4})", name) for name in names if isinstance(name, str))
+    return next(((int(version[1]), int(version[2])) for version in found if version), None)

@@ -7,6 +7,9 @@
 
 Byte j of a row holds elements 2j (low bits) and 2j + 1. The scale of a block, divided or multiplied, is rounded to
 float32, and so is its product with a code, as both programs do.
+
+GGUF's NVFP4 has the same codes in another order, the same scales without their sign, and no number for the matrix:
+llama.cpp stores that beside it, as NAME.scale.
 """
 
 from __future__ import annotations
@@ -15,12 +18,14 @@ import math
 
 import numpy as np
 
-from quantkit.errors import FormatError
+from quantkit.errors import DataError, FormatError
 from quantkit.formats.safetensors.quantized.matrix import E2M1, ScaledTensor, finite, require_shape, required
 from quantkit.formats.safetensors.quantized.packing import nibbles
 from quantkit.formats.safetensors.reader import Checkpoint, CheckpointTensor
 
 BLOCK = 16  # columns to a scale
+GGUF_BLOCK, GGUF_BYTES = 64, 36  # of GGUF's type: 4 scales, then 32 bytes of codes
+_NAN = 0x7F  # the largest scale is the code before; those after are negative
 
 
 class NVFP4Tensor(ScaledTensor):
@@ -50,6 +55,24 @@ class NVFP4Tensor(ScaledTensor):
         with np.errstate(over="ignore"):
             return np.asarray(scales / whole if self.divides else scales * whole)
 
+    def packed(self, start: int, stop: int) -> np.ndarray:
+        """uint8[rows, 36 * blocks of 64 columns] as GGUF has them, without the matrix's number (`global_scales`).
+
+        A block has four scales, then for each 8 bytes: byte j with elements j (low bits) and j + 8. The columns have to
+        be a multiple of 64. DataError for a scale that is negative or NaN, which GGUF's type cannot say.
+        """
+        rows, blocks = stop - start, self.shape[-1] // GGUF_BLOCK
+        scales = self.scales.raw().reshape(self.n_rows, -1)[start:stop]
+        if (scales >= _NAN).any():
+            row, block = (int(i) for i in np.argwhere(scales >= _NAN)[0])
+            raise DataError(f"row {row}, block {block} has the scale 0x{scales[row, block]:02X}, negative or nan")
+        codes = self.codes.raw().reshape(self.n_rows, -1)[start:stop]
+        halves = np.stack([codes & 15, codes >> 4], axis=-1).reshape(rows, blocks, 4, 2, 8)
+        out = np.empty((rows, blocks, GGUF_BYTES), np.uint8)
+        out[..., :4] = scales.reshape(rows, blocks, 4)
+        out[..., 4:] = (halves[..., 0, :] | halves[..., 1, :] << 4).reshape(rows, blocks, 32)
+        return out.reshape(rows, -1)
+
     def global_scales(self) -> np.ndarray:
         """float32[matrices]: the number of each matrix. FormatError unless it is finite and above 0."""
         matrices = math.prod(self.shape[:-2])
@@ -64,29 +87,36 @@ class NVFP4Tensor(ScaledTensor):
 
 def of_pairs(checkpoint: Checkpoint, module: str, codes: CheckpointTensor) -> NVFP4Tensor:
     """The matrix of NAME.weight_packed as compressed-tensors has it."""
+    _require_blocks(codes)
     scales = required(checkpoint, codes, f"{module}.weight_scale", ("F8_E4M3",))
     whole = required(checkpoint, codes, f"{module}.weight_global_scale", ("F32",))
-    return _checked(NVFP4Tensor(f"{module}.weight", codes, scales, whole, divides=True))
+    _require_fit(codes, scales, whole)
+    return NVFP4Tensor(f"{module}.weight", codes, scales, whole, divides=True)
 
 
 def of_modelopt(checkpoint: Checkpoint, module: str, codes: CheckpointTensor) -> NVFP4Tensor:
     """The matrix of NAME.weight, U8, as ModelOpt has it."""
+    _require_blocks(codes)
     scales = required(checkpoint, codes, f"{module}.weight_scale", ("F8_E4M3",))
     whole = required(checkpoint, codes, f"{module}.weight_scale_2", ("F32",))
-    return _checked(NVFP4Tensor(codes.name, codes, scales, whole, divides=False))
+    _require_fit(codes, scales, whole)
+    return NVFP4Tensor(codes.name, codes, scales, whole, divides=False)
 
 
-def _checked(made: NVFP4Tensor) -> NVFP4Tensor:
-    codes, shape = made.codes, made.codes.shape
+def _require_blocks(codes: CheckpointTensor) -> None:
+    shape = codes.shape
     if codes.dtype != "U8" or len(shape) < 2 or shape[-1] % (BLOCK // 2):
         raise FormatError(
             f"{codes.path}: tensor {codes.name} is {codes.dtype} of shape {shape}; NVFP4 is U8 with rows of whole "
             f"blocks of {BLOCK} columns, {BLOCK // 2} bytes each"
         )
-    require_shape(made.scales, (*shape[:-1], 2 * shape[-1] // BLOCK), f"{codes.name} of {shape} bytes")
-    if math.prod(made.whole.shape) not in (1, math.prod(shape[:-2])):
+
+
+def _require_fit(codes: CheckpointTensor, scales: CheckpointTensor, whole: CheckpointTensor) -> None:
+    shape, matrices = codes.shape, math.prod(codes.shape[:-2])
+    require_shape(scales, (*shape[:-1], 2 * shape[-1] // BLOCK), f"{codes.name} of {shape} bytes")
+    if math.prod(whole.shape) not in (1, matrices):
         raise FormatError(
-            f"{made.whole.path}: tensor {made.whole.name} is {made.whole.shape}; {codes.name} of {shape} bytes needs "
-            f"one number{f', or {math.prod(shape[:-2])}' if len(shape) > 2 else ''}"
+            f"{whole.path}: tensor {whole.name} is {whole.shape}; {codes.name} of {shape} bytes needs one number"
+            f"{f', or {matrices}' if len(shape) > 2 else ''}"
         )
-    return made

@@ -26,6 +26,7 @@ from quantkit.runtime.kernels import reference
 
 Reduction = tuple[int, float]
 Observe = Callable[[str, np.ndarray, int, int], None]
+ObserveOutputs = Callable[[str, np.ndarray, np.ndarray, int, int], None]
 Product = Callable[[np.ndarray], np.ndarray]
 
 
@@ -75,12 +76,15 @@ def run(
     weights: np.ndarray,
     threads: int,
     observe: Observe | None = None,
+    observe_outputs: ObserveOutputs | None = None,
     matrix: Callable[[blocks.Linear, int], Product] | None = None,
 ) -> np.ndarray:
     """The weighted sum of the chosen experts' outputs for x float32[tokens, n_embd], added in order of their numbers.
 
-    `observe` is called with the input of each expert's matrices: name, float32[tokens, n], expert, number of experts.
-    `matrix(linear, number)` gives the product with a matrix of an expert; by default `linear_of`.
+    `observe` is called with the input of each matrix: name, float32[tokens, n], expert, number of experts.
+    `observe_outputs` is called with what leaves each expert: name of down, float32[tokens, n_embd], router weights
+    float32[tokens], expert, number of experts. `matrix(linear, number)` gives the product with a matrix of an expert;
+    by default `linear_of`.
     """
     matrix = matrix or functools.partial(linear_of, tensors, threads)
     out = np.zeros((len(x), tensors[part.down.weight].shape[1]), np.float32)
@@ -92,7 +96,10 @@ def run(
         if observe is not None:
             for linear in part.matrices:
                 observe(linear.weight, hidden if linear is part.down else inputs, int(number), part.count)
-        out[token] += down(hidden) * weights[token, rank][:, None]
+        outputs, shares = down(hidden), weights[token, rank]
+        if observe_outputs is not None:
+            observe_outputs(part.down.weight, outputs, shares, int(number), part.count)
+        out[token] += outputs * shares[:, None]
     return out
 
 

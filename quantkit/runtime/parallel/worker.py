@@ -241,7 +241,7 @@ class Worker(BlockRunner):
 
         observe = None if self._checking else self.observer
         self._count_experts(part, chosen)
-        return experts.run(part, self.weights, y, chosen, weights, self.threads, observe, matrix)
+        return experts.run(part, self.weights, y, chosen, weights, self.threads, observe, matrix=matrix)
 
     def expert_product(self, linear: blocks.Linear, number: int) -> experts.Product:
         """The product with one expert's matrix, on this device."""

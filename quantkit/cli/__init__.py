@@ -32,9 +32,10 @@ from quantkit.cli.common.terminal import escaped_controls, message
 from quantkit.errors import OptionError, QuantkitError, printable
 
 # The order of the help page, by when a user needs them. A command that is not listed comes last.
-_ORDER = ("demo", "convert", "export", "imatrix", "sensitivity", "recipe", "plan", "quantize", "repack", "unpack",
-          "perplexity", "compare", "lm-eval", "bench", "sweep-bench", "batched-bench", "generate", "serve", "inspect",
-          "diff", "verify", "split", "merge", "upload", "metadata", "types")  # fmt: skip
+_ORDER = ("demo", "convert", "export", "imatrix", "sensitivity", "saliency", "recipe", "plan", "quantize", "repack",
+          "unpack", "fuse-gate-up", "prune", "perplexity", "compare", "lm-eval", "bench", "sweep-bench",
+          "batched-bench", "generate", "serve", "inspect", "diff", "verify", "split", "merge", "upload", "metadata",
+          "types")  # fmt: skip
 
 # llama.cpp's tools and their commands: a line for one can be pasted behind `quantkit` as it is.
 _TOOLS = {

@@ -75,6 +75,14 @@ def convert(
         Literal["auto", "keep", "drop"],
         typer.Option(help="MTP (multi-token prediction) layers; auto: the architecture's default."),
     ] = "auto",
+    fuse_gate_up: Annotated[
+        bool,
+        typer.Option(
+            "--fuse-gate-up",
+            "--fuse-gate-up-exps",
+            help="Write gate and up of experts as one tensor, ffn_gate_up_exps; see fuse-gate-up.",
+        ),
+    ] = False,
     disk: Disk = None,
     keep_shards: KeepShards = False,
     metadata: MetadataFile = None,
@@ -130,7 +138,7 @@ def convert(
     started = time.monotonic()
     options = ConvertOptions(
         pre, mtp, size, dry_run, threads, metadata, model_name, split_max_tensors,
-        None if disk is None else parse_size(disk), keep_shards,
+        None if disk is None else parse_size(disk), keep_shards, fuse_gate_up,
     )  # fmt: skip
     try:
         done = api.convert(

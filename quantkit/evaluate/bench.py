@@ -143,7 +143,7 @@ def bytes_per_token(model: Model, n_kv: int) -> int:
     weights = sum(t.nbytes for name, t in model.weights.items() if name != embedding or name == output)
     for part in (part for block in model.blocks for part in block.parts):
         if isinstance(part, blocks.Experts):
-            stacked = sum(model.weights[linear.weight].nbytes for linear in (part.gate, part.up, part.down))
+            stacked = sum(model.weights[linear.weight].nbytes for linear in part.matrices)
             used = model.expert_reduction[0] if model.expert_reduction else part.used
             weights -= stacked // part.count * (part.count - used)
     if embedding != output:

@@ -95,6 +95,7 @@ def convert(
         mtp=options.mtp,
         metadata=options.metadata,
         model_name=options.model_name,
+        fuse_gate_up=options.fuse_gate_up,
         split_max_bytes=options.split_max_size,
         split_max_tensors=options.split_max_tensors,
         dry_run=options.dry_run,

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from quantkit import types
-from quantkit.archs.common import validate
+from quantkit.archs.common import fused_experts, validate
 from quantkit.archs.common.tensors import Piece, ReadRows
 from quantkit.errors import DataError, FormatError, UnknownNameError, UnsupportedError
 from quantkit.formats.atomic import writing
@@ -114,7 +114,9 @@ def plan_export(source: GGUF, directory: str | os.PathLike[str], dtype: str = "a
     described = validate.describe(source.metadata, source.tensors, source.path)
     arch, hparams = described.arch, described.hparams
     try:
-        pieces = arch.to_hf(hparams, {tensor.name: tensor.shape for tensor in source.tensors.values()})
+        shapes = {tensor.name: tensor.shape for tensor in source.tensors.values()}
+        pieces = arch.to_hf(hparams, fused_experts.separate_shapes(shapes))
+        pieces = fused_experts.read_fused(pieces, shapes)
         config = arch.config(source.metadata, source.tensors)
         tokenizer = hf_tokenizer.tokenizer_json(source.metadata)
     except (FormatError, DataError, UnsupportedError) as error:

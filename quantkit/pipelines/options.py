@@ -44,6 +44,7 @@ class ConvertOptions:
         disk               for a checkpoint on the Hub: bytes on the disk beyond the output; None: 10 GB, or what is
                            needed if that is more
         keep_shards        for a checkpoint on the Hub: leave it in the directory NAME beside the output
+        fuse_gate_up       write gate and up of experts as one tensor, ffn_gate_up_exps
     """
 
     pre: str | None = None
@@ -56,6 +57,7 @@ class ConvertOptions:
     split_max_tensors: int | None = None
     disk: int | None = None
     keep_shards: bool = False
+    fuse_gate_up: bool = False
 
 
 @dataclass(frozen=True)

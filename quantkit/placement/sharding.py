@@ -179,10 +179,12 @@ def _gated(part: blocks.FeedForward, tensors: Mapping[str, TensorInfo]) -> tuple
 
 def _experts(part: blocks.Experts, tensors: Mapping[str, TensorInfo], by: str) -> tuple[list[SplitAxis], int]:
     if by == "number":
-        matrices = (part.gate, part.up, part.down)
-        return [axis for linear in matrices for axis in _with_bias(linear, 0, 1)], part.count
-    axes = [_split_axis(part.gate.weight, 1, 1), _split_axis(part.up.weight, 1, 1), _split_axis(part.down.weight, 2, 1)]
-    return axes + [_split_axis(linear.bias, 1, 1) for linear in (part.gate, part.up) if linear.bias], part.ff
+        return [axis for linear in part.matrices for axis in _with_bias(linear, 0, 1)], part.count
+    segments: Segments = ((0, 1), (part.ff, 1)) if part.fused else ((0, 1),)
+    entering = part.matrices[:-1]
+    axes: list[SplitAxis] = [(linear.weight, 1, segments) for linear in entering]
+    axes.append(_split_axis(part.down.weight, 2, 1))
+    return axes + [(linear.bias, 1, segments) for linear in entering if linear.bias], part.ff
 
 
 def _with_bias(linear: blocks.Linear, axis: int, size: int) -> list[SplitAxis]:

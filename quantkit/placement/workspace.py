@@ -273,7 +273,7 @@ def _experts(
     prompt: _Buffers, step: _Buffers, tensors: Mapping[str, TensorInfo], part: blocks.Experts, threads: int
 ) -> None:
     router, gate, up, down = (tensors[linear.weight] for linear in (part.router, part.gate, part.up, part.down))
-    (count, ff, embd), used = gate.shape, part.used
+    count, ff, embd, used = part.count, part.ff, gate.shape[2], part.used
     if part.shared is not None:
         _feed_forward(prompt, step, tensors, part.shared, threads)
     most = kernel_sizes.max_entries(BATCH_TOKENS, count, used, kernel_sizes.TILE_TOKENS)

@@ -179,7 +179,9 @@ print_table([f"title {i}" for i in range(12)], [["a-file-with-a-name"] + ["123.4
 
 def test_what_runs_long_has_the_options() -> None:
     long = {"convert", "convert-mla", "demo", "diff", "export", "merge", "quantize", "repack", "split", "unpack",
-            "verify", "batched-bench", "bench", "compare", "generate", "imatrix", "perplexity", "sensitivity", "serve",
+            "verify", "batched-bench", "bench", "compare", "fuse-gate-up", "prune", "saliency",
+            "generate", "imatrix", "perplexity",
+            "sensitivity", "serve",
             "sweep-bench", "upload"}  # fmt: skip
     assert long <= set(commands())
     for name in long:

@@ -7,7 +7,7 @@ Every name is a GGUF tensor name; a name that is None is a tensor the file does 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,16 @@ class Norm:
 
 @dataclass(frozen=True)
 class Linear:
-    """y = scale x W^T + bias."""
+    """y = scale x W^T + bias.
+
+    With `half`, W is the first (0) or second (1) half of the rows of each matrix of `weight`, and of its bias: gate or
+    up of experts that are fused in one tensor.
+    """
 
     weight: str
     bias: str | None = None
     scale: str | None = None  # tensor float32[1]
+    half: int | None = None
 
 
 @dataclass(frozen=True)
@@ -217,7 +222,7 @@ class Experts:
     shared        shared experts: a feed-forward that is applied to every token, with the same y
     shared_gate   tensor float32[n_embd]: the output of `shared` is multiplied by sigmoid(shared_gate . y)
 
-    gate, up: weights [count, ff, n_embd]; down: [count, n_embd, ff].
+    gate, up: weights [count, ff, n_embd], or both halves of one [count, 2 ff, n_embd]; down: [count, n_embd, ff].
     """
 
     norm: Norm
@@ -237,6 +242,16 @@ class Experts:
     groups_used: int = 1
     shared: FeedForward | None = None
     shared_gate: str | None = None
+
+    @property
+    def fused(self) -> bool:
+        """Whether gate and up are halves of one tensor."""
+        return self.gate.half is not None
+
+    @property
+    def matrices(self) -> tuple[Linear, ...]:
+        """One Linear for each tensor of the experts: gate, up and down, or gate (for both) and down."""
+        return (self.gate, self.down) if self.fused else (self.gate, self.up, self.down)
 
 
 Part = Attention | LatentAttention | DeltaNet | FeedForward | Experts
@@ -327,6 +342,11 @@ class HParams:
         """`stem`.weight, with `stem`.bias and `stem`.scale where the file has them."""
         bias, scale = (name if name in self.tensors else None for name in (f"{stem}.bias", f"{stem}.scale"))
         return Linear(f"{stem}.weight", bias, scale)
+
+    def halves(self, stem: str) -> tuple[Linear, Linear]:
+        """The two Linears whose rows are fused in the tensor `stem`."""
+        whole = self.linear(stem)
+        return replace(whole, half=0), replace(whole, half=1)
 
     def norm(self, stem: str) -> Norm:
         """The norm with weight `stem`.weight and the model's epsilon."""

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any
 
+from quantkit.archs.common import fused_experts
 from quantkit.archs.common.base import Config, Keys, need
 from quantkit.archs.common.blocks import Experts, FeedForward, HParams
 from quantkit.archs.common.tensors import TensorRule, Transform
@@ -213,11 +214,15 @@ def feed_forward(hp: HParams, i: int, norm: str = "ffn_norm") -> FeedForward | E
 def routed(hp: HParams, i: int, norm: str = "ffn_norm") -> Experts:
     """The routed experts of layer `i`, with the shared ones if the model has them."""
     blk = f"blk.{i}"
+    if f"{blk}.{fused_experts.STEM}.weight" in hp.tensors:
+        gate, up = hp.halves(f"{blk}.{fused_experts.STEM}")
+    else:
+        gate, up = (hp.linear(f"{blk}.ffn_{name}_exps") for name in ("gate", "up"))
     return Experts(
         norm=hp.norm(f"{blk}.{norm}"),
         router=hp.linear(f"{blk}.ffn_gate_inp"),
-        gate=hp.linear(f"{blk}.ffn_gate_exps"),
-        up=hp.linear(f"{blk}.ffn_up_exps"),
+        gate=gate,
+        up=up,
         down=hp.linear(f"{blk}.ffn_down_exps"),
         count=hp.n_expert,
         used=hp.n_expert_used,

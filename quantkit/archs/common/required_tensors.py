@@ -99,11 +99,9 @@ def _experts(part: blocks.Experts, hp: blocks.HParams) -> Shapes:
     yield from _linear(part.router, part.count, hp.n_embd)
     if part.choice_bias:
         yield part.choice_bias, (part.count,)
-    for linear, rows, columns in (
-        (part.gate, part.ff, hp.n_embd),
-        (part.up, part.ff, hp.n_embd),
-        (part.down, hp.n_embd, part.ff),
-    ):
+    gate_rows = 2 * part.ff if part.fused else part.ff
+    for linear in part.matrices:
+        rows, columns = (hp.n_embd, part.ff) if linear is part.down else (gate_rows, hp.n_embd)
         if linear.bias:
             yield linear.bias, (part.count, rows)
         yield linear.weight, (part.count, rows, columns)

@@ -63,6 +63,7 @@ exp_probs_b         experts
 ffn_gate_exps       experts eff embd
 ffn_up_exps         experts eff embd
 ffn_down_exps       experts embd eff
+ffn_gate_up_exps    experts 2*eff embd
 ffn_gate_shexp      sff embd
 ffn_up_shexp        sff embd
 ffn_down_shexp      embd sff

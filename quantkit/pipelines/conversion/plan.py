@@ -26,6 +26,7 @@ import numpy as np
 
 from quantkit import archs, types
 from quantkit.archs import Arch
+from quantkit.archs.common import fused_experts
 from quantkit.archs.common.mtp import POLICIES
 from quantkit.archs.common.tensors import Piece
 from quantkit.errors import DataError, FormatError, UnknownNameError, UnsupportedError
@@ -149,12 +150,14 @@ def plan_conversion(
     model_name: str | None = None,
     opened: Checkpoint | None = None,
     arrivals: Arrivals | None = None,
+    fuse_gate_up: bool = False,
 ) -> Conversion:
     """Read configuration, tokenizer and tensor names of a checkpoint and plan its GGUF.
 
     `outtype` is one of OUTTYPES, or STORED for the checkpoint's own. `mtp` is passed to `Arch.with_mtp`. `metadata` (a
     JSON file) and `model_name` override what the checkpoint states about the model (`metadata.py`). `opened` are its
-    tensors, if they are not in `source`; `arrivals` then brings their bytes.
+    tensors, if they are not in `source`; `arrivals` then brings their bytes. With `fuse_gate_up`, gate and up of
+    experts are one tensor (`archs/common/fused_experts.py`); UnsupportedError for a model without experts.
     """
     directory = Path(source)
     if outtype not in (*OUTTYPES, STORED):
@@ -178,6 +181,8 @@ def plan_conversion(
         left_out = arch.dropped_tensors(config, names)
         keys = arch.metadata(config)
         tokenizer = vocab.read(directory, config, pre)
+        if fuse_gate_up:
+            pieces = _fused(pieces, arch.name)
         expected = arch.shapes(config, [piece.name for piece in pieces])
     _check_tensors(checkpoint, pieces, expected)
     specs = [TensorSpec(name, x.shape, types.get("f32")) for name, x in generated.items()]
@@ -209,6 +214,13 @@ def _without_added_biases(checkpoint: Checkpoint, arch: Arch, config: Mapping[st
         return checkpoint
     added = {name for name in biases.keys() - arch.expected(config, biases) if not tensors[name].dequantize().any()}
     return replace(checkpoint, tensors={name: tensor for name, tensor in tensors.items() if name not in added})
+
+
+def _fused(pieces: list[Piece], arch: str) -> list[Piece]:
+    fused = fused_experts.fuse_pieces(pieces)
+    if len(fused) == len(pieces):
+        raise UnsupportedError(f"--fuse-gate-up: this {arch} model has no experts whose gate and up could be fused")
+    return fused
 
 
 def _read_config(directory: Path) -> dict[str, Any]:

@@ -29,6 +29,8 @@ class BlockRunner:
     path       what errors call the file
     observer   called with (name, float32[tokens, n]) for what enters each weight matrix, and of experts with
                (name, float32[tokens, n], expert, experts); None by default
+    output_observer   called with what leaves each expert, see `experts.run`; None by default. A model on several
+               devices, and one that runs as compiled plans, does not call it
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class BlockRunner:
         self.numerics, self.threads, self.attention, self.mla = numerics, threads, attention, mla
         self.expert_reduction, self.tripwire = expert_reduction, tripwire
         self.observer: Observer | None = None
+        self.output_observer: experts.ObserveOutputs | None = None
         self._vectors: dict[str, np.ndarray] = {}
         self._linears: dict[str, float_linear.FloatLinear] = {}
         self._tables: dict[blocks.Rope, tuple[np.ndarray, np.ndarray]] = {}
@@ -146,7 +149,8 @@ class BlockRunner:
     def run_experts(self, part: blocks.Experts, y: np.ndarray, chosen: np.ndarray, weights: np.ndarray) -> np.ndarray:
         """float32[tokens, n_embd]: what the experts chosen for each token make of y, weighted and added up."""
         observe = None if self._checking else self.observer
-        return experts.run(part, self.weights, y, chosen, weights, self.threads, observe)
+        observe_outputs = None if self._checking else self.output_observer
+        return experts.run(part, self.weights, y, chosen, weights, self.threads, observe, observe_outputs)
 
     # ------------------------------------------------------------ operations that a GPU's worker overrides with kernels
 

@@ -26,6 +26,7 @@ from quantkit.runtime.kernels import reference
 
 Reduction = tuple[int, float]
 Observe = Callable[[str, np.ndarray, int, int], None]
+ObserveOutputs = Callable[[str, np.ndarray, np.ndarray, int, int], None]
 Product = Callable[[np.ndarray], np.ndarray]
 
 
@@ -75,12 +76,15 @@ def run(
     weights: np.ndarray,
     threads: int,
     observe: Observe | None = None,
+    observe_outputs: ObserveOutputs | None = None,
     matrix: Callable[[blocks.Linear, int], Product] | None = None,
 ) -> np.ndarray:
     """The weighted sum of the chosen experts' outputs for x float32[tokens, n_embd], added in order of their numbers.
 
-    `observe` is called with the input of each expert's matrices: name, float32[tokens, n], expert, number of experts.
-    `matrix(linear, number)` gives the product with a matrix of an expert; by default `linear_of`.
+    `observe` is called with the input of each matrix: name, float32[tokens, n], expert, number of experts.
+    `observe_outputs` is called with what leaves each expert: name of down, float32[tokens, n_embd], router weights
+    float32[tokens], expert, number of experts. `matrix(linear, number)` gives the product with a matrix of an expert;
+    by default `linear_of`.
     """
     matrix = matrix or functools.partial(linear_of, tensors, threads)
     out = np.zeros((len(x), tensors[part.down.weight].shape[1]), np.float32)
@@ -90,9 +94,12 @@ def run(
         inputs = np.ascontiguousarray(x[token])
         hidden = float_ops.activate(part.activation, gate(inputs), up(inputs), threads)
         if observe is not None:
-            for linear, entering in ((part.gate, inputs), (part.up, inputs), (part.down, hidden)):
-                observe(linear.weight, entering, int(number), part.count)
-        out[token] += down(hidden) * weights[token, rank][:, None]
+            for linear in part.matrices:
+                observe(linear.weight, hidden if linear is part.down else inputs, int(number), part.count)
+        outputs, shares = down(hidden), weights[token, rank]
+        if observe_outputs is not None:
+            observe_outputs(part.down.weight, outputs, shares, int(number), part.count)
+        out[token] += outputs * shares[:, None]
     return out
 
 
@@ -101,18 +108,22 @@ def linear_of(
 ) -> float_linear.FloatLinear:
     """One expert's matrix, with its bias."""
     bias = tensors[linear.bias].decode_rows(number, number + 1)[0] if linear.bias else None
-    return float_linear.FloatLinear(_Matrix(tensors[linear.weight], number), "exact", threads, bias)
+    if bias is not None and linear.half is not None:
+        bias = bias.reshape(2, -1)[linear.half]
+    return float_linear.FloatLinear(_Matrix(tensors[linear.weight], number, linear.half), "exact", threads, bias)
 
 
 class _Matrix(Tensor):
-    """One expert's matrix of a stacked tensor; its bytes stay where they are."""
+    """One expert's matrix of a stacked tensor, or a half of its rows; its bytes stay where they are."""
 
     __slots__ = ("_first", "_stack")
 
-    def __init__(self, stack: Tensor, number: int):
+    def __init__(self, stack: Tensor, number: int, half: int | None = None):
         count, rows, n = stack.shape
-        super().__init__(stack.name, (rows, n), stack.type, stack.nbytes // count, stack.offset, stack.path)
-        self._stack, self._first = stack, number * rows
+        parts = 1 if half is None else 2
+        nbytes = stack.nbytes // count // parts
+        super().__init__(stack.name, (rows // parts, n), stack.type, nbytes, stack.offset, stack.path)
+        self._stack, self._first = stack, number * rows + (half or 0) * (rows // parts)
 
     def _rows(self, start: int, stop: int) -> np.ndarray:
         return self._stack._rows(self._first + start, self._first + stop)

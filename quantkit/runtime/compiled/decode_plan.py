@@ -318,8 +318,8 @@ def add_experts(ops: DecodeOps, part: blocks.Experts) -> None:
         products=ops.buffer("products", 8 * part.used * part.ff),
         hidden=hidden,
         hidden_bytes=hidden_bytes,
-        gate_bias=ops.vector(part.gate.bias),
-        up_bias=ops.vector(part.up.bias),
+        gate_bias=ops.expert_biases(part.gate),
+        up_bias=ops.expert_biases(part.up),
     )
     steps = (decode_experts.GATE, decode_experts.UP, decode_experts.ACTIVATE)
     for step in (sum(steps),) if ops.model.expert_options.fused else steps:
@@ -339,6 +339,6 @@ def add_experts(ops: DecodeOps, part: blocks.Experts) -> None:
         hidden_bytes=hidden_bytes,
         out=ops.buffer("added", 4 * ops.n_embd),
         residual=ops.x,
-        bias=ops.vector(part.down.bias),
+        bias=ops.expert_biases(part.down),
     )
     ops.add(decode_experts.down, down_parameters, barrier=True)

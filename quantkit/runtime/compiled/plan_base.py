@@ -18,6 +18,7 @@ import numpy as np
 
 from quantkit import types
 from quantkit.archs.common import blocks
+from quantkit.codegen import jit
 from quantkit.formats.gguf import Tensor
 from quantkit.runtime.blocks import float_attention, float_linear, float_ops
 from quantkit.runtime.blocks.experts import Reduction
@@ -115,11 +116,14 @@ class ProductRows(NamedTuple):
 
 
 class ExpertTensor(NamedTuple):
-    """The matrices of all experts: a tensor, its address, and bytes from one expert to the next."""
+    """The matrices of all experts: the tensor that holds them, the first one's address, bytes from one expert to the
+    next, bytes of a row, and rows of each."""
 
     tensor: Tensor
     address: int
     expert_bytes: int
+    row_bytes: int
+    rows: int
 
 
 class PlanOps(OpList):
@@ -160,8 +164,21 @@ class PlanOps(OpList):
     def experts_of(self, linear: blocks.Linear) -> ExpertTensor:
         """A tensor that stacks the matrices of all experts."""
         tensor = self.tensor(linear)
-        data = self.keep(tensor.data)
-        return ExpertTensor(tensor, data.ctypes.data, data.nbytes // tensor.shape[0])
+        data, (count, rows, _) = self.keep(tensor.data), tensor.shape
+        first = 0
+        if linear.half is not None:
+            rows //= 2
+            first = linear.half * rows * data.shape[1]
+        return ExpertTensor(tensor, data.ctypes.data + first, data.nbytes // count, data.shape[1], rows)
+
+    def expert_biases(self, linear: blocks.Linear) -> int:
+        """Address of the biases of all experts, float32[experts, rows]; 0 if there are none."""
+        if linear.bias is None or linear.half is None:
+            return self.vector(linear.bias)
+        both = self.model.weights[linear.bias].dequantize()
+        rows = both.shape[1] // 2
+        half = jit.readonly(np.ascontiguousarray(both[:, linear.half * rows : (linear.half + 1) * rows]))
+        return int(self.keep(half).ctypes.data)
 
     def routing(self, part: blocks.Experts) -> int:
         """Address of the Routing record of a block with experts."""

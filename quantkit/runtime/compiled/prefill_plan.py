@@ -357,7 +357,7 @@ def add_experts(ops: PrefillOps, part: blocks.Experts) -> None:
         out=ops.x,
         max_entries=entries,
         quantized=int(down.quantized),
-        bias=ops.vector(part.down.bias),
+        bias=ops.expert_biases(part.down),
     )
     ops.add(prefill_experts.add_down, add_down, barrier=True)
     if part.shared is not None:  # the norm is still there, but its tiles may have been overwritten
@@ -378,8 +378,8 @@ def _add_gate_up(
             up=up.address,
             hidden=target.address,
             activation=ops.activation(part.activation),
-            gate_bias=ops.vector(part.gate.bias),
-            up_bias=ops.vector(part.up.bias),
+            gate_bias=ops.expert_biases(part.gate),
+            up_bias=ops.expert_biases(part.up),
         )
         ops.add(prefill_experts.gate_up, gate_up, barrier=True)
         return
@@ -391,7 +391,7 @@ def _add_gate_up(
             weights=ops.experts_of(linear).address,
             out=out,
             counter=counter,
-            bias=ops.vector(linear.bias),
+            bias=ops.expert_biases(linear),
         )
         ops.add(prefill_experts.multiply, multiply)
     ops.add_barrier()
@@ -405,7 +405,7 @@ def _add_gate_up(
 def _expert_matrix(ops: PrefillOps, linear: blocks.Linear, assignment: int, x: Entries) -> int:
     """Address of the ExpertMatrix record of a product with all experts."""
     matrices, kernels = ops.experts_of(linear), _kernels(ops, linear)
-    count, rows, n = matrices.tensor.shape
+    count, _, n = matrices.tensor.shape
     scratch, stride = ops.private_buffer("panels", kernels.scratch_bytes(n))
     record = prefill_experts.ExpertMatrix(
         assignment=assignment,
@@ -415,8 +415,9 @@ def _expert_matrix(ops: PrefillOps, linear: blocks.Linear, assignment: int, x: E
         tile_tokens=kernels.tokens,
         panel_bytes=kernels.panel_bytes,
         expert_bytes=matrices.expert_bytes,
+        row_bytes=matrices.row_bytes,
         n=n,
-        rows=rows,
+        rows=matrices.rows,
         x=x.x,
         entry_bytes=x.entry_bytes,
         scratch=scratch,

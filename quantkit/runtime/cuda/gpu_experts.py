@@ -26,9 +26,12 @@ if TYPE_CHECKING:
 Product = Callable[["torch.Tensor"], "torch.Tensor"]
 
 
-def linears(part: blocks.Experts) -> tuple[blocks.Linear, blocks.Linear, blocks.Linear]:
-    """The stacked matrices of the experts."""
-    return part.gate, part.up, part.down
+def _half(linear: blocks.Linear, y: torch.Tensor) -> torch.Tensor:
+    """The outputs of a matrix among those of the tensor that holds it, which may be gate and up in one."""
+    if linear.half is None:
+        return y
+    rows = y.shape[-1] // 2
+    return y[..., linear.half * rows : (linear.half + 1) * rows].contiguous()
 
 
 class GpuExperts:
@@ -67,12 +70,13 @@ class GpuExperts:
         worker, gpu, (tokens, used) = self._worker, self._worker.gpu, chosen.shape
         ids = gpu.array(chosen.astype(np.int32)) if isinstance(chosen, np.ndarray) else chosen
         weights = weights.masked_fill(ids < 0, 0).contiguous()
-        for linear in linears(part):
+        for linear in part.matrices:
             matrices = worker.matrices(linear.weight)
             max_experts = min(matrices.count, ids.numel())  # how many are the same, only the GPU knows
             worker.ledger.read(worker.device.name, max_experts * matrices.nbytes)
         y = y.contiguous()
-        gate, up = (self._of_experts(linear, y, ids) for linear in (part.gate, part.up))
+        entering = [self._of_experts(linear, y, ids) for linear in part.matrices[:-1]]
+        gate, up = _half(part.gate, entering[0]), _half(part.up, entering[-1])
         hidden = worker.activate(part.activation, gate, up)
         self._observe(part, y, ids, hidden)
         outputs = self._of_experts(part.down, hidden, ids).contiguous()
@@ -89,7 +93,7 @@ class GpuExperts:
         Only `Staging.send` waits for the GPU within the loop, so that the host stays ahead of it.
         """
         worker, gpu = self._worker, self._worker.gpu
-        tensors = [worker.weights[linear.weight] for linear in linears(part)]
+        tensors = [worker.weights[linear.weight] for linear in part.matrices]
         sizes = [tensor.nbytes // tensor.shape[0] for tensor in tensors]
         order = np.argsort(chosen, axis=None, kind="stable")[np.count_nonzero(chosen < 0) :]  # slots, expert by expert
         numbers, counts = np.unique(chosen[chosen >= 0], return_counts=True)
@@ -102,18 +106,20 @@ class GpuExperts:
             staging.send(index, [t._rows(first, first + t.shape[1]) for t, first in zip(tensors, begin)])
             worker.ledger.moved(CPU.name, worker.device.name, sum(sizes))
 
-        out: torch.Tensor = gpu.torch.zeros(len(y), tensors[2].shape[1], device=gpu.torch_device)
+        out: torch.Tensor = gpu.torch.zeros(len(y), tensors[-1].shape[1], device=gpu.torch_device)
         stop = 0
         for index, number in enumerate(numbers):
             if not index:
                 send(0)
             start, stop = stop, stop + int(counts[index])
-            gate, up, down = (
+            *entering, down = (
                 self._staged_product(linear, tensor, data, int(number))
-                for linear, tensor, data in zip(linears(part), tensors, staging.get(index))
+                for linear, tensor, data in zip(part.matrices, tensors, staging.get(index))
             )
             inputs = y[tokens[start:stop]]
-            output = down(worker.activate(part.activation, gate(inputs), up(inputs)))
+            products = [product(inputs) for product in entering]
+            gate, up = _half(part.gate, products[0]), _half(part.up, products[-1])
+            output = down(worker.activate(part.activation, gate, up))
             out.index_add_(0, tokens[start:stop], output * shares[start:stop])
             staging.done(index)
             if index + 1 < len(numbers):
@@ -129,7 +135,7 @@ class GpuExperts:
             torch = worker.gpu.torch
             ids = torch.full((len(x), 1), number, dtype=torch.int32, device=worker.gpu.torch_device)
             y = matrices.of_experts(x.contiguous(), ids, worker.exact)[:, 0]
-            return y if bias is None else y + bias.view(matrices.count, -1)[number]
+            return _half(linear, y if bias is None else y + bias.view(matrices.count, -1)[number])
 
         return run
 
@@ -167,5 +173,6 @@ class GpuExperts:
         chosen, x, inner = (worker.copy_to_cpu(a) for a in (ids, y, hidden))
         for number in np.unique(chosen[chosen >= 0]):
             token, rank = np.nonzero(chosen == number)
-            for linear, entering in ((part.gate, x[token]), (part.up, x[token]), (part.down, inner[token, rank])):
+            for linear in part.matrices:
+                entering = inner[token, rank] if linear is part.down else x[token]
                 worker.observe(linear.weight, entering, int(number), part.count)

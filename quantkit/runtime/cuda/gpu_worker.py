@@ -430,7 +430,7 @@ class CudaWorker(Worker):
 
     def _holders(self, part: blocks.Experts) -> set[Worker]:
         """The workers that have the matrices of the experts."""
-        return {self._of(linear.weight) for linear in (part.gate, part.up, part.down)}
+        return {self._of(linear.weight) for linear in part.matrices}
 
     def _offloads(self, part: blocks.Experts, tokens: int) -> bool:
         """Whether a batch's experts that stay on the CPU are computed here; see placement/offload.py.

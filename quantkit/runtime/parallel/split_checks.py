@@ -21,14 +21,14 @@ def require_shardable(parts: Sequence[blocks.Block], placement: Placement) -> No
         for block in parts
         for part in block.parts
         if isinstance(part, blocks.Experts)
-        for linear in (part.gate, part.up, part.down)
+        for linear in part.matrices
     }
     for block in parts:
         for name in tensor_names(block) if block.layer in placement.shares else ():
             if name not in placement.devices or name in placement.sharded:
                 continue
             part = experts_of.get(name)
-            three = (part.gate.weight, part.up.weight, part.down.weight) if part else ()
+            three = [linear.weight for linear in part.matrices] if part else []
             if not part or len({placement[n].name for n in three}) > 1 or any(n in placement.sharded for n in three):
                 raise UnsupportedError(
                     f"{placement.reasons.get(name, '-ot')}: {name} would go to {placement[name].name}; with "

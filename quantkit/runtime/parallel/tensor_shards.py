@@ -38,7 +38,7 @@ def part(tensor: Tensor, axis: int, first: int, stop: int) -> Tensor:
 
 
 def ranges(tensor: Tensor, axis: int, bounds: Sequence[tuple[int, int]]) -> Tensor:
-    """Several ranges of an axis, one after another: the first or the last of the tensor's axes."""
+    """Several ranges of an axis, one after another."""
     pieces = [part(tensor, axis, first, stop) for first, stop in bounds if stop > first]
     if len(pieces) < 2:
         return pieces[0] if pieces else part(tensor, axis, 0, 0)
@@ -61,7 +61,8 @@ class _Joined(Tensor):
         if self._file.size != self.nbytes:
             kind = self.type
             if self._axis < len(self.shape) - 1:
-                joined = np.concatenate([piece.data for piece in self._pieces])
+                before = math.prod(self.shape[: self._axis])
+                joined = np.concatenate([piece.data.reshape(before, -1) for piece in self._pieces], axis=1)
             else:
                 rows = [piece.data.reshape(-1, kind.interleave * piece.row_bytes) for piece in self._pieces]
                 meta = kind.interleave * kind.row_meta_bytes

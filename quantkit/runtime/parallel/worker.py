@@ -215,7 +215,7 @@ class Worker(BlockRunner):
 
     def run_experts(self, part: blocks.Experts, y: np.ndarray, chosen: np.ndarray, weights: np.ndarray) -> np.ndarray:
         """As `BlockRunner.run_experts`, on the device of the experts."""
-        other, *others = (self._of(linear.weight) for linear in (part.gate, part.up, part.down))
+        other, *others = (self._of(linear.weight) for linear in part.matrices)
         if any(worker is not other for worker in others):
             return self._experts_apart(part, y, chosen, weights)
         if other is not self:
@@ -241,7 +241,7 @@ class Worker(BlockRunner):
 
         observe = None if self._checking else self.observer
         self._count_experts(part, chosen)
-        return experts.run(part, self.weights, y, chosen, weights, self.threads, observe, matrix)
+        return experts.run(part, self.weights, y, chosen, weights, self.threads, observe, matrix=matrix)
 
     def expert_product(self, linear: blocks.Linear, number: int) -> experts.Product:
         """The product with one expert's matrix, on this device."""
@@ -249,7 +249,7 @@ class Worker(BlockRunner):
 
     def _count_experts(self, part: blocks.Experts, chosen: np.ndarray) -> None:
         used = len(np.unique(chosen[chosen >= 0]))
-        for linear in (part.gate, part.up, part.down):
+        for linear in part.matrices:
             tensor = self.weights[linear.weight]
             name = self._of(linear.weight).device.name
             self._split.ledger.read(name, used * tensor.nbytes // max(1, tensor.shape[0]))

@@ -119,6 +119,22 @@ def test_shared_experts_run_while_the_cpu_has_the_others(gpus: int, make: Make) 
     assert order[-2:] == ["shared", "routed"]
 
 
+@pytest.mark.parametrize("arch", ["qwen3moe", "gpt-oss"])
+def test_fused_experts_on_a_gpu(gpus: int, make: Make, tmp_path: Path, arch: str) -> None:
+    """Gate and up in one tensor give the logits of two: on the GPU, offloaded, and with down elsewhere."""
+    from quantkit.pipelines.fuse_experts import plan_fuse
+
+    plan_fuse(gguf.open(make(arch))).write(tmp_path / "fused.gguf")
+    expected = load(make(arch)).logits(TOKENS[:3])
+    for how in (
+        {},
+        {"override_tensor": "exps=CPU", "offload": Offload(threshold=1)},
+        {"override_tensor": "down_exps=CPU"},
+    ):
+        model = load(tmp_path / "fused.gguf", devices="cuda:0", **how)
+        assert np.abs(model.logits(TOKENS[:3]) - expected).max() < 1e-4
+
+
 def test_packed_weights_on_a_gpu(gpus: int, make: Make) -> None:
     """Fast numerics: activations are rounded to bytes here, and elsewhere on the CPU. One layer is on the GPU."""
     path = make("llama", "q8_0", ffn="iq4_nl")

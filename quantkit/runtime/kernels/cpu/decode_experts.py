@@ -1,6 +1,7 @@
 """Mixture of experts for one token: top-k routing, then products with the matrices of the selected experts only.
 
-The matrices of all experts lie one after another: gate and up [experts, ff, n], down [experts, n, ff].
+The matrices of all experts lie one after another: gate and up [experts, ff, n], down [experts, n, ff]. Where gate and
+up are fused, an expert's gate is followed by its up.
 
 `select_experts` runs in every thread for itself and writes that thread's record of selected experts:
 
@@ -85,7 +86,7 @@ class GateUpParameters(NamedTuple):
     activation: int  # function of gated_activations.py
     gate_product: int  # function of matvec.py for the type of gate
     gate: int
-    gate_bytes: int  # of one expert's matrix
+    gate_bytes: int  # from one expert's matrix to the next
     up_product: int
     up: int
     up_bytes: int

@@ -224,6 +224,7 @@ class ExpertMatrix(NamedTuple):
     tile_tokens: int
     panel_bytes: int  # of 32 columns
     expert_bytes: int  # from one expert's matrix to the next
+    row_bytes: int
     n: int  # columns
     rows: int
     x: int  # tiles of gemm.py, or addresses of float32 rows
@@ -333,7 +334,7 @@ def gate_up(parameters, thread, threads):
                 quantize_range(buffer, ff, row, row + EXPERT_ROWS)
             continue
         for side in range(2):
-            start = (up if side else gate) + row * (m.expert_bytes // ff)
+            start = (up if side else gate) + row * m.row_bytes
             call3(m.unpack, start, n, panels + side * panel_bytes)
         for entry in range(run.first, run.first + run.tokens, tokens):
             x = m.x + entry * m.entry_bytes
@@ -383,7 +384,7 @@ def multiply(parameters, thread, threads):
             if p.bias != 0:
                 _add_bias(p.bias + (run.expert * rows + row) * 4, first_out, run.tokens, rows * 4)
             continue
-        call3(m.unpack, matrix + row * (m.expert_bytes // rows), n, panel)
+        call3(m.unpack, matrix + row * m.row_bytes, n, panel)
         for entry in range(run.first, run.first + run.tokens, tokens):
             call6(m.product, panel, n, m.x + entry * m.entry_bytes, out + entry * rows * 4, rows * 4, 0)
             if p.bias != 0:
@@ -450,7 +451,7 @@ def add_down(parameters, thread, threads):
             run = _run(m.assignment, i)
             matrix = p.weights + run.expert * m.expert_bytes
             if run.tokens > FEW_TOKENS:
-                call3(m.unpack, matrix + row * (m.expert_bytes // rows), n, panel)
+                call3(m.unpack, matrix + row * m.row_bytes, n, panel)
             for entry in range(run.first, run.first + run.tokens, tokens):
                 x = m.x + entry * m.entry_bytes
                 if run.tokens <= FEW_TOKENS:

@@ -1,0 +1,182 @@
+"""Leave experts or layers out of a file: what stays is copied bit for bit, in any type.
+
+    job = plan_prune(open("model.gguf"), {3: [0, 2, 5], …}, drop_layers=[7])
+
+Of each layer with experts the same number stays, in their order: of the stacked matrices, the router's rows, its bias
+and the choice bias. `expert_count` follows. Layers that stay are numbered anew; `block_count`,
+`leading_dense_block_count`, `nextn_predict_layers` and values per layer follow. A file whose remaining layers would
+compute otherwise, because their number decides about windows or recurrence, is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from quantkit.archs.common import blocks, validate
+from quantkit.archs.common.tensors import split_name
+from quantkit.errors import DataError, FormatError, UnsupportedError
+from quantkit.formats.gguf import GGUF, Metadata, Tensor
+from quantkit.pipelines.rewrite import Rewrite, RewrittenTensor, by_shard, copied, selected
+
+_OF_EXPERTS = re.compile(r"blk\.\d+\.(ffn_\w+_exps|ffn_gate_inp|exp_probs_b)\.(weight|bias)")
+
+
+def most_salient(saliency: Mapping[int, Sequence[float]], keep: int, groups: int = 1) -> dict[int, list[int]]:
+    """The `keep` experts of highest saliency of each layer, in their order; equally many of each group.
+
+    Equal saliencies prefer the lower number. DataError if `keep` is impossible.
+    """
+    found = {}
+    for layer, scores in saliency.items():
+        if not 1 <= keep <= len(scores):
+            raise DataError(f"--prune-experts {keep}: layer {layer} has {len(scores)} experts")
+        if keep % groups:
+            raise DataError(f"--prune-experts {keep}: the experts are in {groups} groups; keep a multiple of {groups}")
+        each = len(scores) // groups
+        chosen: list[int] = []
+        for first in range(0, len(scores), each):
+            order = np.argsort(-np.asarray(scores[first : first + each]), kind="stable")
+            chosen += [first + int(i) for i in order[: keep // groups]]
+        found[layer] = sorted(chosen)
+    return found
+
+
+def plan_prune(
+    source: GGUF, keep_experts: Mapping[int, Sequence[int]] | None = None, drop_layers: Collection[int] = ()
+) -> Rewrite:
+    """Plan a file without some experts and layers.
+
+    keep_experts   by layer, the experts that stay; None: all. It has to name every layer with experts that stays
+    drop_layers    the layers that are left out
+
+    DataError or UnsupportedError for what the file does not have, or what would not run as before.
+    """
+    described = validate.describe(source.metadata, source.tensors, source.path)
+    hp = described.hparams
+    if wrong := [layer for layer in drop_layers if not 0 <= layer < hp.n_layer]:
+        raise DataError(f"{source.path}: --prune-layers {wrong[0]}: the file has layers 0 to {hp.n_layer - 1}")
+    stay = [layer for layer in range(hp.n_layer) if layer not in set(drop_layers)]
+    if not any(layer < hp.n_main for layer in stay):
+        raise DataError(f"{source.path}: --prune-layers leaves no layer")
+    number_of = {old: new for new, old in enumerate(stay)}
+    keep = _checked(source, keep_experts, number_of) if keep_experts is not None else {}
+    made: list[RewrittenTensor] = []
+    for shard, tensor in by_shard(source):
+        layer = split_name(tensor.name)[1] if tensor.name.startswith("blk.") else None
+        if layer is None or layer in number_of:
+            made.append(_tensor(tensor, shard, layer, number_of, keep))
+    metadata = _metadata(source.metadata, hp, stay, keep)
+    _require_same_layers(source, described, made, metadata, stay)
+    return Rewrite([source], made, metadata)
+
+
+def _tensor(
+    tensor: Tensor, shard: int, layer: int | None, number_of: Mapping[int, int], keep: Mapping[int, Sequence[int]]
+) -> RewrittenTensor:
+    if layer is None:
+        return copied(tensor, shard)
+    name = f"blk.{number_of[layer]}.{tensor.name.split('.', 2)[2]}"
+    if layer in keep and _OF_EXPERTS.fullmatch(tensor.name):
+        return selected(tensor, keep[layer], shard, name)
+    return copied(tensor, shard, name)
+
+
+def _checked(source: GGUF, keep: Mapping[int, Sequence[int]], number_of: Mapping[int, int]) -> dict[int, list[int]]:
+    """The experts to keep of the layers that stay. DataError unless there is one number of them, in range."""
+    found: dict[int, list[int]] = {}
+    for name, tensor in source.tensors.items():
+        layer = split_name(name)[1]
+        if layer is None or layer not in number_of or not name.endswith(".ffn_gate_inp.weight"):
+            continue
+        if layer not in keep:
+            raise DataError(
+                f"{source.path}: nothing says which experts of blk.{layer} stay; MTP layers do not run, so they are "
+                "not measured: leave them out with --prune-layers, or list their experts in FILE"
+            )
+        numbers = sorted(set(keep[layer]))
+        if not numbers or numbers[0] < 0 or numbers[-1] >= tensor.shape[0] or len(numbers) != len(keep[layer]):
+            raise DataError(f"{source.path}: blk.{layer} has {tensor.shape[0]} experts, not {list(keep[layer])}")
+        found[layer] = numbers
+    if not found:
+        raise UnsupportedError(f"{source.path}: the file has no experts to prune")
+    counts = {len(numbers): layer for layer, numbers in found.items()}
+    if len(counts) > 1:
+        (a, one), (b, other), *_ = counts.items()
+        raise DataError(f"{source.path}: {a} experts of blk.{one} stay and {b} of blk.{other}; a file has one number")
+    return found
+
+
+def _metadata(source: Metadata, hp: blocks.HParams, stay: Sequence[int], keep: Mapping[int, Sequence[int]]) -> Metadata:
+    """The metadata of what stays. DataError if fewer experts stay than a token uses."""
+    metadata, a = source.copy(), hp.arch
+    if keep:
+        count = len(next(iter(keep.values())))
+        per_group = count // hp.n_expert_groups
+        if (
+            count < hp.n_expert_used
+            or count % hp.n_expert_groups
+            or (hp.n_expert_used > hp.n_expert_groups_used * per_group)
+        ):
+            raise DataError(
+                f"{count} experts in {hp.n_expert_groups} groups stay; a token uses {hp.n_expert_used} experts of "
+                f"{hp.n_expert_groups_used} groups"
+            )
+        metadata.set(f"{a}.expert_count", count, "u32")
+    if len(stay) == hp.n_layer:
+        return metadata
+    for key, number in (
+        ("block_count", len(stay)),
+        ("leading_dense_block_count", sum(layer < hp.n_leading_dense for layer in stay)),
+        ("nextn_predict_layers", sum(layer >= hp.n_main for layer in stay)),
+    ):
+        if key == "block_count" or f"{a}.{key}" in metadata:
+            metadata.set(f"{a}.{key}", number, "u32")
+    for key, value in source.items():
+        if key.startswith(f"{a}.") and isinstance(value, list) and len(value) == hp.n_layer:
+            metadata.set(key, [value[layer] for layer in stay], source.kind(key))
+    return metadata
+
+
+def _require_same_layers(
+    source: GGUF, before: validate.Description, made: Sequence[RewrittenTensor], metadata: Metadata, stay: Sequence[int]
+) -> None:
+    """UnsupportedError if a layer would compute something else under its new number."""
+    after = validate.describe(metadata, {tensor.spec.name: tensor.spec for tensor in made}, source.path)
+    old = {block.layer: block for block in before.blocks}
+    count = f"count={before.hparams.n_expert}", f"count={after.hparams.n_expert}"
+    for block in after.blocks:
+        number = stay[block.layer]
+        expected = repr(old[number].parts).replace(f"'blk.{number}.", f"'blk.{block.layer}.").replace(*count)
+        if repr(block.parts) != expected:
+            raise UnsupportedError(
+                f"{source.path}: blk.{number} would become blk.{block.layer}, and {before.arch.name} computes that "
+                "layer otherwise: its number decides; leave out whole periods of layers"
+            )
+
+
+def kept_experts(record: Mapping[str, object], path: object) -> dict[int, list[int]]:
+    """The experts by layer that a JSON file lists: {"keep": {"3": [0, 2, 5], …}}. FormatError for other contents."""
+    listed = record.get("keep")
+    if not isinstance(listed, Mapping) or not all(_is_list(key, value, int) for key, value in listed.items()):
+        raise FormatError(f'{path}: expected {{"keep": {{"LAYER": [EXPERT, …], …}}}}')
+    return {int(layer): [int(number) for number in numbers] for layer, numbers in listed.items()}
+
+
+def saliencies(record: Mapping[str, object], path: object) -> dict[int, list[float]]:
+    """The saliencies by layer of a file of `quantkit saliency`. FormatError for other contents."""
+    layers = record.get("layers")
+    values: dict[Any, Any] = {}
+    if isinstance(layers, Mapping):
+        values = {key: value.get("saliency") for key, value in layers.items() if isinstance(value, Mapping)}
+    if not values or not all(_is_list(key, value, (int, float)) for key, value in values.items()):
+        raise FormatError(f"{path}: not a file of `quantkit saliency`")
+    return {int(layer): [float(number) for number in numbers] for layer, numbers in values.items()}
+
+
+def _is_list(key: object, value: object, kind: type | tuple[type, ...]) -> bool:
+    numbers = isinstance(value, list) and all(isinstance(x, kind) and not isinstance(x, bool) for x in value)
+    return isinstance(key, str) and key.isdigit() and len(key) < 10 and numbers

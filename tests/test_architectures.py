@@ -27,7 +27,29 @@ HYBRID = {
     "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 1, "head_dim": 64, "num_hidden_layers": 5,
     "intermediate_size": 160,
 }  # fmt: skip
+GLM_FLASH = {
+    "architectures": ["Glm4MoeLiteForCausalLM"], "model_type": "glm4_moe_lite", "rope_scaling": None,
+    "rope_theta": 1e6, "rms_norm_eps": 1e-5, "routed_scaling_factor": 1.8, "num_hidden_layers": 4,
+    "mlp_layer_types": ["dense", "dense", "sparse", "sparse"], "first_k_dense_replace": None,
+}  # fmt: skip
 OTHERS: dict[str, dict[str, Any]] = {
+    "deepseek32": {
+        "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 6, "num_hidden_layers": 2,
+        "q_lora_rank": 96, "kv_lora_rank": 32, "qk_nope_head_dim": 64, "qk_rope_head_dim": 16, "v_head_dim": 32,
+        "n_routed_experts": 12, "num_experts_per_tok": 4, "n_shared_experts": 2, "index_n_heads": 12,
+        "index_head_dim": 32, "index_topk": 40, "rope_scaling": None,
+    },
+    "dots1": {
+        "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 6, "num_hidden_layers": 4, "head_dim": 64,
+        "n_routed_experts": 12, "num_experts_per_tok": 4, "n_shared_experts": 2, "first_k_dense_replace": 2,
+        "norm_topk_prob": False, "routed_scaling_factor": 1.0,
+    },
+    "glm-dsa": {
+        "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 6, "num_hidden_layers": 3,
+        "q_lora_rank": 96, "kv_lora_rank": 32, "qk_nope_head_dim": 64, "qk_rope_head_dim": 16, "v_head_dim": 64,
+        "n_routed_experts": 12, "num_experts_per_tok": 4, "n_shared_experts": 2, "index_n_heads": 12,
+        "index_head_dim": 32, "index_topk": 40, "indexer_types": None, "first_k_dense_replace": 2,
+    },
     "deepseek2": {
         "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "hidden_size": 96,
         "num_attention_heads": 6, "num_key_value_heads": 6, "num_hidden_layers": 5, "q_lora_rank": 80,
@@ -47,6 +69,12 @@ OTHERS: dict[str, dict[str, Any]] = {
         "num_local_experts": 12, "num_experts_per_tok": 5, "intermediate_size": 32, "sliding_window": 50,
         "rope_scaling": None,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+    "mimo2": {
+        "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "num_hidden_layers": 3, "head_dim": 32,
+        "v_head_dim": 64, "n_routed_experts": 12, "num_experts_per_tok": 5, "sliding_window": 20,
+        "attention_value_scale": 0.5, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "mlp_layer_types": ["dense", "dense", "sparse"],
     },
     "minimax-m2": {
         "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 1, "num_hidden_layers": 3, "head_dim": 64,
@@ -95,6 +123,23 @@ OTHERS: dict[str, dict[str, Any]] = {
         "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 1, "num_hidden_layers": 3, "head_dim": 64,
         "tie_word_embeddings": True,
     },
+    "qwen2moe": {
+        "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 1, "num_hidden_layers": 3,
+        "num_experts": 9, "num_experts_per_tok": 4, "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 96, "tie_word_embeddings": True,
+    },
+    "qwen3vl": {
+        "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 1, "num_hidden_layers": 3, "head_dim": 64,
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e5, "mrope_section": [12, 10, 10],
+                            "mrope_interleaved": True},
+    },
+    "qwen3vlmoe": {
+        "hidden_size": 96, "num_attention_heads": 3, "num_key_value_heads": 3, "num_hidden_layers": 3, "head_dim": 64,
+        "num_experts": 9, "num_experts_per_tok": 4, "moe_intermediate_size": 64, "intermediate_size": 160,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [12, 10, 10],
+                            "mrope_interleaved": True},
+    },
     "qwen3next": HYBRID | {
         "linear_num_value_heads": 6, "num_experts": 12, "num_experts_per_tok": 5, "moe_intermediate_size": 64,
         "norm_topk_prob": True, "shared_expert_intermediate_size": 32, "rope_theta": 1e6, "partial_rotary_factor": 0.5,
@@ -123,7 +168,8 @@ def log_probabilities(logits: np.ndarray) -> np.ndarray:
 MIXTRAL = {
     "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 3,
 }  # fmt: skip
-EVERY = [*((arch.name, {}) for arch in archs.all()), *OTHERS.items()]
+NOT_IN_THE_REFERENCE = ("deepseek32", "glm-dsa")  # wheel 0.1.5 does not know the first, and aborts on the second
+EVERY = [*((arch.name, {}) for arch in archs.all()), *OTHERS.items(), ("deepseek2", GLM_FLASH)]
 
 
 @pytest.mark.parametrize(("arch", "change"), EVERY)
@@ -142,10 +188,12 @@ def test_logits_of_transformers_and_the_reference(tmp_path: Path, arch: str, cha
     assert np.abs(log_probabilities(single) - wanted[0]).max() < 2e-3
     together = ours.forward_sequences(TOKENS, slice(None))
     assert np.abs(log_probabilities(together) - wanted).max() < 2e-3
+    if arch in NOT_IN_THE_REFERENCE:
+        return
     libllama = pytest.importorskip("tests.conformance.libllama")
     with libllama.Llama(tmp_path / "m.gguf", n_ctx=256, threads=1) as llama:
         theirs = log_probabilities(llama.logits(TOKENS[0]))
-    if arch in ("hunyuan-moe", "gpt-oss", "mistral3"):
+    if arch in ("hunyuan-moe", "gpt-oss", "mimo2", "mistral3"):
         wanted[0] = log_probabilities(as_the_reference(ours).logits(TOKENS[0]))
     worst = np.abs(theirs - wanted[0]).max(1)  # its cache is f16, after which a near tie of experts may turn
     if arch == "mistral3":
@@ -158,9 +206,11 @@ def as_the_reference(model: Any) -> Any:
 
     hunyuan-moe   norms queries and keys before rope
     gpt-oss       rounds the ramp of YaRN to whole pairs
+    mimo2         has no scale of values
     mistral3      multiplies YaRN's cos and sin by 1 + 0.1 ln(factor) once more; and takes the temperature of position
                   p + 1 at p, so that logits differ from where it first changes
     """
+    model.drop_cached(list(model.weights))
     model.blocks = [replace(block, parts=(_as_there(block.parts[0]), *block.parts[1:])) for block in model.blocks]
     return model
 
@@ -170,7 +220,7 @@ def _as_there(part: Any) -> Any:
     if part.temperature is not None:
         more = 1 - 0.1 * np.log(rope.scale)
         rope = replace(rope, yarn=replace(rope.yarn, attn_factor=rope.yarn.attn_factor * more))
-    return replace(part, rope=rope, norms_after_rope=False)
+    return replace(part, rope=rope, norms_after_rope=False, v=replace(part.v, factor=1.0))
 
 
 SMALL_STATES = {"linear_key_head_dim": 32, "linear_value_head_dim": 48, "linear_num_key_heads": 2}
@@ -192,6 +242,7 @@ V2 = OTHERS["deepseek2"]
      ("gemma3", {"tie_word_embeddings": False, "attention_bias": True}),
      ("glm4moe", GROUPS | {"attention_bias": False, "tie_word_embeddings": True}),
      ("deepseek2", V2 | GROUPS | {"topk_method": "group_limited_greedy", "num_hidden_layers": 3}),
+     ("qwen2moe", {"norm_topk_prob": True}), ("dots1", GROUPS | {"attention_bias": True, "num_key_value_heads": 2}),
      ("deepseek2", V2 | {"q_lora_rank": None, "num_hidden_layers": 3, "attention_bias": True})],
 )  # fmt: skip
 def test_what_the_reference_does_not_know(tmp_path: Path, arch: str, change: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""deepseek2: DeepSeek V2, V3 and R1, Kimi K2. Latent attention (MLA), leading dense layers, routed and shared experts.
+"""deepseek2: DeepSeek V2, V3 and R1, Kimi K2, GLM-4.7-Flash. Latent attention (MLA), leading dense layers, experts.
 
 Keys and values are computed from a latent of kv_lora_rank columns and from RoPE elements that all heads share. A head
 has `nope` + `rope` elements in its query and `v` in its value. With H heads, the tensors between latent and heads are
@@ -11,7 +11,8 @@ Files hold the first ("joint"), the other two ("split") or all three ("all": ik_
 llama.cpp's converter writes "split" with 3-D tensors; its head_count_kv, key_length and value_length are those of the
 latent. RoPE rotates neighbouring elements, the order of checkpoints. YaRN's mscale multiplies the scores, not cos and
 sin. The norms of the latents have their own epsilon, a constant in transformers. MTP layers are dropped by default,
-because ik_llama.cpp does not load files that have them.
+because ik_llama.cpp does not load files that have them. GLM-4.7-Flash computes what DeepSeek V3 does; on export its
+class is known by its tokenizer.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -35,6 +36,7 @@ from quantkit.formats.gguf.metadata import Entries, shortest
 from quantkit.inputs.settings import integer, sequence
 
 _LATENT_EPS = 1e-6
+_GLM_TOKENIZERS = ("glm4", "chatglm-bpe")
 _LEFT_OUT = {
     "all": (),
     "joint": ("attn_k_b", "attn_v_b"),
@@ -86,13 +88,15 @@ class KeyHalf(Transform):
 
     copies_rows = False
 
-    def __init__(self, sizes: _HeadSizes):
-        self.sizes = sizes
+    def __init__(self, sizes: _HeadSizes, *, stacked: bool = False):
+        """`stacked`: of three dimensions, the heads first."""
+        self.sizes, self.stacked = sizes, stacked
         self.row_multiple = sizes.kv_lora
 
     def shape(self, *sources: Shape) -> Shape:
         self.sizes.check(sources[0])
-        return (self.sizes.heads * self.sizes.kv_lora, self.sizes.nope)
+        shape = (self.sizes.heads, self.sizes.kv_lora, self.sizes.nope)
+        return shape if self.stacked else (shape[0] * shape[1], shape[2])
 
     def rows(self, sources: Sequence[ReadRows], start: int, stop: int) -> np.ndarray:
         s = self.sizes
@@ -105,13 +109,15 @@ class KeyHalf(Transform):
 class ValueHalf(Transform):
     """Make attn_v_b from attn_kv_b: the value rows of each head."""
 
-    def __init__(self, sizes: _HeadSizes):
-        self.sizes = sizes
+    def __init__(self, sizes: _HeadSizes, *, stacked: bool = False):
+        """`stacked`: of three dimensions, the heads first."""
+        self.sizes, self.stacked = sizes, stacked
         self.row_multiple = sizes.v
 
     def shape(self, *sources: Shape) -> Shape:
         self.sizes.check(sources[0])
-        return (self.sizes.heads * self.sizes.v, self.sizes.kv_lora)
+        shape = (self.sizes.heads, self.sizes.v, self.sizes.kv_lora)
+        return shape if self.stacked else (shape[0] * shape[1], shape[2])
 
     def rows(self, sources: Sequence[ReadRows], start: int, stop: int) -> np.ndarray:
         s = self.sizes
@@ -160,43 +166,52 @@ def _has_low_rank_q(hp: LatentHParams, layer: int) -> bool:
     return bool(hp.q_lora)
 
 
+def half_rules(*, stacked: bool = False) -> tuple[TensorRule, ...]:
+    """The rules of attn_k_b and attn_v_b, which are made from the checkpoint's kv_b_proj."""
+    halves: tuple[tuple[str, type[KeyHalf | ValueHalf]], ...] = (("k", KeyHalf), ("v", ValueHalf))
+
+    def rule(part: str, half: type[KeyHalf | ValueHalf]) -> TensorRule:
+        return TensorRule(
+            f"blk.N.attn_{part}_b",
+            "model.layers.N.self_attn.kv_b_proj",
+            lambda hp: half(_HeadSizes.of(hp), stacked=stacked),
+            to_gguf_only=True,
+        )
+
+    return tuple(rule(part, half) for part, half in halves)
+
+
+ATTENTION_RULES = (
+    TensorRule("blk.N.attn_norm", "model.layers.N.input_layernorm", f32=True),
+    TensorRule("blk.N.attn_q", "model.layers.N.self_attn.q_proj", layers=_has_direct_q),
+    TensorRule("blk.N.attn_q_a", "model.layers.N.self_attn.q_a_proj", layers=_has_low_rank_q, bias=True),
+    TensorRule("blk.N.attn_q_a_norm", "model.layers.N.self_attn.q_a_layernorm", layers=_has_low_rank_q, f32=True),
+    TensorRule("blk.N.attn_q_b", "model.layers.N.self_attn.q_b_proj", layers=_has_low_rank_q),
+    TensorRule("blk.N.attn_kv_a_mqa", "model.layers.N.self_attn.kv_a_proj_with_mqa", bias=True),
+    TensorRule("blk.N.attn_kv_a_norm", "model.layers.N.self_attn.kv_a_layernorm", f32=True),
+    TensorRule("blk.N.attn_kv_b", "model.layers.N.self_attn.kv_b_proj"),
+    *half_rules(),
+    TensorRule("blk.N.attn_output", "model.layers.N.self_attn.o_proj", bias=True),
+    TensorRule("blk.N.ffn_norm", "model.layers.N.post_attention_layernorm", f32=True),
+)
+
+
 class DeepSeek2(Decoder):
-    """DeepSeek V2, V3 and R1, Kimi K2."""
+    """DeepSeek V2, V3 and R1, Kimi K2, GLM-4.7-Flash."""
 
     name = "deepseek2"
-    hf = ("DeepseekV3ForCausalLM", "DeepseekV2ForCausalLM")
+    hf: ClassVar[tuple[str, ...]] = ("DeepseekV3ForCausalLM", "DeepseekV2ForCausalLM", "Glm4MoeLiteForCausalLM")
     model_type = "deepseek_v3"
     rope_style = "norm"
     mtp = "drop"
-    rules = (
+    rules: ClassVar[tuple[TensorRule, ...]] = (
         *EMBEDDING_RULES,
-        TensorRule("blk.N.attn_norm", "model.layers.N.input_layernorm", f32=True),
-        TensorRule("blk.N.attn_q", "model.layers.N.self_attn.q_proj", layers=_has_direct_q),
-        TensorRule("blk.N.attn_q_a", "model.layers.N.self_attn.q_a_proj", layers=_has_low_rank_q, bias=True),
-        TensorRule("blk.N.attn_q_a_norm", "model.layers.N.self_attn.q_a_layernorm", layers=_has_low_rank_q, f32=True),
-        TensorRule("blk.N.attn_q_b", "model.layers.N.self_attn.q_b_proj", layers=_has_low_rank_q),
-        TensorRule("blk.N.attn_kv_a_mqa", "model.layers.N.self_attn.kv_a_proj_with_mqa", bias=True),
-        TensorRule("blk.N.attn_kv_a_norm", "model.layers.N.self_attn.kv_a_layernorm", f32=True),
-        TensorRule("blk.N.attn_kv_b", "model.layers.N.self_attn.kv_b_proj"),
-        TensorRule(
-            "blk.N.attn_k_b",
-            "model.layers.N.self_attn.kv_b_proj",
-            lambda hp: KeyHalf(_HeadSizes.of(hp)),
-            to_gguf_only=True,
-        ),
-        TensorRule(
-            "blk.N.attn_v_b",
-            "model.layers.N.self_attn.kv_b_proj",
-            lambda hp: ValueHalf(_HeadSizes.of(hp)),
-            to_gguf_only=True,
-        ),
-        TensorRule("blk.N.attn_output", "model.layers.N.self_attn.o_proj", bias=True),
-        TensorRule("blk.N.ffn_norm", "model.layers.N.post_attention_layernorm", f32=True),
+        *ATTENTION_RULES,
         *experts.RULES,
         *mtp_layers.RULES,
         *OUTPUT_RULES,
     )
-    EXAMPLE = {  # noqa: RUF012  data
+    EXAMPLE: ClassVar[dict[str, Any]] = {
         "architectures": ["DeepseekV3ForCausalLM"],
         "model_type": "deepseek_v3",
         "vocab_size": 320,
@@ -295,13 +310,7 @@ class DeepSeek2(Decoder):
 
     def config(self, metadata: Mapping[str, object], tensors: Mapping[str, LazyTensor]) -> dict[str, Any]:
         hp, keys = self.hparams(metadata, tensors.keys()), Keys(self.name, metadata)
-        sigmoid = hp.gating == "sigmoid"
-        if sigmoid:
-            found: dict[str, Any] = {"architectures": [self.hf[0]], "model_type": self.model_type}
-            found |= {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
-        else:
-            found = {"architectures": [self.hf[1]], "model_type": "deepseek_v2", "scoring_func": "softmax"}
-            found["topk_method"] = "group_limited_greedy" if hp.n_expert_groups > 1 else "greedy"
+        found = self.class_settings(hp, metadata)
         biased = ("attn_q_a", "attn_kv_a_mqa", "attn_output") if hp.q_lora else ("attn_kv_a_mqa", "attn_output")
         found |= experts.config(hp) | {
             "vocab_size": hp.n_vocab,
@@ -329,6 +338,18 @@ class DeepSeek2(Decoder):
                 scaling |= {"mscale": scale, "mscale_all_dim": scale}
             found["rope_scaling"] = scaling
         return found
+
+    def class_settings(self, hp: HParams, metadata: Mapping[str, object]) -> dict[str, Any]:
+        """The settings of config.json that differ between the classes that share the file format."""
+        if hp.gating == "softmax":
+            method = "group_limited_greedy" if hp.n_expert_groups > 1 else "greedy"
+            return {"architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "scoring_func": "softmax",
+                    "topk_method": method}  # fmt: skip
+        sigmoid = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+        if metadata.get("tokenizer.ggml.pre") in _GLM_TOKENIZERS:
+            return {"architectures": ["Glm4MoeLiteForCausalLM"], "model_type": "glm4_moe_lite",
+                    "mlp_layer_types": mlp_layer_types(hp)} | sigmoid  # fmt: skip
+        return {"architectures": [self.hf[0]], "model_type": self.model_type} | sigmoid
 
     # --------------------------------------------------------------------------------------------------- runtime side
 
@@ -391,9 +412,14 @@ class DeepSeek2(Decoder):
         return experts.feed_forward(hp, i)
 
 
+def mlp_layer_types(hp: HParams) -> list[str]:
+    """What transformers 5 calls the feed-forward of each layer."""
+    return ["dense"] * hp.n_leading_dense + ["sparse"] * (hp.n_main - hp.n_leading_dense)
+
+
 def _gating(config: Config) -> str:
     """How experts are scored, "softmax" or "sigmoid"; transformers' classes differ in their default."""
-    third = "DeepseekV3ForCausalLM" in sequence(config, "architectures")
+    third = "DeepseekV2ForCausalLM" not in sequence(config, "architectures")
     scoring = str(config.get("scoring_func") or ("sigmoid" if third else "softmax"))
     method = config.get("topk_method") or ("noaux_tc" if third else "greedy")
     if scoring not in experts.GATING_NUMBERS:

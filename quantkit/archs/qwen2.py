@@ -6,7 +6,7 @@ Rows keep the checkpoint's order.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from quantkit.archs.common.base import EMBEDDING_RULES, OUTPUT_RULES, SWIGLU_RULES, Config, refuse
 from quantkit.archs.common.decoder import Decoder
@@ -16,26 +16,30 @@ from quantkit.formats.gguf.metadata import Entries
 
 _BIASED = ("attn_q", "attn_k", "attn_v")
 
+ATTENTION_RULES = (
+    TensorRule("blk.N.attn_norm", "model.layers.N.input_layernorm", f32=True),
+    TensorRule("blk.N.attn_q", "model.layers.N.self_attn.q_proj", bias=True),
+    TensorRule("blk.N.attn_k", "model.layers.N.self_attn.k_proj", bias=True),
+    TensorRule("blk.N.attn_v", "model.layers.N.self_attn.v_proj", bias=True),
+    TensorRule("blk.N.attn_output", "model.layers.N.self_attn.o_proj"),
+)
+
 
 class Qwen2(Decoder):
     """Qwen2 and Qwen2.5, dense."""
 
     name = "qwen2"
-    hf = ("Qwen2ForCausalLM",)
+    hf: ClassVar[tuple[str, ...]] = ("Qwen2ForCausalLM",)
     model_type = "qwen2"
     rope_style = "neox"
     biased = _BIASED
-    rules = (
+    rules: ClassVar[tuple[TensorRule, ...]] = (
         *EMBEDDING_RULES,
-        TensorRule("blk.N.attn_norm", "model.layers.N.input_layernorm", f32=True),
-        TensorRule("blk.N.attn_q", "model.layers.N.self_attn.q_proj", bias=True),
-        TensorRule("blk.N.attn_k", "model.layers.N.self_attn.k_proj", bias=True),
-        TensorRule("blk.N.attn_v", "model.layers.N.self_attn.v_proj", bias=True),
-        TensorRule("blk.N.attn_output", "model.layers.N.self_attn.o_proj"),
+        *ATTENTION_RULES,
         *SWIGLU_RULES,
         *OUTPUT_RULES,
     )
-    EXAMPLE = {  # noqa: RUF012  data
+    EXAMPLE: ClassVar[dict[str, Any]] = {
         "architectures": ["Qwen2ForCausalLM"],
         "model_type": "qwen2",
         "vocab_size": 320,

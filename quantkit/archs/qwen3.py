@@ -32,11 +32,11 @@ class Qwen3(Decoder):
     """Qwen3, dense."""
 
     name = "qwen3"
-    hf = ("Qwen3ForCausalLM",)
+    hf: ClassVar[tuple[str, ...]] = ("Qwen3ForCausalLM",)
     model_type = "qwen3"
     rope_style = "neox"
     rules: ClassVar[tuple[TensorRule, ...]] = (*EMBEDDING_RULES, *ATTENTION_RULES, *SWIGLU_RULES, *OUTPUT_RULES)
-    EXAMPLE = {  # noqa: RUF012  data
+    EXAMPLE: ClassVar[dict[str, Any]] = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
         "vocab_size": 320,

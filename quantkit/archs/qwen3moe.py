@@ -9,7 +9,7 @@ the programs that read this format support none.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from quantkit.archs.common import experts
 from quantkit.archs.common.base import EMBEDDING_RULES, OUTPUT_RULES, Config, Keys, need, refuse
@@ -23,9 +23,9 @@ class Qwen3MoE(Qwen3):
     """Qwen3 with experts in every layer."""
 
     name = "qwen3moe"
-    hf = ("Qwen3MoeForCausalLM",)
+    hf: ClassVar[tuple[str, ...]] = ("Qwen3MoeForCausalLM",)
     model_type = "qwen3_moe"
-    rules = (
+    rules: ClassVar[tuple[TensorRule, ...]] = (
         *EMBEDDING_RULES,
         *ATTENTION_RULES,
         TensorRule("blk.N.ffn_norm", "model.layers.N.post_attention_layernorm", f32=True),
@@ -35,7 +35,7 @@ class Qwen3MoE(Qwen3):
         TensorRule("blk.N.ffn_down_exps", "model.layers.N.mlp.experts.E.down_proj"),
         *OUTPUT_RULES,
     )
-    EXAMPLE = Qwen3.EXAMPLE | {
+    EXAMPLE: ClassVar[dict[str, Any]] = Qwen3.EXAMPLE | {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
         "num_experts": 6,
@@ -51,10 +51,10 @@ class Qwen3MoE(Qwen3):
         refuse(config, "mlp_only_layers", ([],))
         experts = config.get("num_local_experts") or need(config, "num_experts")  # transformers 5 writes the former
         return super().metadata(config) | {
-            "qwen3moe.expert_count": (experts, "u32"),
-            "qwen3moe.expert_used_count": (need(config, "num_experts_per_tok"), "u32"),
-            "qwen3moe.expert_feed_forward_length": (need(config, "moe_intermediate_size"), "u32"),
-            "qwen3moe.expert_weights_norm": (bool(config.get("norm_topk_prob", False)), "bool"),
+            f"{self.name}.expert_count": (experts, "u32"),
+            f"{self.name}.expert_used_count": (need(config, "num_experts_per_tok"), "u32"),
+            f"{self.name}.expert_feed_forward_length": (need(config, "moe_intermediate_size"), "u32"),
+            f"{self.name}.expert_weights_norm": (bool(config.get("norm_topk_prob", False)), "bool"),
         }
 
     def config(self, metadata: Mapping[str, object], tensors: Mapping[str, LazyTensor]) -> dict[str, Any]:

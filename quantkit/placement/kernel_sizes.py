@@ -33,6 +33,10 @@ DELTA_CHUNK = 64  # tokens of a chunk, a multiple of 32
 DELTA_ROWS = -(-DELTA_CHUNK // FLOAT_TILE_TOKENS) * FLOAT_TILE_TOKENS  # of a chunk's matrices: whole tiles
 DELTA_FEW_TOKENS = 4  # up to this many tokens of a sequence are computed one by one
 
+# indexer.py
+INDEX_BLOCK = 64  # keys of an indexer decoded at a time; a multiple of 8
+INDEX_GROUP = 8  # tokens of a batch scored with a block of keys
+
 # latent_attention.py
 LATENT_BLOCK = 64  # latents decoded at a time, in scratch of each thread; a multiple of 16
 LATENT_PIECE = 192  # query rows (tokens times heads) of an absorbed piece; whole tiles
@@ -126,6 +130,16 @@ def whole_tiles(tokens: int) -> int:
 def latent_decode_bytes(heads: int, latent: int, span: int) -> int:
     """Per thread, for one token's attention over latents: decoded latents, and the scores of all heads for a span."""
     return 4 * (LATENT_BLOCK * latent + heads * span)
+
+
+def index_block_bytes(heads: int, dim: int) -> int:
+    """Per thread, for the scores of an indexer: a block of decoded keys, and the products of all heads with it."""
+    return 4 * ((INDEX_BLOCK + 4) * dim + heads * INDEX_BLOCK + 16)
+
+
+def selection_bytes(top_k: int) -> int:
+    """The selected positions of a token."""
+    return 8 + 8 * top_k
 
 
 def latent_scratch_bytes(nope: int, kv_lora: int, rows: int) -> int:

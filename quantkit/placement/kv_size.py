@@ -3,7 +3,8 @@
     of_layers(metadata, n_ctx, types.layout("f16"), types.layout("q8_0"))    bytes of each layer
 
     attention     per KV head n_ctx rows of key_length in the key type, and of value_length in the value type
-    latent        n_ctx rows of kv_lora_rank + RoPE dims in the key type (`mla` 1 to 3); `mla` 0 caches full heads
+    latent        n_ctx rows of kv_lora_rank + RoPE dims in the key type (`mla` 1 to 3), and with an indexer of its
+                  key in the value type; `mla` 0 caches full heads
     recurrent     conv_kernel - 1 columns and a state of heads * key dim * value dim in float32, for any context
 
 In a model with ssm keys, all layers are recurrent except those that full_attention_interval selects and the MTP layers.
@@ -43,7 +44,9 @@ def of_layers(
         if number("ssm.inner_size") and layer < main and (layer + 1) % (interval or layers + 1):
             found.append(4 * _state(number))
         elif latent and mla:
-            found.append(n_ctx * _row(keys, latent + number("rope.dimension_count")))
+            index = number("attention.indexer.key_length")
+            rows = _row(keys, latent + number("rope.dimension_count")) + (_row(values, index) if index else 0)
+            found.append(n_ctx * rows)
         else:
             kv_heads = heads if latent else kv_heads
             k = number("attention.key_length_mla") or number("attention.key_length") or width

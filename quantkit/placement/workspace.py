@@ -224,6 +224,20 @@ def _latent_attention(
         part.nope, part.rope.dim, part.kv_lora, part.head_dim_v, rows, positions
     )
     prompt.private("pieces", 4 * sum(floats), threads)
+    if part.indexer is not None:
+        _indexer(prompt, step, part.indexer, threads, max(n_ctx, part.indexer.top_k))
+
+
+def _indexer(prompt: _Buffers, step: _Buffers, part: blocks.Indexer, threads: int, n_ctx: int) -> None:
+    """Keys, queries and scores of an indexer, and what it selects."""
+    for buffers, tokens in ((prompt, BATCH_TOKENS), (step, 1)):
+        buffers.add("selection", tokens * kernel_sizes.selection_bytes(part.top_k))
+        for name, n in (("index key", part.dim), ("index weights", part.heads), ("index q", part.heads * part.dim)):
+            buffers.add(name, 4 * tokens * n)
+        buffers.private("index ranks", 4 * n_ctx, threads)
+        buffers.private("index block", kernel_sizes.index_block_bytes(part.heads, part.dim), threads)
+    step.add("index scores", 4 * n_ctx)
+    prompt.private("index scores", 4 * n_ctx * kernel_sizes.INDEX_GROUP, threads)
 
 
 def _latent_heads(prompt: _Buffers, step: _Buffers, part: blocks.LatentAttention, threads: int) -> None:

@@ -518,7 +518,7 @@ class Model(BlockRunner, Locked):
         """UnsupportedError or DataError where caches of this type, or the bound on attention's memory, do not fit."""
         hp = self._cached
         kind.rotations(hp.head_dim_k, hp.head_dim_v)
-        self.attention.query_rows(hp.n_head // hp.n_head_kv, n_ctx or 1, self.threads)
+        self.attention.query_rows(hp.n_head // min(hp.kv_heads_of or (hp.n_head_kv,)), n_ctx or 1, self.threads)
 
     def _check_weights(self) -> None:
         """UnsupportedError for a tensor of a type that cannot be decoded."""

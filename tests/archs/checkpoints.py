@@ -99,7 +99,10 @@ def tiny(directory: Path, dtype: str = "float32", arch: str = "llama", **config:
     example = archs.get(arch).EXAMPLE | config
     torch.manual_seed(5)
     kind = transformers.AutoConfig.for_model(example["model_type"])
-    model = transformers.AutoModelForCausalLM.from_config(type(kind)(**example)).eval()
+    if type(kind) in transformers.AutoModelForCausalLM._model_mapping:
+        model = transformers.AutoModelForCausalLM.from_config(type(kind)(**example)).eval()
+    else:
+        model = _multimodal(example)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
@@ -120,6 +123,19 @@ def tiny(directory: Path, dtype: str = "float32", arch: str = "llama", **config:
     )
     write_tokenizer(directory, byte_level(example["vocab_size"]), bos_token="<|begin|>", eos_token="<|end|>")
     return model
+
+
+def _multimodal(text: dict[str, Any]) -> Any:
+    """A multimodal model with this language model and a tiny image encoder, for classes without one of text alone."""
+    import transformers
+
+    vision = {"depth": 4, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "patch_size": 4,
+              "out_hidden_size": text["hidden_size"], "num_position_embeddings": 16,
+              "deepstack_visual_indexes": [0, 2]}  # fmt: skip
+    outer = transformers.AutoConfig.for_model(text["model_type"].removesuffix("_text"))
+    config = type(outer)(text_config=text, vision_config=vision,
+                         tie_word_embeddings=text["tie_word_embeddings"])  # fmt: skip
+    return getattr(transformers, text["architectures"][0])(config).eval()
 
 
 Coded = list[tuple[str, str, np.ndarray]]  # name, dtype, values

@@ -81,7 +81,36 @@ ERNIE_21B = {
     "moe_layer_start_index": 1, "moe_layer_end_index": 27, "moe_layer_interval": 1, "max_position_embeddings": 131072,
     "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": True,
 }  # fmt: skip
+DEEPSEEK_V32 = configs.DEEPSEEK_V3 | {
+    "architectures": ["DeepseekV32ForCausalLM"], "index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048,
+}  # fmt: skip
+GLM_5 = DEEPSEEK_V32 | {
+    "architectures": ["GlmMoeDsaForCausalLM"], "vocab_size": 154880, "hidden_size": 6144, "intermediate_size": 12288,
+    "num_hidden_layers": 78, "num_attention_heads": 64, "num_key_value_heads": 64, "q_lora_rank": 2048,
+    "v_head_dim": 256, "qk_nope_head_dim": 192, "index_n_heads": 32, "rms_norm_eps": 1e-5, "rope_scaling": None,
+    "rope_theta": 1e6, "max_position_embeddings": 202752, "n_group": 1, "topk_group": 1,
+    "quantization_config": None,
+}  # fmt: skip
+GLM_47_FLASH = {
+    "architectures": ["Glm4MoeLiteForCausalLM"], "vocab_size": 154880, "hidden_size": 2048, "intermediate_size": 10240,
+    "moe_intermediate_size": 1536, "num_hidden_layers": 47, "num_attention_heads": 20, "num_key_value_heads": 20,
+    "n_shared_experts": 1, "n_routed_experts": 64, "num_experts_per_tok": 4, "routed_scaling_factor": 1.8,
+    "kv_lora_rank": 512, "q_lora_rank": 768, "qk_rope_head_dim": 64, "v_head_dim": 256, "qk_nope_head_dim": 192,
+    "first_k_dense_replace": 1, "norm_topk_prob": True, "max_position_embeddings": 202752, "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6, "num_nextn_predict_layers": 1,
+}  # fmt: skip
+MIMO_V2_FLASH = {  # as published
+    "architectures": ["MiMoV2FlashForCausalLM"], "vocab_size": 152576, "hidden_size": 4096,
+    "intermediate_size": 16384, "moe_intermediate_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 64,
+    "num_key_value_heads": 4, "head_dim": 192, "v_head_dim": 128, "swa_num_attention_heads": 64,
+    "swa_num_key_value_heads": 8, "swa_head_dim": 192, "swa_v_head_dim": 128, "n_routed_experts": 256,
+    "num_experts_per_tok": 8, "routed_scaling_factor": None, "sliding_window": 128, "sliding_window_size": 128,
+    "hybrid_layer_pattern": [int(i > 0 and (i + 1) % 6 > 0) for i in range(48)],
+    "moe_layer_freq": [int(i > 0) for i in range(48)], "layernorm_epsilon": 1e-5, "rope_theta": 5e6,
+    "swa_rope_theta": 1e4, "partial_rotary_factor": 0.334, "max_position_embeddings": 262144,
+}  # fmt: skip
 FULL_SIZE: dict[str, dict[str, Any]] = {
+    "deepseek32": DEEPSEEK_V32, "glm-dsa": GLM_5, "mimo2": MIMO_V2_FLASH,
     "gpt-oss": GPT_OSS_20B, "gemma3": GEMMA3_27B, "glm4moe": GLM45_AIR, "minimax-m2": MINIMAX_M2,
     "hunyuan-moe": HUNYUAN_A13B, "bitnet-b1.58": BITNET_2B, "bitnet": FIRST_BITNET_3B, "mistral3": MINISTRAL3_8B,
     "ernie4_5-moe": ERNIE_21B, "deepseek2": configs.DEEPSEEK_V3, "qwen3moe": configs.QWEN3_235B,
@@ -110,6 +139,15 @@ def test_every_architecture_is_compiled(name: str) -> None:
 def test_models_of_full_size_are_compiled(name: str) -> None:
     assert archs.from_hf(archs.language_model(FULL_SIZE[name])).name == name
     assert reason(FULL_SIZE[name]) is None
+
+
+def test_published_configurations_are_read() -> None:
+    assert reason(GLM_47_FLASH) is None
+    keys = {key: value for key, (value, _) in archs.get("mimo2").metadata(MIMO_V2_FLASH).items()}
+    assert keys["mimo2.attention.head_count_kv"][:7] == [4, 8, 8, 8, 8, 4, 8]
+    assert keys["mimo2.attention.sliding_window"] == 129
+    assert keys["mimo2.rope.dimension_count"] == 64
+    assert keys["mimo2.leading_dense_block_count"] == 1
 
 
 def test_heads_below_a_vector_run_layer_by_layer(tmp_path: Path) -> None:

@@ -332,7 +332,10 @@ def test_every_architecture_on_devices(arch: str, tmp_path: Path) -> None:
     for how in ({}, {"split_mode": "graph"}, {"override_tensor": r"(attn_out|down|gate_inp)=cpu:1"}):
         try:
             check(path, devices="cpu:0,cpu:1", **how)
-        except UnsupportedError as error:  # the one way that is refused
+        except UnsupportedError as error:  # the ways that are refused
+            if arch in ("deepseek32", "glm-dsa"):
+                assert "sparse attention" in str(error)  # noqa: PT017
+                continue
             assert "normalized together" in str(error)  # noqa: PT017
             assert how == {"split_mode": "graph"}
 

@@ -47,7 +47,7 @@ class Norm:
 
 @dataclass(frozen=True)
 class Linear:
-    """y = scale x W^T + bias.
+    """y = factor scale x W^T + bias.
 
     With `half`, W is the first (0) or second (1) half of the rows of each matrix of `weight`, and of its bias: gate or
     up of experts that are fused in one tensor.
@@ -56,6 +56,7 @@ class Linear:
     weight: str
     bias: str | None = None
     scale: str | None = None  # tensor float32[1]
+    factor: float = 1.0
     half: int | None = None
 
 
@@ -152,6 +153,29 @@ class DeltaNet:
 
 
 @dataclass(frozen=True)
+class Indexer:
+    """Lightning indexer: the positions that a token attends to, the `top_k` ones with the largest scores.
+
+    With y = norm(x) and u the queries' latent, after q_a_norm: q = q_b(u) split into heads, k = k_norm(k(y)), which the
+    cache holds, w = weights(y). RoPE is applied to the first rope.dim elements of q and k. The score of position t is
+
+        sum over h of w_h * max(0, q_h . k_t) * (heads * dim)^-0.5
+
+    k_norm is a LayerNorm: its mean is taken away, `bias` is added. Of equal scores the earlier position comes first.
+    """
+
+    q_b: Linear
+    k: Linear
+    k_norm: Norm
+    bias: str  # tensor float32[dim], of k_norm
+    weights: Linear
+    heads: int
+    dim: int
+    top_k: int
+    rope: Rope
+
+
+@dataclass(frozen=True)
 class LatentAttention:
     """Multi-head latent attention: x + out(attention) where all heads share one latent of a token's key and value.
 
@@ -161,6 +185,9 @@ class LatentAttention:
     [heads * (nope + head_dim_v), kv_lora]; k_b [heads * kv_lora, nope] (k_h transposed) and v_b
     [heads * head_dim_v, kv_lora] hold them separately, and may have three dimensions. A model has kv_b, or k_b and
     v_b, or all three.
+
+    With `sparse`, a token attends only to positions that its indexer selects, or, where the block has none, to those
+    that the last block before it with an indexer has selected.
     """
 
     norm: Norm
@@ -180,6 +207,8 @@ class LatentAttention:
     head_dim_v: int
     scale: float  # of the scores, before softmax
     rope: Rope
+    sparse: bool = False
+    indexer: Indexer | None = None
 
     @property
     def head_dim_k(self) -> int:
@@ -306,6 +335,7 @@ class HParams:
     recurrence: Recurrence | None = None
     recurrent: frozenset[int] = frozenset()  # the layers with a recurrence instead of attention
     n_mtp_layers: int = 0  # the last ones of n_layer, which are not run
+    kv_heads_of: tuple[int, ...] = ()  # of each layer, where they differ; n_head_kv is then the most
     tensors: frozenset[str] = frozenset()  # names in the file, which decide the optional parts
 
     @property

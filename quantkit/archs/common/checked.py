@@ -76,6 +76,30 @@ class Flag:
 
 
 @dataclass(frozen=True)
+class Flags:
+    """A list of `Flag`."""
+
+    def holds(self, value: object) -> bool:
+        """Whether `value` is a list of true, false, 1 or 0."""
+        return isinstance(value, list) and all(map(Flag().holds, value))
+
+    def __str__(self) -> str:
+        return "a list of true or false, one for each layer"
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """Every how many layers, or a `Flag` for each layer."""
+
+    def holds(self, value: object) -> bool:
+        """Whether a value is a whole number above 0, or a list of true, false, 1 or 0."""
+        return Flags().holds(value) if isinstance(value, list) else Count(1, 1 << 16).holds(value)
+
+    def __str__(self) -> str:
+        return f"{Count(1, 1 << 16)}, or {Flags()}"
+
+
+@dataclass(frozen=True)
 class Text:
     """A string."""
 
@@ -147,8 +171,13 @@ _TABLE: tuple[tuple[str, str, Bound], ...] = (
      "feed_forward_length expert_feed_forward_length expert_shared_feed_forward_length", _SIZE),
     ("q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim rotary_dim",
      "attention.q_lora_rank attention.kv_lora_rank attention.key_length_mla attention.value_length_mla", _SIZE),
-    ("full_attention_interval sliding_window_pattern", "full_attention_interval attention.sliding_window_pattern",
-     Count(1, 1 << 16)),
+    ("index_n_heads index_head_dim index_topk",
+     "attention.indexer.head_count attention.indexer.key_length attention.indexer.top_k", _WIDTH),
+    ("", "attention.indexer.types", Flags()),
+    ("n_deepstack_layers", "n_deepstack_layers", Count(0, 1 << 12)),
+    ("full_attention_interval sliding_window_pattern", "full_attention_interval", Count(1, 1 << 16)),
+    ("", "attention.sliding_window_pattern", Pattern()),
+    ("attention_value_scale", "attention.value_scale", _STRENGTH),
     ("sliding_window", "attention.sliding_window", Count(0, 1 << 31)),
     ("linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads linear_conv_kernel_dim",
      "ssm.conv_kernel ssm.state_size ssm.group_count ssm.time_step_rank ssm.inner_size", _WIDTH),

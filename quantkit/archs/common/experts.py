@@ -6,7 +6,7 @@
     moe_intermediate_size             expert_feed_forward_length
     n_shared_experts                  expert_shared_count
     shared_expert_intermediate_size   expert_shared_feed_forward_length
-    first_k_dense_replace             leading_dense_block_count
+    first_k_dense_replace             leading_dense_block_count; mlp_layer_types says the same
     routed_scaling_factor             expert_weights_scale
     norm_topk_prob                    expert_weights_norm
     scoring_func                      expert_gating_func: 1 softmax, 2 sigmoid, 3 softmax over the selected
@@ -27,7 +27,7 @@ from quantkit.archs.common.tensors import TensorRule, Transform
 from quantkit.archs.common.transforms import GatherRows
 from quantkit.errors import FormatError, UnsupportedError
 from quantkit.formats.gguf.metadata import Entries, shortest
-from quantkit.inputs.settings import integer, real
+from quantkit.inputs.settings import integer, real, sequence
 
 _OURS = ("gate", "up", "down")
 _GATING = {1: "softmax", 2: "sigmoid"}
@@ -139,11 +139,27 @@ def entries(name: str, config: Config) -> Entries:
     ):
         if config.get(theirs) is not None:
             found[ours] = (real(config, theirs) if kind == "f32" else config[theirs], kind)
+    if (dense := leading_dense(config)) is not None:
+        found["leading_dense_block_count"] = (dense, "u32")
     groups = integer(config, "n_group") or 1
     if groups > 1:
         found["expert_group_count"] = (groups, "u32")
         found["expert_group_used_count"] = (need(config, "topk_group"), "u32")
     return {f"{name}.{key}": entry for key, entry in found.items()}
+
+
+def leading_dense(config: Config) -> int | None:
+    """The dense layers before the first one with experts, from `mlp_layer_types`; None where config.json has none."""
+    kinds = list(sequence(config, "mlp_layer_types"))
+    if not kinds:
+        return None
+    layers, dense = int(need(config, "num_hidden_layers")), kinds.count("dense")
+    if kinds[:layers] != ["dense"] * dense + ["sparse"] * (layers - dense):
+        raise UnsupportedError(
+            f"config.json: mlp_layer_types = {kinds!r:.80}; GGUF has a number of dense layers, which come before all "
+            f"sparse ones, of num_hidden_layers = {layers}"
+        )
+    return dense
 
 
 def numbers(

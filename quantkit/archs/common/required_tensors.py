@@ -75,6 +75,12 @@ def _latent(part: blocks.LatentAttention, n_embd: int, tensors: Mapping[str, Sha
         yield part.q_a_norm.weight, (part.q_lora,)
     yield part.kv_a_norm.weight, (lora,)
     yield from _factors(part.rope)
+    if (indexer := part.indexer) is not None:
+        yield from _linear(indexer.q_b, indexer.heads * indexer.dim, part.q_lora)
+        yield from _linear(indexer.k, indexer.dim, n_embd)
+        yield from _linear(indexer.weights, indexer.heads, n_embd)
+        yield indexer.k_norm.weight, (indexer.dim,)
+        yield indexer.bias, (indexer.dim,)
 
 
 def _delta_net(part: blocks.DeltaNet, n_embd: int) -> Shapes:

@@ -41,6 +41,11 @@ attn_kv_b           kv_b kv_lora
 attn_k_b            k_b nope
 attn_v_b            o kv_lora
 
+indexer.attn_q_b    index_heads*index q_lora
+indexer.attn_k      index embd
+indexer.k_norm      index
+indexer.proj        index_heads embd
+
 attn_qkv            conv embd
 attn_gate           inner embd
 ssm_conv1d          conv kernel
@@ -100,11 +105,14 @@ class Sizes:
         self.arch = arch
         self.metadata = metadata
         self._own = own or {}
+        self.layer: int | None = None  # whose entry of a list counts
 
     def key(self, key: str) -> int | None:
         """The integer in a metadata key; None if it is missing or 0."""
         value = self.metadata.get(f"{self.arch}.{key}")
         if isinstance(value, (list, tuple)):
+            if self.layer is not None and self.layer < len(value):
+                value = value[self.layer : self.layer + 1]
             if len(set(value)) != 1:
                 raise UnsupportedError(
                     f"{self.arch}.{key} differs between layers; the shapes of such models are not known"
@@ -141,6 +149,7 @@ _KEYS = {
     "vocab": "vocab_size", "embd": "embedding_length", "ff": "feed_forward_length", "heads": "attention.head_count",
     "experts": "expert_count", "eff": "expert_feed_forward_length", "q_lora": "attention.q_lora_rank",
     "kv_lora": "attention.kv_lora_rank", "rope": "rope.dimension_count", "kernel": "ssm.conv_kernel",
+    "index": "attention.indexer.key_length", "index_heads": "attention.indexer.head_count",
     "state": "ssm.state_size", "groups": "ssm.group_count", "rank": "ssm.time_step_rank", "inner": "ssm.inner_size",
 }  # fmt: skip
 _NUMBERS: dict[str, Callable[[Sizes], int]] = {
@@ -185,6 +194,7 @@ def _expected_tensor(name: str, sizes: Sizes) -> ExpectedTensor:
         raise UnsupportedError(
             f"{name}: the shape of such a tensor is not known (add it to quantkit/archs/common/shapes.py)"
         )
+    sizes.layer = split_name(name)[1] if "." in name else None
     shape = tuple(sizes[dim] for dim in dims)
     if suffix == "bias":
         shape = shape[:-1] if len(shape) > 1 else shape

@@ -123,6 +123,36 @@ class ShuffleColumns(Transform):
         return ShuffleColumns(np.argsort(self.order))
 
 
+class ExpertRows(Transform):
+    """Every `stride`-th row from `first` on of each expert's matrix [n, columns], which may be stored transposed."""
+
+    def __init__(self, n: int, columns: int, layout: str, first: int = 0, stride: int = 1):
+        self.n, self.columns, self.layout, self.first, self.stride = n, columns, layout, first, stride
+        self.copies_rows = layout == "rows"
+        self.row_multiple = n // stride
+
+    def shape(self, *sources: Shape) -> Shape:
+        stored = (self.n, self.columns) if self.copies_rows else (self.columns, self.n)
+        if len(sources[0]) != 3 or sources[0][1:] != stored:
+            raise FormatError(f"experts of shape {sources[0]}; config.json makes each {stored}")
+        return (sources[0][0], self.row_multiple, self.columns)
+
+    def rows(self, sources: Sequence[ReadRows], start: int, stop: int) -> np.ndarray:
+        first, last = start // self.row_multiple, -(-stop // self.row_multiple)
+        tall = self.n if self.copies_rows else self.columns
+        parts = []
+        for expert in range(first, last):
+            stored = sources[0](expert * tall, (expert + 1) * tall)
+            matrix = stored if self.copies_rows else stored.reshape(self.columns, self.n).T
+            parts.append(matrix[self.first :: self.stride])
+        found = np.concatenate(parts)[start - first * self.row_multiple : stop - first * self.row_multiple]
+        return np.ascontiguousarray(found)
+
+    def inverse(self) -> Transform:
+        assert self.stride == 1
+        return self if self.copies_rows else ExpertRows(self.columns, self.n, self.layout)
+
+
 class Chain(Transform):
     """Apply several transforms in turn. Only the first may have several sources."""
 

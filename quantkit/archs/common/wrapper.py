@@ -11,6 +11,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from quantkit.inputs.settings import mapping
+
 _PARTS = ("text_config", "llm_config", "language_config")
 _WHOLE = ("quantization_config", "dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id",
           "_name_or_path")  # fmt: skip
@@ -29,8 +31,13 @@ def text_config(config: Mapping[str, object]) -> Mapping[str, object] | None:
 
 
 def merge_text_config(config: Mapping[str, object], text: Mapping[str, object]) -> dict[str, Any]:
-    """The language model's config with settings that only the outer config has. The outer tie_word_embeddings wins."""
+    """The language model's config with settings that only the outer config has. The outer tie_word_embeddings wins.
+
+    Of the image encoder's config it has `deepstack_visual_indexes`: as many layers take features of images.
+    """
     found = {key: config[key] for key in _WHOLE if key in config} | dict(text)
+    if deepstack := mapping(config, "vision_config").get("deepstack_visual_indexes"):
+        found["deepstack_visual_indexes"] = deepstack
     tied = [part["tie_word_embeddings"] for part in (config, text) if part.get("tie_word_embeddings") is not None]
     return found | ({"tie_word_embeddings": tied[0]} if tied else {})
 

@@ -147,7 +147,7 @@ class ModelTraits:
             return int(found[0] if isinstance(found, list) and found else found or 0)
 
         heads, key_heads = value("attention.head_count"), value("attention.head_count_kv")
-        if arch == "deepseek2" and key_heads == 1:  # latent attention in upstream's form
+        if arch in ("deepseek2", "deepseek32", "glm-dsa") and key_heads == 1:  # latent attention in upstream's form
             key_heads = heads
         names = list(names)
         vocabulary = value("vocab_size") or len(metadata.get("tokenizer.ggml.tokens", ()))

@@ -54,6 +54,7 @@ class BlockRunner:
         self._linears: dict[str, float_linear.FloatLinear] = {}
         self._tables: dict[blocks.Rope, tuple[np.ndarray, np.ndarray]] = {}
         self._checking = False
+        self.selections: list[np.ndarray | None] = []  # of the last block with an indexer, for each span
 
     def run_block(self, block: blocks.Block, x: np.ndarray, spans: list[Span]) -> np.ndarray:
         """float32[tokens, n_embd] that leaves a block."""
@@ -223,9 +224,14 @@ class BlockRunner:
         self.check(linear.weight, y)
         return y
 
+    @property
+    def observes(self) -> bool:
+        """Whether inputs of matrices are passed to an observer."""
+        return self.observer is not None and not self._checking
+
     def observe(self, name: str, x: np.ndarray, *which: int) -> None:
         """Pass the observer the inputs of a weight, or of its matrix `which`: (number, count)."""
-        if self.observer is not None and not self._checking:
+        if self.observer is not None and self.observes:
             self.observer(name, x, *which)
 
     def drop_cached(self, names: Iterable[str]) -> None:
@@ -238,7 +244,7 @@ class BlockRunner:
         result = self._linears.get(linear.weight)
         if result is None:
             bias = self.vector(linear.bias) if linear.bias else None
-            scale = float(self.vector(linear.scale)[0]) if linear.scale else 1.0
+            scale = linear.factor * (float(self.vector(linear.scale)[0]) if linear.scale else 1.0)
             result = float_linear.FloatLinear(self.weights[linear.weight], self.numerics, self.threads, bias, scale)
             self._linears[linear.weight] = result
         return result

@@ -19,6 +19,7 @@ from quantkit.runtime.kv.cache import Cache
 
 QUERY_ROWS = 384  # of a head's scores worked on at a time
 KEY_ROWS = 512
+HIDDEN = np.float32(-1e30)  # the score of a position that is not selected: below any other
 QUERIES_TOGETHER, KEYS_TOGETHER = 6, 128  # kernels round queries and positions up to multiples of them
 
 
@@ -73,10 +74,10 @@ class Heads(NamedTuple):
         return cls(*sizes, part.scale, part.window, sinks=sinks)
 
 
-def append_rows(k: np.ndarray, v: np.ndarray | None, cache: Cache, layer: int) -> None:
+def append_rows(k: np.ndarray | None, v: np.ndarray | None, cache: Cache, layer: int) -> None:
     """Append keys and values float32[tokens, heads * dim] to a layer of the KV cache, at `cache.length`.
 
-    They are rotated and rounded to the cache's types. `v` None: the cache has no values. `length` stays as it is.
+    They are rotated and rounded to the cache's types. None leaves one of the two out. `length` stays as it is.
     """
     kinds = cache.type.k, cache.type.v
     for x, into, kind, block in zip((k, v), (cache.k[layer], cache.v[layer]), kinds, cache.rotations):
@@ -152,6 +153,9 @@ def _attend_head(
         end = min(key + key_rows, position + tokens)
         keys = _decoded(span.cache.k[layer][head, key:end], span.cache.type.k, part.head_dim_k, "keys")
         scores = np.matmul(queries, keys.T, out=scratch("scores", (tokens * group, end - key)))
+        if span.selected is not None:
+            hidden = ~span.selected[first - span.start : stop - span.start, key:end]
+            scores.reshape(tokens, group, -1)[np.broadcast_to(hidden[:, None], (tokens, group, end - key))] = HIDDEN
         reference.softmax_step(scores, group, position - key, window, maximum, denominator, acc)
         if part.values_in_keys:
             values = keys[:, : part.head_dim_v]

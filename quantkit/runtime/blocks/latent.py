@@ -1,7 +1,8 @@
 """Multi-head latent attention (MLA), layer by layer in float32.
 
-A cache holds a latent for each token, kv_lora + rope elements and no values, or with `mla` 0 the keys and values of all
-heads. `mla` selects how attention is computed, as -mla of ik_llama.cpp:
+A cache holds a latent for each token, kv_lora + rope elements and no values (of sparse attention, the keys of the
+indexer in their place), or with `mla` 0 the keys and values of all heads. `mla` selects how attention is computed, as
+-mla of ik_llama.cpp:
 
     0   full heads: kv_b computes keys and values of each token, once
     1   absorbed: k_b projects queries to latents, attention runs over the latents, whose first kv_lora elements are
@@ -26,8 +27,9 @@ import numpy as np
 from quantkit import types
 from quantkit.archs.common import blocks
 from quantkit.codegen import thread_pool
+from quantkit.errors import UnsupportedError
 from quantkit.formats.gguf import Tensor
-from quantkit.runtime.blocks import float_attention, float_ops
+from quantkit.runtime.blocks import float_attention, float_ops, indexer
 from quantkit.runtime.blocks.float_attention import AttentionOptions, Heads
 from quantkit.runtime.blocks.spans import Span
 from quantkit.runtime.kernels import kv_rounding
@@ -57,6 +59,14 @@ class LatentRun(Observed, Protocol):
     threads: int
     attention: AttentionOptions
     mla: int
+    selections: list[np.ndarray | None]
+
+    @property
+    def observes(self) -> bool:
+        """Whether inputs of matrices are observed."""
+
+    def vector(self, name: str) -> np.ndarray:
+        """A vector by its name."""
 
     def linear(self, linear: blocks.Linear, x: np.ndarray) -> np.ndarray:
         """The product with a weight matrix."""
@@ -91,10 +101,18 @@ def is_latent(parts: Sequence[blocks.Block]) -> bool:
 
 def cached(hparams: blocks.HParams, parts: Sequence[blocks.Block], mla: int) -> blocks.HParams:
     """The model's hyperparameters with the heads and dimensions of what its caches hold."""
-    widths = {part.latent for block in parts for part in block.parts if isinstance(part, blocks.LatentAttention)}
-    if not widths or not mla:
+    latents = [part for block in parts for part in block.parts if isinstance(part, blocks.LatentAttention)]
+    if not latents:
         return hparams
-    return replace(hparams, n_head_kv=1, head_dim_k=widths.pop(), head_dim_v=0)
+    indexed = [part.indexer for part in latents if part.indexer is not None]
+    if not mla:
+        if indexed:
+            raise UnsupportedError(
+                f"-mla 0: the cache has values of all heads and no place for the keys of an indexer "
+                f"({indexed[0].k.weight}); take -mla 1, 2 or 3"
+            )
+        return hparams
+    return replace(hparams, n_head_kv=1, head_dim_k=latents[0].latent, head_dim_v=indexed[0].dim if indexed else 0)
 
 
 # --------------------------------------------------------------------------------------------- between latent and head
@@ -215,7 +233,7 @@ def attend_expanded(
         keys = _Expanded(*projections.expanded(latents, first, stop), span.cache.length)
         head_queries = np.ascontiguousarray(q[:, first:stop]).reshape(len(q), -1)
         heads = Heads(stop - first, stop - first, part.head_dim_k, part.head_dim_v, part.scale)
-        parts.append(run.attend(heads, 0, head_queries, [Span(0, len(q), keys)]))
+        parts.append(run.attend(heads, 0, head_queries, [Span(0, len(q), keys, span.selected)]))
     return np.concatenate(parts, axis=1)
 
 
@@ -235,10 +253,12 @@ def full(part: blocks.LatentAttention) -> Heads:
 def attention(run: LatentRun, part: blocks.LatentAttention, layer: int, x: np.ndarray, spans: list[Span]) -> np.ndarray:
     """What a latent attention block adds to x float32[tokens, n_embd]."""
     y = run.norm(part.norm, x)
-    q = y
+    u = y
     if part.q_a is not None and part.q_a_norm is not None:
-        q = run.norm(part.q_a_norm, run.linear(part.q_a, y))
-    q = run.linear(part.q, q).reshape(len(x), part.heads, part.head_dim_k)
+        u = run.norm(part.q_a_norm, run.linear(part.q_a, y))
+    if part.sparse:
+        spans = indexer.select(run, part, layer, y, u, spans)
+    q = run.linear(part.q, u).reshape(len(x), part.heads, part.head_dim_k)
     rotated = np.ascontiguousarray(q[:, :, part.nope :]).reshape(len(x), -1)
     run.apply_rope(rotated, part.rope, part.rope.dim, spans)
     q[:, :, part.nope :] = rotated.reshape(len(x), part.heads, -1)
@@ -282,7 +302,7 @@ def attend(
             absorbed(part),
             layer,
             projections.queries(span_queries),
-            [Span(0, len(span_queries), span.cache)],
+            [Span(0, len(span_queries), span.cache, span.selected)],
             attention,
         )
         observe(run, part.v_b, attended.reshape(len(span_queries), part.heads, -1))

@@ -11,11 +11,15 @@ from quantkit.runtime.kv.cache import Cache
 
 
 class Span(NamedTuple):
-    """Rows start … stop of a batch are the next tokens of the sequence that `cache` holds."""
+    """Rows start … stop of a batch are the next tokens of the sequence that `cache` holds.
+
+    selected   bool[stop - start, positions]: the positions that each token attends to; None: all up to its own
+    """
 
     start: int
     stop: int
     cache: Cache
+    selected: np.ndarray | None = None
 
 
 def batches(

@@ -142,7 +142,7 @@ class DecodeOps(TokenOps):
             out=out,
             bias=self.vector(linear.bias),
             residual=residual,
-            scale=self.vector(linear.scale),
+            scale=self.scale_of(linear),
         )
         self.add(decode_ops.matvec, parameters, barrier)
 

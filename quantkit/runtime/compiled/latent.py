@@ -6,6 +6,7 @@ Operations, with barriers where | stands; q_a and its norm only where the block 
     one token, mla 0    norm, q_a, kv_a | norm of q_a, q, norm of c, kv_b | attention | merge, out, add to x |
     batch               norm | q_a, kv_a | norm of q_a | q | RoPE, append to the caches | attention | quantize | out,
                         add to x |
+    with an indexer     its operations (indexer.py) come before the projection of q
     batch, mla 0        norm | q_a, kv_a | norm of q_a | q | RoPE | kv_b | append to the caches | attention | quantize |
                         out, add to x |
 
@@ -24,6 +25,7 @@ from quantkit import types
 from quantkit.archs.common import blocks
 from quantkit.placement import kernel_sizes
 from quantkit.placement.kernel_sizes import BATCH_TOKENS, activation_bytes, whole_tiles
+from quantkit.runtime.compiled import indexer
 from quantkit.runtime.compiled.cached_attention import Projected, attend_batch, attend_token
 from quantkit.runtime.compiled.plan_base import (
     SPLIT_ROWS,
@@ -118,11 +120,15 @@ def add_decode(ops: TokenOps, layer: int, part: blocks.LatentAttention, shape: P
     normed = ops.norm(part.norm)
     kv, q = ops.buffer("latent", 4 * part.latent), ops.buffer("q", 4 * part.heads * part.head_dim_k)
     multiple = math.lcm(SPLIT_ROWS, part.head_dim_k)
+    if part.indexer is not None:
+        indexer.add_decode_keys(ops, part.indexer, normed)
     ops.matvec(part.kv_a, normed, kv, barrier=part.q_a is None and not ops.model.mla)
     if part.q_a is not None and part.q_a_norm is not None:
         query_latent = ops.buffer("query latent", 4 * part.q_lora)
         ops.matvec(part.q_a, normed, query_latent, barrier=True)
         normed = ops.norm_of(part.q_a_norm, Activations(query_latent, 0), part.q_lora, "query latent normed")
+    if part.indexer is not None:
+        indexer.add_decode(ops, layer, part.indexer, normed, shape)
     ops.matvec(part.q, normed, q, multiple=multiple)
     view = ops.layer_view(layer, part)
     add = _add_absorbed if ops.model.mla else _add_full
@@ -173,6 +179,7 @@ def _add_absorbed(
         partial=partial,
         scratch=decoded,
         private_stride=decoded_stride,
+        selection=indexer.selection(ops, ops.model, 1) if part.sparse else 0,
     )
     ops.add(latent_attention.attention(rows), attention, barrier=True)
     merged = ops.buffer("attended", activation_bytes(part.heads * part.head_dim_v))
@@ -228,14 +235,21 @@ def _add_full(
 def add_prefill(ops: BatchOps, layer: int, part: blocks.LatentAttention, shape: PlannedCaches) -> None:
     """Append latent attention of a batch with its norm; the result is added to x."""
     readers = [part.kv_a, part.q if part.q_a is None else part.q_a]
+    if part.indexer is not None:
+        readers += [part.indexer.k, part.indexer.weights]
     normed = ops.norm(part.norm, readers)
     kv, q = _tiled(ops, "latent", part.latent), _tiled(ops, "latent q", part.heads * part.head_dim_k)
     ops.multiply(part.kv_a, normed, kv)
+    if part.indexer is not None:
+        indexer.add_prefill_keys(ops, part.indexer, normed)
     if part.q_a is not None and part.q_a_norm is not None:
         query_latent = ops.floats("query latent", part.q_lora)
         ops.multiply(part.q_a, normed, query_latent, barrier=True)
         ops.norm_of(part.q_a_norm, query_latent, part.q_lora, query_latent)
-        normed = ops.quantize(query_latent, part.q_lora, (part.q,))
+        readers = [part.q] if part.indexer is None else [part.q, part.indexer.q_b]
+        normed = ops.quantize(query_latent, part.q_lora, readers)
+    if part.indexer is not None:
+        indexer.add_prefill(ops, layer, part.indexer, normed, shape)
     ops.multiply(part.q, normed, q, barrier=True)
     view, rows, sizes = ops.layer_view(layer, part), _rows(part, shape), _sizes(ops, part)
     is_cached = ops.model.mla > 0
@@ -298,6 +312,8 @@ def _add_batch_latents(
         matrices_floats=floats[1],
         scratch=scratch,
         private_stride=stride,
+        selection=indexer.selection(ops, model, BATCH_TOKENS) if part.sparse else 0,
+        selection_bytes=kernel_sizes.selection_bytes(indexer.top_k(model)) if part.sparse else 0,
     )
     ops.add(latent_attention.batch_attention, attention, barrier=True)
 

@@ -37,7 +37,7 @@ from quantkit.runtime.kv.saved_state import LayerState
 SPLIT_ROWS = 32  # threads split matrices at multiples of this: whole sub-blocks of what is quantized next
 
 Array = np.ndarray[Any, Any]
-AnyAttention = blocks.Attention | blocks.LatentAttention
+AnyAttention = blocks.Attention | blocks.LatentAttention | blocks.Indexer
 
 
 class ExpertOptions(NamedTuple):
@@ -65,6 +65,12 @@ class ModelParts:
         return not self.attending.flash or self.mla == 2
 
     @property
+    def depends_on_context(self) -> bool:
+        """Whether buffers of operations grow with the positions that a cache has room for."""
+        latents = (p for block in self.block_list for p in block.parts if isinstance(p, blocks.LatentAttention))
+        return self.attends_plainly or any(part.sparse for part in latents)
+
+    @property
     def vocab(self) -> int:
         """Number of tokens in the vocabulary."""
         return self.weights[self.head.embedding].shape[0]
@@ -84,7 +90,7 @@ class PlannedCaches(NamedTuple):
     """What the caches that a list is built for have in common."""
 
     type: CacheType
-    n_ctx: int  # of the largest cache; only plain attention depends on it
+    n_ctx: int  # of the largest cache; only plain and sparse attention depend on it
 
     def heads(self, part: blocks.Attention) -> KernelHeads:
         """The shape that attention kernels are compiled for."""
@@ -150,6 +156,13 @@ class PlanOps(OpList):
     def vector(self, name: str | None) -> int:
         """Address of a norm's weight, a bias, sinks or a scale as float32; 0 for None."""
         return self.keep(float_linear.vector(self.model.weights[name])).ctypes.data if name else 0
+
+    def scale_of(self, linear: blocks.Linear) -> int:
+        """Address of the factor of a product as float32; 0 for none."""
+        if linear.factor == 1:
+            return self.vector(linear.scale)
+        scale = float(float_linear.vector(self.model.weights[linear.scale])[0]) if linear.scale else 1.0
+        return self.constant(linear.factor * scale)
 
     def activation(self, name: str) -> int:
         """Address of the function of kernels/cpu/gated_activations.py for the activation of a block."""
@@ -347,7 +360,7 @@ class CompiledPlan(ABC):
     def _fits(self, kind: CacheType, n_ctx: int) -> bool:
         """Whether the list was built for such caches."""
         assert self._shape is not None
-        return kind == self._shape.type and (not self.model.attends_plainly or n_ctx <= self._shape.n_ctx)
+        return kind == self._shape.type and (not self.model.depends_on_context or n_ctx <= self._shape.n_ctx)
 
     def _tables(self, rope: blocks.Rope, n_ctx: int) -> tuple[Array, Array]:
         """cos and sin float32[positions, dim / 2] for at least n_ctx positions."""

@@ -134,7 +134,9 @@ class PrefillOps(BatchOps):
         self, linear: blocks.Linear, x: ProductRows, out: int, *, add: bool = False, barrier: bool = False
     ) -> None:
         """Append out (+)= W x (* scale) (+ bias)."""
-        assert not (add and linear.scale), f"{linear.weight}: a scaled product cannot be added to what is there"
+        assert not (add and (linear.scale or linear.factor != 1)), (
+            f"{linear.weight}: a scaled product cannot be added to what is there"
+        )
         rows, n = self.tensor(linear).shape
         batch = dispatch.batch(self.tensor(linear).type)
         scratch, stride = self.private_buffer("panels", batch.scratch_bytes(n))
@@ -148,13 +150,13 @@ class PrefillOps(BatchOps):
             bias=self.vector(linear.bias),
             scratch=scratch,
             private_stride=stride,
-            scale=self.vector(linear.scale),
+            scale=self.scale_of(linear),
         )
         self.add(batch.kernel(int(add)), parameters, barrier)
 
     def add_to_residual(self, linear: blocks.Linear, x: ProductRows, post_norm: blocks.Norm | None = None) -> None:
         """Append x += W x', the end of a block, or x += norm(W x')."""
-        if post_norm is None and not linear.scale:
+        if post_norm is None and not linear.scale and linear.factor == 1:
             self.multiply(linear, x, self.x, add=True, barrier=True)
             return
         added = self.floats("added", self.n_embd)

@@ -24,6 +24,8 @@ def unsupported_feature(weights: Weights, parts: Sequence[blocks.Block], head: b
             linears += [
                 linear for linear in (part.q_a, part.q, part.kv_a, part.kv_b, part.k_b, part.v_b, part.out) if linear
             ]
+            if part.indexer is not None:
+                linears += [part.indexer.q_b, part.indexer.k, part.indexer.weights]
             reason = _in_latent_attention(part)
         elif isinstance(part, blocks.DeltaNet):
             linears += delta_net.matrices(part)
@@ -55,6 +57,8 @@ def _in_latent_attention(part: blocks.LatentAttention) -> str | None:
     for name, size in sizes.items():
         if size % 32:
             return f"latent attention where {name} is {size}, not a multiple of 32 ({part.kv_a.weight})"
+    if part.indexer is not None and part.indexer.dim % 32:
+        return f"an indexer of {part.indexer.dim} elements, not a multiple of 32 ({part.indexer.k.weight})"
     if part.rope.dim % 16:
         return f"latent attention with RoPE of {part.rope.dim} elements, not a multiple of 16 ({part.kv_a.weight})"
     return None

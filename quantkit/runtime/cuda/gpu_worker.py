@@ -325,7 +325,7 @@ class CudaWorker(Worker):
 
     def _product(self, linear: blocks.Linear, matrices: Matrices) -> Any:
         bias = self.vector(linear.bias) if linear.bias else None
-        scale = float(float_linear.vector(self.weights[linear.scale])[0]) if linear.scale else 1.0
+        scale = linear.factor * (float(float_linear.vector(self.weights[linear.scale])[0]) if linear.scale else 1.0)
 
         def run(x: Any) -> Any:
             y = matrices(x.contiguous(), self.exact)

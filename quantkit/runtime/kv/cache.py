@@ -48,7 +48,7 @@ class CacheShape(NamedTuple):
     """
 
     n_layer: int
-    n_head_kv: int
+    n_head_kv: int | tuple[int, ...]  # of all layers, or of each
     head_dim_k: int
     head_dim_v: int
     recurrent: frozenset[int]
@@ -58,14 +58,18 @@ class CacheShape(NamedTuple):
     @classmethod
     def of(cls, hparams: HParams, devices: tuple[Any, ...] = ()) -> CacheShape:
         """The shape of a model's caches."""
-        return cls(hparams.n_layer, hparams.n_head_kv, hparams.head_dim_k, hparams.head_dim_v, hparams.recurrent,
+        kv_heads = hparams.kv_heads_of or hparams.n_head_kv
+        return cls(hparams.n_layer, kv_heads, hparams.head_dim_k, hparams.head_dim_v, hparams.recurrent,
                    hparams.recurrence, devices)  # fmt: skip
 
     def __str__(self) -> str:
         states = f", {len(self.recurrent)} of them recurrent" if self.recurrent else ""
         devices = f" on {', '.join(name for name, *_ in self.devices)}" if self.devices else ""
+        heads = self.n_head_kv
+        if isinstance(heads, tuple):
+            heads = f"{min(heads)} to {max(heads)}"
         return (
-            f"{self.n_layer} layers{states} of {self.n_head_kv} KV heads, keys of {self.head_dim_k} and values of "
+            f"{self.n_layer} layers{states} of {heads} KV heads, keys of {self.head_dim_k} and values of "
             f"{self.head_dim_v} elements{devices}"
         )
 
@@ -90,9 +94,10 @@ class Cache:
         kind = cache_type if isinstance(cache_type, CacheType) else CacheType.parse(cache_type)
         self._describe(CacheShape.of(hparams), n_ctx, kind, one_layer)
         sides = (self.type.k, hparams.head_dim_k), (self.type.v, hparams.head_dim_v)
-        shapes = [(hparams.n_head_kv, self.n_ctx, types.layout(name).row_bytes(dim)) for name, dim in sides]
-        attends = [i not in hparams.recurrent for i in range(hparams.n_layer)]
-        self.k, self.v = (_rows(shape, attends, one_layer) for shape in shapes)
+        kv_heads = hparams.kv_heads_of or (hparams.n_head_kv,) * hparams.n_layer
+        heads = [0 if i in hparams.recurrent else kv_heads[i] for i in range(hparams.n_layer)]
+        shapes = [(self.n_ctx, types.layout(name).row_bytes(dim)) for name, dim in sides]
+        self.k, self.v = (_rows(heads, shape, one_layer) for shape in shapes)
         self.states: dict[int, LayerState] = {}
         self._spare: LayerState | None = None
         self._spare_of: int | None = None
@@ -274,15 +279,18 @@ class Cache:
         return before, after
 
 
-def _rows(shape: tuple[int, ...], attends: list[bool], one_layer: bool) -> tuple[np.ndarray, ...]:
-    """An array for each layer that attends, or one for all of them; an empty one for those that do not."""
+def _rows(heads: list[int], shape: tuple[int, int], one_layer: bool) -> tuple[np.ndarray, ...]:
+    """An array [heads, *shape] for each layer; with `one_layer`, one for all layers of as many heads."""
+    shared: dict[int, np.ndarray] = {}
+    found = []
     try:
-        none = np.zeros((shape[0], 0, shape[2]), np.uint8)
-        first = np.zeros(shape, np.uint8)
-        return tuple((first if one_layer else np.zeros(shape, np.uint8)) if has_rows else none for has_rows in attends)
+        for count in heads:
+            rows = (count, *shape) if count else (1, 0, shape[1])
+            found.append(shared.setdefault(count, np.zeros(rows, np.uint8)) if one_layer else np.zeros(rows, np.uint8))
     except (MemoryError, ValueError):
-        size = math.prod(shape) * (1 if one_layer else sum(attends))
+        size = math.prod(shape) * (max(heads) if one_layer else sum(heads))
         raise DataError(
-            f"a cache of {shape[1]} tokens takes about {2 * size / (1 << 30):.0f} GiB, more than there is; take a "
+            f"a cache of {shape[0]} tokens takes about {2 * size / (1 << 30):.0f} GiB, more than there is; take a "
             "smaller context (-c) or type (-ctk, -ctv)"
         ) from None
+    return tuple(found)

@@ -59,3 +59,8 @@ def require_known(parts: Sequence[blocks.Block]) -> None:
                     f"blk.{block.layer}: {type(part).__name__} layers run on one device in this version; leave out "
                     "--devices, -sm and rules for other devices"
                 )
+            if isinstance(part, blocks.LatentAttention) and part.sparse:
+                raise UnsupportedError(
+                    f"blk.{block.layer}: sparse attention ({part.kv_a.weight}) runs on one device in this version; "
+                    "leave out --devices, -sm, --profile and rules for other devices"
+                )

@@ -57,6 +57,7 @@ from quantkit.runtime.kernels.cpu.matvec import SIGNATURE
 from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record, split
 from quantkit.runtime.kernels.cpu.prefill_attention import decode_keys, divide, matmul, softmax_update
 from quantkit.runtime.kernels.cpu.prefill_ops import NEXT_PIECE, SPAN_BYTES, STATE_BYTES, BatchState, SpanState
+from quantkit.runtime.kernels.cpu.selection import hide_others, selected_positions
 from quantkit.runtime.kernels.reference import exp
 from quantkit.types import layout
 
@@ -392,6 +393,7 @@ class AttentionParameters(NamedTuple):
     partial: int  # float32[threads, heads, kv_lora + 2]
     scratch: int  # kernel_sizes.latent_decode_bytes per thread
     private_stride: int
+    selection: int = 0  # record of selection.py; 0: all positions
 
 
 @functools.cache
@@ -402,6 +404,15 @@ def attention(rows: LatentRows) -> Callback:
     """
     dim, dim_v, ggml_type, rotation = rows
     nbytes, width = rows.nbytes, dim_v + 2
+
+    @kernel
+    def decode(latents, chosen, first, count, out):
+        if chosen == 0:
+            decode_keys(ggml_type, latents + first * nbytes, nbytes, count, dim, out, dim * 4)
+            return
+        for i in range(count):
+            row = latents + load_int(chosen + (first + i) * 8) * nbytes
+            decode_keys(ggml_type, row, nbytes, 1, dim, out + i * dim * 4, dim * 4)
 
     @callback(OPERATION)
     def run(parameters, thread, threads):
@@ -427,20 +438,20 @@ def attention(rows: LatentRows) -> Callback:
         out[:] = 0
         for head in range(heads):
             out[head * width + dim_v] = _MASKED
-        count = position + 1
+        count, chosen = selected_positions(p.selection, position + 1)
         end = count * (thread + 1) // threads
         for start in range(count * thread // threads, end, span):
             stop = min(end, start + span)
             for block in range(start, stop, LATENT_BLOCK):
                 positions = min(LATENT_BLOCK, stop - block)
-                decode_keys(ggml_type, latents + block * nbytes, nbytes, positions, dim, decoded, dim * 4)
+                decode(latents, chosen, block, positions, decoded)
                 block_scores(p.queries, heads, decoded, positions, dim, scores + (block - start) * 4, span * 4)
             for head in range(heads):
                 span_softmax(scores + head * span * 4, 0, stop - start, 1, dim_v, partial + head * width * 4)
             for block in range(start, stop, LATENT_BLOCK):
                 positions = min(LATENT_BLOCK, stop - block)
                 if stop - start > LATENT_BLOCK:
-                    decode_keys(ggml_type, latents + block * nbytes, nbytes, positions, dim, decoded, dim * 4)
+                    decode(latents, chosen, block, positions, decoded)
                 weights = scores + (block - start) * 4
                 block_values(weights, span * 4, heads, decoded, dim * 4, positions, dim_v, partial, width * 4)
 
@@ -622,6 +633,8 @@ class BatchAttentionParameters(NamedTuple):
     matrices_floats: int
     scratch: int  # their sum, per thread
     private_stride: int
+    selection: int = 0  # a record of selection.py for each token; 0: all positions
+    selection_bytes: int = 0
 
 
 class _Piece(NamedTuple):
@@ -766,6 +779,9 @@ def _absorbed_piece(p, s, piece, rows, scratch):
             matmul(queries, latent * 4, transposed, KEY_BLOCK * 4, latent, block_scores, step * 4, used, columns, False)
         for row in range(count):
             visible, columns = piece.position + row // heads + 1 - start, -(-(stop - start) // 32) * 32
+            if p.selection != 0:
+                record = p.selection + (piece.token + row // heads) * p.selection_bytes
+                hide_others(record, start, stop, scores + row * step * 4)
             softmax_update(
                 scores + row * step * 4, columns, 0, visible, s.kv_lora, results + row * s.kv_lora * 4,
                 softmax_states + row * 8,
@@ -832,6 +848,9 @@ def _expanded_piece(p, s, piece, rows, scratch):
             for row in range(tokens):
                 visible, result = piece.position + first + row + 1 - start, results + (first + row) * s.dim_v * 4
                 state = softmax_states + (first + row) * 8
+                if p.selection != 0:
+                    record = p.selection + (piece.token + first + row) * p.selection_bytes
+                    hide_others(record, start, start + block_keys, scores + row * KEY_BLOCK * 4)
                 softmax_update(scores + row * KEY_BLOCK * 4, columns, 0, visible, s.dim_v, result, state)
             result = results + first * s.dim_v * 4
             matmul(scores, KEY_BLOCK * 4, values, s.dim_v * 4, columns, result, s.dim_v * 4, used, s.dim_v, True)

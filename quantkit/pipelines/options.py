@@ -44,6 +44,7 @@ class ConvertOptions:
         disk               for a checkpoint on the Hub: bytes on the disk beyond the output; None: 10 GB, or what is
                            needed if that is more
         keep_shards        for a checkpoint on the Hub: leave it in the directory NAME beside the output
+        shared_output      with a cluster: workers write into the output themselves
     """
 
     pre: str | None = None
@@ -56,6 +57,7 @@ class ConvertOptions:
     split_max_tensors: int | None = None
     disk: int | None = None
     keep_shards: bool = False
+    shared_output: bool = False
 
 
 @dataclass(frozen=True)
@@ -203,6 +205,7 @@ class QuantizeOptions(TypeOptions):
         effort             encoder effort: "fast", "normal" or "best"
         threads            number of threads; None: the CPUs that this process may use
         fresh              restart instead of resuming an interrupted run
+        shared_output      with a cluster: workers write into the output themselves
         partial_requant    quantize only tensors that would differ from those in the output; copy the rest
         reuse              like `partial_requant`, but copy from this file
 
@@ -241,6 +244,7 @@ class QuantizeOptions(TypeOptions):
     skip_first_shard: bool = False
     disk: int | None = None
     keep_shards: bool = False
+    shared_output: bool = False
 
 
 @dataclass(frozen=True)

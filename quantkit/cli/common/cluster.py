@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Annotated
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from quantkit.cli.common.output import print_table
+
 if TYPE_CHECKING:
     from distributed import Client
+
+    from quantkit.pipelines.on_cluster import WorkerWork
 
 PANEL = "Several machines"
 
@@ -21,6 +26,15 @@ Cluster = Annotated[
         help="Run on a dask cluster: N processes here, tcp://HOST:PORT of a scheduler, or its scheduler file.",
         rich_help_panel=PANEL,
         show_default=False,
+    ),
+]
+
+SharedOutput = Annotated[
+    bool,
+    typer.Option(
+        "--shared-output",
+        help="With --cluster: workers write into OUT themselves, on a file system that they share with this machine.",
+        rich_help_panel=PANEL,
     ),
 ]
 
@@ -43,3 +57,18 @@ def connected(spec: str | None, on_message: Callable[[str], None]) -> Iterator[C
             f"{client.dashboard_link}"
         )
         yield client
+
+
+def worker_rows(work: Mapping[str, WorkerWork]) -> list[dict[str, Any]]:
+    """What each worker did, for JSON: address, tasks, pieces, seconds of its threads, bytes."""
+    return [{"address": address, **dataclasses.asdict(done)} for address, done in sorted(work.items())]
+
+
+def print_workers(work: Mapping[str, WorkerWork]) -> None:
+    """Print what each worker did, if any."""
+    rows = [
+        (address, done.pieces, f"{done.seconds:.1f}", f"{done.bytes_read / max(done.seconds, 1e-9) / 1e9:.3f}")
+        for address, done in sorted(work.items())
+    ]
+    if rows:
+        print_table(("worker", "pieces", "seconds", "GB/s per thread"), rows)

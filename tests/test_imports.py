@@ -24,7 +24,7 @@ codegen
 types
 repack
 formats
-hub
+hub cluster
 archs
 tokenizers
 recipe
@@ -35,7 +35,7 @@ serve
 cli
 """
 LAYER_OF = {name: i for i, line in enumerate(LAYERS.split("\n")) for name in line.split()}
-HEAVY_AT_MODULE_LEVEL = frozenset(("torch", "transformers", "matplotlib"))
+HEAVY_AT_MODULE_LEVEL = frozenset(("torch", "transformers", "matplotlib", "dask", "distributed"))
 CUDA = "runtime.kernels.cuda"  # imports numba.cuda in one module
 NUMBA = frozenset(f"codegen.{name}" for name in ("numba_loader", "numba_internals", "simd"))
 LLVM = frozenset(

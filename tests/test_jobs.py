@@ -23,8 +23,8 @@ from quantkit.cli import main
 from quantkit.errors import QuantkitError
 from quantkit.formats import gguf, imatrix, journal, provenance
 from quantkit.formats.gguf import TensorSpec, Writer
-from quantkit.pipelines import quantize as loop
 from quantkit.pipelines import resume
+from quantkit.pipelines.pieces import Encoded, Piece
 from quantkit.pipelines.quantize import Written, quantize_with_plan
 from quantkit.pipelines.repack_file import plan_repack, write_repacked
 from quantkit.pipelines.verify import verify_gguf
@@ -74,15 +74,15 @@ class Encodings:
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.names: list[str] = []
         self.stop: int | None = None
-        encode = loop._Piece.encode
+        encode = Piece.encode
 
-        def counted(piece: Any) -> np.ndarray:
+        def counted(piece: Any) -> Encoded:
             if self.stop is not None and len(self.names) >= self.stop:
                 raise KeyboardInterrupt
             self.names.append(piece.planned.name)
             return encode(piece)
 
-        monkeypatch.setattr(loop._Piece, "encode", counted)
+        monkeypatch.setattr(Piece, "encode", counted)
 
     def of(self, run: Callable[[], Any]) -> set[str]:
         self.names = []

@@ -75,6 +75,7 @@ def packages() -> None:
          ("runtime", "model, blocks, KV cache, decode plans,|kernels, several devices")],
         [("recipe", "rules, mixes, plan, lint"), ("placement", "tensor to device, fit, memory, speed")],
         [("formats", "GGUF, safetensors,|imatrix, KLD"), ("hub", "the Hugging Face|Hub"),
+         ("cluster", "dask.distributed"),
          ("archs", "one file|per architecture"),
          ("tokenizers", "read, write, encode")],
         [("repack", "row interleaving and back")],

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from quantkit.cli.common import without_effect
+from quantkit.cli.common.cluster import Cluster, SharedOutput, connected, print_workers, worker_rows
 from quantkit.cli.common.evaluation import on_message
 from quantkit.cli.common.hub import Disk, KeepShards, is_on_hub
 from quantkit.cli.common.options import (
@@ -85,6 +86,8 @@ def convert(
     ] = False,
     disk: Disk = None,
     keep_shards: KeepShards = False,
+    cluster: Cluster = None,
+    shared_output: SharedOutput = False,
     metadata: MetadataFile = None,
     model_name: ModelName = None,
     vision: Annotated[
@@ -116,6 +119,9 @@ def convert(
 
     A checkpoint on the Hub is streamed: its tensors are fetched while others are converted, and removed from the disk
     when they are done. The hash of every file is checked. To resume an interrupted run, give the same command again.
+
+    With --cluster, the workers of a dask cluster read HF_DIR and convert; OUT has the same bytes, and a run is resumed
+    in the same way. Its workers must find HF_DIR under the same name.
     """
     from quantkit.pipelines import api
     from quantkit.pipelines.options import ConvertOptions
@@ -138,12 +144,12 @@ def convert(
     started = time.monotonic()
     options = ConvertOptions(
         pre, mtp, size, dry_run, threads, metadata, model_name, split_max_tensors,
-        None if disk is None else parse_size(disk), keep_shards, fuse_gate_up,
+        None if disk is None else parse_size(disk), keep_shards, fuse_gate_up, shared_output,
     )  # fmt: skip
+    tell = (lambda line: None) if json else print
     try:
-        done = api.convert(
-            source, target, outtype, options, progress=True, on_message=(lambda line: None) if json else print
-        )
+        with connected(cluster, tell) as client:
+            done = api.convert(source, target, outtype, options, client=client, progress=True, on_message=tell)
     except BaseException:
         print_unfinished(Path(target))
         raise
@@ -151,6 +157,7 @@ def convert(
     if json:
         print_json("quantkit.convert/1", record)
         return
+    print_workers(done.workers)
     rows = [(row["type"], row["tensors"], gib(row["bytes"])) for row in record["types"]]
     print_table(("type", "tensors", "size"), rows)
     print(
@@ -190,4 +197,4 @@ def _record(done: Conversion, seconds: float) -> dict[str, Any]:
         "tokenizer": f"{metadata['tokenizer.ggml.model']}/{metadata['tokenizer.ggml.pre']}",
         "paths": done.paths,
         "seconds": seconds,
-    }
+    } | ({"workers": worker_rows(done.workers)} if done.workers else {})

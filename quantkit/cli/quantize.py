@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from quantkit.cli.common.cluster import Cluster, SharedOutput, connected, print_workers, worker_rows
 from quantkit.cli.common.command import in_sections
 from quantkit.cli.common.hub import Disk, KeepShards, is_on_hub
 from quantkit.cli.common.options import (
@@ -159,6 +160,8 @@ def quantize(
     ] = False,
     disk: Disk = None,
     keep_shards: KeepShards = False,
+    cluster: Cluster = None,
+    shared_output: SharedOutput = False,
     fresh: Annotated[
         bool,
         typer.Option("--restart", "--fresh", help="Discard the results of an interrupted run instead of resuming it."),
@@ -184,6 +187,9 @@ def quantize(
 
     A checkpoint on the Hub is streamed: its tensors are fetched while others are quantized, and removed from the disk
     when they are done. The hash of every file is checked.
+
+    With --cluster, the workers of a dask cluster read IN and encode; OUT has the same bytes. Its workers must find IN
+    under the same name.
 
     To resume an interrupted run, give the same command again. --partial-requant quantizes only tensors whose type,
     source, importance or codec differs from what OUT records, and copies the rest; `quantkit verify` lists them. If OUT
@@ -216,6 +222,7 @@ def quantize(
         skip_first_shard=skip_first_shard,
         disk=None if disk is None else parse_size(disk),
         keep_shards=keep_shards,
+        shared_output=shared_output,
     )
     if calibrate and is_on_hub(source):
         raise OptionError(
@@ -225,10 +232,10 @@ def quantize(
     if calibrate and (only or individual_tensors):
         raise OptionError("--calibrate runs the model over all layers: --only and --individual-tensors need --imatrix")
     calibration = _calibration(calibrate_ctx, calibrate_chunks, propagate, second_moments, second_moments_size)
+    on_message = (lambda line: None) if json else print
     if calibrate:
         from quantkit.evaluate.imatrix import one_pass
 
-        on_message = (lambda line: None) if json else print
         job = one_pass.prepare(source, positional.file_type, calibrate, given, calibration, on_message=on_message)
     elif calibration is not None:
         raise OptionError("options of calibration are given without a text: pass --calibrate TEXT")
@@ -253,7 +260,8 @@ def quantize(
             print_json("quantkit.plan/1", api.PlanResult(job.plan, devices, job.imatrix).to_json())
         return
     try:
-        result = job.write(path, progress=True, on_message=(lambda line: None) if json else print)
+        with connected(cluster, on_message) as client:
+            result = job.write(path, client=client, progress=True, on_message=on_message)
     except BaseException:
         print_unfinished(path)
         raise
@@ -289,8 +297,10 @@ def _thread_limit(option: int | None, positional: int | None) -> int | None:
 def _report(result: QuantizeResult, json: bool) -> None:
     if json:
         record = {"paths": result.paths, "bytes": result.bytes, "resumed": result.resumed, "reused": result.reused}
-        print_json("quantkit.quantize/1", result.plan.to_json() | record | {"seconds": result.seconds})
+        workers = {"workers": worker_rows(result.workers)} if result.workers else {}
+        print_json("quantkit.quantize/1", result.plan.to_json() | record | {"seconds": result.seconds} | workers)
         return
+    print_workers(result.workers)
     for path in result.paths:
         print(f"wrote {path}")
     speed = result.plan.bytes_before / max(result.seconds, 1e-9) / 2**20

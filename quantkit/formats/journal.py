@@ -2,6 +2,7 @@
 
     {"journal": 1, "job": "…", …}          the job, by a digest of everything that decides its bytes
     {"name": "blk.0.attn_q.weight", …}     an entry for each complete part
+    {"name": …, "pieces": [3, 7], …}       an entry for pieces 3 to 6 of a part
 
 Lines of JSON. An entry is written after its data were synced, then synced itself. A thread does both a few times a
 second, so the work does not wait. An incomplete last line, left by a crash, is cut off when the run is resumed. (The
@@ -14,7 +15,7 @@ import json
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -30,11 +31,15 @@ _EVERY = 0.2  # seconds between two syncs
 
 @dataclass(frozen=True)
 class StoredJournal:
-    """A journal that an earlier run left: its first line, its entries by name, and `size`, the bytes of these lines."""
+    """A journal that an earlier run left: its first line, its entries by name, and `size`, the bytes of these lines.
+
+    `pieces` are the entries for pieces of parts, by name; those of parts that are complete are left out.
+    """
 
     header: Json
     entries: Mapping[str, Json]
     size: int
+    pieces: Mapping[str, Sequence[Json]] = field(default_factory=dict)
 
 
 def read(path: Path) -> StoredJournal | None:
@@ -56,7 +61,12 @@ def read(path: Path) -> StoredJournal | None:
         size += len(line)
     if not lines or lines[0]["journal"] != VERSION:
         return None
-    return StoredJournal(lines[0], {str(entry["name"]): entry for entry in lines[1:]}, size)
+    entries = {str(entry["name"]): entry for entry in lines[1:] if "pieces" not in entry}
+    pieces: dict[str, list[Json]] = {}
+    for entry in lines[1:]:
+        if "pieces" in entry and (name := str(entry["name"])) not in entries:
+            pieces.setdefault(name, []).append(entry)
+    return StoredJournal(lines[0], entries, size, pieces)
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:

@@ -96,6 +96,17 @@ class StreamWriter:
             index = self._number[name]
             self._written[index] = self._slots[index][0].nbytes
 
+    def count(self, name: str, start: int, nbytes: int) -> None:
+        """Count bytes of tensor `name` as written: another process, or an interrupted run, has written them."""
+        self._claim(name, start, nbytes)
+
+    def open_files(self) -> None:
+        """Start all files, so that other processes find them with their sizes and headers."""
+        for file in [self._begin(number) for number in range(len(self._layouts))]:
+            with os_errors(file.temporary, "write the header"):
+                file.stream.flush()
+                os.fsync(file.stream.fileno())
+
     def sync(self) -> None:
         """Sync the data written so far. Other threads may write meanwhile."""
         with self._lock:

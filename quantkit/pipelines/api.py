@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,8 @@ from quantkit.pipelines.options import (
 )
 
 if TYPE_CHECKING:
+    from distributed import Client
+
     from quantkit.formats.gguf import GGUF
     from quantkit.formats.imatrix import Imatrix
     from quantkit.formats.pipeline import Progress
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     from quantkit.pipelines.calibration import Calibration
     from quantkit.pipelines.conversion.plan import Conversion
     from quantkit.pipelines.export import Export
+    from quantkit.pipelines.on_cluster import WorkerWork
     from quantkit.pipelines.parts import Part
     from quantkit.pipelines.planning import PlanInput
     from quantkit.pipelines.repack_file import Repacking
@@ -62,6 +65,7 @@ def convert(
     type: str = "auto",
     options: ConvertOptions | None = None,
     *,
+    client: Client | None = None,
     progress: Progress | bool = False,
     on_message: Callable[[str], None] = lambda text: None,
 ) -> Conversion:
@@ -76,6 +80,9 @@ def convert(
     of matrices. `options` are the command's flags, and `progress` reports bytes. The file appears under
     its name when it is complete.
 
+    With `client`, a `distributed.Client` (`quantkit.cluster.connect` makes one), the workers of its cluster convert;
+    the bytes are the same, and an interrupted run is resumed by the same call.
+
     Returns the Conversion: `paths` (the output files), `specs` (name, shape and type of each tensor), `metadata`,
     `nbytes`, `n_params`, `left_out` and `warnings`. Raises FormatError or UnsupportedError with the file, tensor or
     setting that cannot be converted, and DataError for a value that the type cannot hold.
@@ -84,9 +91,15 @@ def convert(
 
     options = options or ConvertOptions()
     if address := models.checkpoint_address(source):
-        return _convert_remote(address, output, type, options, progress, on_message)
+        return _convert_remote(address, output, type, options, client, progress, on_message)
     if options.disk is not None or options.keep_shards:
         raise OptionError(f"{source} is not a checkpoint on the Hub, which --disk and --keep-shards are about")
+    if client is not None or options.shared_output:
+        from quantkit.pipelines.conversion.plan import plan_conversion
+
+        about = (options.pre, options.mtp, options.metadata, options.model_name)
+        conversion = plan_conversion(source, type, *about)
+        return _convert_as_copy(conversion, output, options, client, progress, on_message)
     return convert_checkpoint(
         source,
         output,
@@ -109,16 +122,30 @@ def _convert_remote(
     output: PathLike,
     type: str,
     options: ConvertOptions,
+    client: Client | None,
     progress: Progress | bool,
     on_message: Callable[[str], None],
 ) -> Conversion:
-    """Convert a checkpoint on the Hub, as `quantize` copies it: while it is streamed, with a journal."""
-    from quantkit.pipelines import planning
-    from quantkit.pipelines.conversion.convert import filled_name
+    """Convert a checkpoint on the Hub while it is streamed."""
     from quantkit.pipelines.conversion.remote import plan_remote
-    from quantkit.pipelines.quantize import quantize_with_plan
 
     conversion = plan_remote(address, type, options, options.mtp)
+    return _convert_as_copy(conversion, output, options, client, progress, on_message)
+
+
+def _convert_as_copy(
+    conversion: Conversion,
+    output: PathLike,
+    options: ConvertOptions,
+    client: Client | None,
+    progress: Progress | bool,
+    on_message: Callable[[str], None],
+) -> Conversion:
+    """Write a planned conversion as `quantize` copies it: with a journal, from a stream or on a cluster."""
+    from quantkit.pipelines import planning
+    from quantkit.pipelines.conversion.convert import filled_name
+    from quantkit.pipelines.quantize import quantize_with_plan
+
     if not options.dry_run:
         view = conversion.as_gguf
         written = quantize_with_plan(
@@ -129,9 +156,12 @@ def _convert_remote(
             split_max_tensors=options.split_max_tensors,
             threads=options.threads,
             progress=progress,
+            client=client,
+            shared_output=options.shared_output,
             on_message=on_message,
         )
         conversion.paths.extend(written.paths)
+        conversion.workers.update(written.workers)
     return conversion
 
 
@@ -225,6 +255,7 @@ class QuantizeResult:
         resumed  number of tensors that an interrupted run had finished
         reused   number of tensors that were copied from an older file
         seconds  time taken
+        workers  what each worker of a cluster did, by address
     """
 
     plan: Plan
@@ -233,6 +264,7 @@ class QuantizeResult:
     resumed: int
     reused: int
     seconds: float
+    workers: Mapping[str, WorkerWork] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -254,6 +286,7 @@ class Quantization:
         self,
         output: PathLike,
         *,
+        client: Client | None = None,
         progress: Progress | bool = False,
         on_message: Callable[[str], None] = lambda text: None,
     ) -> QuantizeResult:
@@ -284,11 +317,15 @@ class Quantization:
             old=resume.open_old_file(Path(options.reuse)) if options.reuse else None,
             partial_requant=options.partial_requant,
             part=self.part,
+            client=client,
+            shared_output=options.shared_output,
             on_message=on_message,
         )
         seconds = time.perf_counter() - started
         plan = self.plan if self.part is None else self.part.of(self.plan)
-        return QuantizeResult(plan, written.paths, written.size, written.resumed, written.reused, seconds)
+        return QuantizeResult(
+            plan, written.paths, written.size, written.resumed, written.reused, seconds, written.workers
+        )
 
 
 def prepare_quantize(
@@ -338,6 +375,7 @@ def quantize(
     type: str | None,
     options: QuantizeOptions | None = None,
     *,
+    client: Client | None = None,
     progress: Progress | bool = False,
     on_message: Callable[[str], None] = lambda text: None,
 ) -> QuantizeResult:
@@ -347,6 +385,7 @@ def quantize(
         output      the file, or the prefix of its shards; it appears under its name when it is complete
         type        a file type such as "Q4_K_M"; None if `options.plan` decides every type
         options     the command's flags: importance matrix, rules, encoder effort, shards
+        client      a `distributed.Client` (`quantkit.cluster.connect` makes one): the workers of its cluster encode
         progress    reports bytes
         on_message  called with a line of text that says how many tensors are resumed or reused
 
@@ -357,7 +396,7 @@ def quantize(
     job = prepare_quantize(source, type, options)
     if job.options.strict:
         job.plan.require_clean()
-    return job.write(output, progress=progress, on_message=on_message)
+    return job.write(output, client=client, progress=progress, on_message=on_message)
 
 
 # --------------------------------------------------------------------------------------------------- repack and unpack

@@ -45,6 +45,7 @@ class ConvertOptions:
                            needed if that is more
         keep_shards        for a checkpoint on the Hub: leave it in the directory NAME beside the output
         fuse_gate_up       write gate and up of experts as one tensor, ffn_gate_up_exps
+        shared_output      with a cluster: workers write into the output themselves
     """
 
     pre: str | None = None
@@ -58,6 +59,7 @@ class ConvertOptions:
     disk: int | None = None
     keep_shards: bool = False
     fuse_gate_up: bool = False
+    shared_output: bool = False
 
 
 @dataclass(frozen=True)
@@ -205,6 +207,7 @@ class QuantizeOptions(TypeOptions):
         effort             encoder effort: "fast", "normal" or "best"
         threads            number of threads; None: the CPUs that this process may use
         fresh              restart instead of resuming an interrupted run
+        shared_output      with a cluster: workers write into the output themselves
         partial_requant    quantize only tensors that would differ from those in the output; copy the rest
         reuse              like `partial_requant`, but copy from this file
 
@@ -243,6 +246,7 @@ class QuantizeOptions(TypeOptions):
     skip_first_shard: bool = False
     disk: int | None = None
     keep_shards: bool = False
+    shared_output: bool = False
 
 
 @dataclass(frozen=True)

@@ -16,38 +16,36 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from quantkit import __version__
-from quantkit.errors import DataError, QuantkitError
+from quantkit.errors import DataError, OptionError, QuantkitError
 from quantkit.formats import provenance
 from quantkit.formats.atomic import refuse_directory, refuse_inputs
 from quantkit.formats.gguf import Metadata, TensorSpec, Writer
 from quantkit.formats.gguf.writer import layouts
 from quantkit.formats.imatrix import Imatrix
-from quantkit.formats.mapping import is_mapped, release
+from quantkit.formats.mapping import is_mapped
 from quantkit.formats.owned import followed
 from quantkit.formats.pipeline import Bar, Job, Progress, pump
-from quantkit.pipelines import resume
+from quantkit.pipelines import on_cluster, resume
 from quantkit.pipelines.arrivals import Arrivals
 from quantkit.pipelines.calibration import Calibration, Stage
 from quantkit.pipelines.parts import Part
+from quantkit.pipelines.pieces import Piece, SourceTensor
 from quantkit.pipelines.second_moments import PreparedMoments
 from quantkit.recipe import Plan, PlannedTensor
 from quantkit.recipe.planning.interleaving import FILE_TYPE_BEFORE, rename_repacked
 from quantkit.recipe.planning.planner import importance_entry
-from quantkit.types import check_finite, effort_level
-from quantkit.types.families.interleave import Interleaved
+from quantkit.types import effort_level
 
 if TYPE_CHECKING:
-    from quantkit.types.refine import Moments
+    from distributed import Client
 
-# Scales are f16 and never larger than the largest weight, so below this magnitude no encoding can overflow.
-_SAFE_MAGNITUDE = 30000.0
 _FLOATS = frozenset(("f32", "f16", "bf16"))
 _HIDDEN = "top_secret"  # ik_llama.cpp's placeholder for a hidden imatrix
 _MAX_TEXT_BYTES = 127  # bytes of an imatrix string that ik_llama.cpp reads
@@ -87,6 +85,7 @@ class Written:
     tensors  number of tensors
     resumed  tensors that an interrupted run had finished
     reused   tensors that were copied from an older file
+    workers  what each worker of a cluster did, by address
     """
 
     paths: list[Path]
@@ -94,14 +93,7 @@ class Written:
     tensors: int
     resumed: int
     reused: int
-
-
-class SourceTensor(provenance.Rows, Protocol):
-    """A tensor whose rows are bytes of the source type named in the plan."""
-
-    @property
-    def path(self) -> Path:
-        """The file that holds the tensor, for messages."""
+    workers: Mapping[str, on_cluster.WorkerWork] = field(default_factory=dict)
 
 
 class QuantizeSource(Protocol):
@@ -140,6 +132,8 @@ def quantize_with_plan(
     old: resume.OldFile | None = None,
     partial_requant: bool = False,
     part: Part | None = None,
+    client: Client | None = None,
+    shared_output: bool = False,
     on_message: Callable[[str], None] = lambda text: None,
 ) -> Written:
     """Write `source` to `out` with every tensor in the type that `plan` gives it.
@@ -153,6 +147,8 @@ def quantize_with_plan(
     old              an older file: tensors that would come out unchanged are copied from it
     partial_requant  use the existing output as `old`
     part             write only these tensors of the plan (`parts.py`)
+    client           encode on the workers of this dask cluster (`on_cluster.py`)
+    shared_output    with `client`: workers write their pieces into the output themselves
     on_message       called with a line of text that says how many tensors are resumed or reused
 
     Raises DataError that names file, tensor, row and column of a value that is not finite. After an error or an
@@ -161,6 +157,10 @@ def quantize_with_plan(
     """
     effort_level(effort)
     plan.require_codecs()
+    if client is not None:
+        on_cluster.require_input(source, calibration)
+    elif shared_output:
+        raise OptionError("--shared-output is about the workers of a cluster: pass --cluster")
     out = followed(Path(out))
     refuse_directory(out)
     refuse_inputs([out], source.paths)
@@ -197,10 +197,18 @@ def quantize_with_plan(
             for message in job.find_unchanged(source.tensors, plan.tensors, old, threads=threads, progress=progress):
                 on_message(message)
             job.start(writer)
-            run = _Run(source, plan, effort, job, arrivals)
+            run = _Run(source, plan, effort, job, writer, arrivals)
+            pool = None
+            if client is not None:
+                shared = on_cluster.shared_files(writer, job.layouts) if shared_output else None
+                pool = on_cluster.Workers(client, source, imatrix_file, shared, on_message)
             with Bar(run.nbytes, progress) as bar:
                 for stage in _stages(plan, imatrix, calibration, job, bar):
-                    pump(run.pieces(stage, bar.describe), functools.partial(run.write, writer), bar, threads=threads)
+                    if pool is None:
+                        pump(run.pieces(stage, bar.describe), run.write, bar, threads=threads)
+                    else:
+                        pump(run.copies(stage), run.write, bar, threads=threads)
+                        pool.encode(run.encodings(stage), run.nbytes, run.encoded, bar)
                 if arrivals is not None:
                     bar.describe("checking the last file")
                     arrivals.finish()
@@ -222,7 +230,8 @@ def quantize_with_plan(
         paths = writer.paths
     job.remove_leftovers()
     size = sum(path.stat().st_size for path in paths)
-    return Written(paths, size, len(plan.tensors), len(job.resumed), len(job.reused))
+    workers = pool.work if pool is not None else {}
+    return Written(paths, size, len(plan.tensors), len(job.resumed), len(job.reused), workers)
 
 
 def written_size(
@@ -256,7 +265,7 @@ def _shards(source: QuantizeSource) -> list[int]:
 
 
 class _Run:
-    """Encodes and writes the tensors that are not done yet, in pieces; collects the provenance records of all."""
+    """Encodes and writes the pieces that are not done yet; collects the provenance records of all tensors."""
 
     def __init__(
         self,
@@ -264,37 +273,59 @@ class _Run:
         plan: Plan,
         effort: str,
         job: resume.ResumableJob,
+        writer: Writer,
         arrivals: Arrivals | None = None,
     ):
         self._arrivals = arrivals
-        self._source, self._plan, self._effort, self._job = source, plan, effort, job
+        self._source, self._plan, self._job, self._writer = source, plan, job, writer
+        self.effort = effort
         self._records: dict[str, provenance.Record] = dict(job.done)
         self._in_progress: dict[str, TensorProgress] = {}
 
     @property
     def nbytes(self) -> int:
         """Bytes that are not yet written."""
-        return sum(t.bytes_after for t in self._plan.tensors if t.name not in self._job.done)
+        unfinished = [t for t in self._plan.tensors if t.name not in self._job.done]
+        written = [TensorProgress(t, self._job.pieces[t.name]).done for t in unfinished if t.name in self._job.pieces]
+        return sum(t.bytes_after for t in unfinished) - sum(written)
 
     def records(self) -> list[provenance.Record]:
         """The records of all tensors, in the order of the output."""
         return [self._records[t.name] for t in self._plan.tensors]
 
-    def write(self, writer: Writer, name: str, data: np.ndarray) -> None:
-        """Write the next piece of a tensor; after the last one, add the tensor's record to the journal."""
+    def write(self, name: str, data: np.ndarray) -> None:
+        """Write the next piece of a tensor in order; after the last one, add the tensor's record to the journal."""
         progress = self._in_progress[name]
-        writer.put(name, progress.written, data)
-        progress.written += data.nbytes
-        progress.left -= 1
-        if not progress.left:
-            del self._in_progress[name]
-            copied = self._job.copied.get(name)
-            self._records[name] = copied[1] if copied else progress.record(self._job.expected[name])
-            finish = functools.partial(self._job.finish, self._records[name])
-            if self._arrivals is not None:
-                self._arrivals.when_verified(name, finish)
-            else:
-                finish()
+        self._writer.put(name, progress.offset(progress.missing[-progress.left]), data)
+        self._count(progress, 1)
+
+    def encoded(self, done: on_cluster.Done) -> None:
+        """Write consecutive pieces of a tensor, which workers encoded, or count those that they have written."""
+        progress = self._in_progress[done.name]
+        offset = progress.offset(done.first)
+        if done.data is not None:
+            self._writer.put(done.name, offset, done.data)
+        else:
+            self._writer.count(done.name, offset, done.nbytes)
+        progress.source[done.first : done.stop], progress.data[done.first : done.stop] = done.source, done.hashes
+        if progress.left > done.stop - done.first:
+            self._job.finish_pieces(progress.planned, done.first, done.source, done.hashes)
+        self._count(progress, done.stop - done.first)
+
+    def _count(self, progress: TensorProgress, pieces: int) -> None:
+        """Count pieces of a tensor as written; the last ones finish it."""
+        progress.left -= pieces
+        if progress.left:
+            return
+        name = progress.planned.name
+        del self._in_progress[name]
+        copied = self._job.copied.get(name)
+        self._records[name] = copied[1] if copied else progress.record(self._job.expected[name])
+        finish = functools.partial(self._job.finish, self._records[name])
+        if self._arrivals is not None:
+            self._arrivals.when_verified(name, finish)
+        else:
+            finish()
 
     def pieces(self, stage: Stage, on_wait: Callable[[str], None]) -> Iterator[Job]:
         """The unfinished pieces of a stage, in its order, or in that in which their sources arrive.
@@ -316,35 +347,50 @@ class _Run:
             left = _Countdown(len(jobs), functools.partial(self._arrivals.release, name))
             yield from ((name, functools.partial(left.counted, make)) for _, make in jobs)
 
+    def copies(self, stage: Stage) -> Iterator[Job]:
+        """The pieces of a stage that are copied from an older file."""
+        return self._pieces([t for t in stage.tensors if t.name in self._job.copied], None)
+
+    def encodings(self, stage: Stage) -> Iterator[tuple[TensorProgress, Callable[[int], Piece], provenance.Record]]:
+        """The unfinished tensors of a stage that are not copied: their pieces left, by number, and their records."""
+        moments = PreparedMoments(stage.imatrix) if stage.imatrix is not None else None
+        for planned in stage.tensors:
+            if planned.name not in self._job.copied and (progress := self._begin(planned)):
+                make = functools.partial(self._piece, progress, moments)
+                yield progress, make, self._job.expected[planned.name]
+
+    def _begin(self, planned: PlannedTensor) -> TensorProgress | None:
+        """Begin a tensor; None if nothing of it is left to do."""
+        if planned.name in self._job.done:
+            return None
+        progress = TensorProgress(planned, self._job.pieces.get(planned.name, {}))
+        self._in_progress[planned.name] = progress
+        if progress.left:
+            return progress
+        self._count(progress, 0)
+        return None
+
     def _pieces(self, tensors: Iterable[PlannedTensor], moments: PreparedMoments | None) -> Iterator[Job]:
         for planned in tensors:
-            name = planned.name
-            if name in self._job.done:
+            progress, name = self._begin(planned), planned.name
+            if progress is None:
                 continue
-            ranges = list(provenance.row_pieces(planned.shape))
-            progress = self._in_progress[name] = TensorProgress(planned, len(ranges))
             if name in self._job.copied:
                 stored = self._job.copied[name][0]
-                yield from ((name, functools.partial(stored.rows, start, stop)) for start, stop in ranges)
+                yield from ((name, functools.partial(stored.rows, start, stop)) for start, stop in progress.ranges)
                 continue
-            for number, (start, stop) in enumerate(ranges):
-                yield name, self._piece(planned, progress, number, (start, stop), moments).encode
+            for number in progress.missing:
+                yield name, functools.partial(progress.encoded, number, self._piece(progress, moments, number))
 
-    def _piece(
-        self,
-        planned: PlannedTensor,
-        progress: TensorProgress,
-        number: int,
-        rows: tuple[int, int],
-        moments: PreparedMoments | None,
-    ) -> _Piece:
+    def _piece(self, progress: TensorProgress, moments: PreparedMoments | None, number: int) -> Piece:
+        planned, rows = progress.planned, progress.ranges[number]
         importance, of_matrix = None, None
         if moments is not None and planned.importance is not None:
             matrix = rows[0] // planned.shape[-2] if len(planned.shape) > 1 else 0
             entry = importance_entry(planned.name, moments.imatrix)
             if entry is not None:
                 importance = moments.imatrix[entry].columns(planned.shape[-1])[matrix]
-                if planned.type.uses_second_moments_at(self._effort):
+                if planned.type.uses_second_moments_at(self.effort):
                     of_matrix = functools.partial(moments.get, entry, matrix)
             elif planned.type.requires_imatrix:
                 raise DataError(f"{planned.name}: no importance was measured, which {planned.type.name} needs")
@@ -352,7 +398,7 @@ class _Run:
         same_bits = planned.copied or planned.reordered
         verbatim = same_bits and (self._plan.file_type.default is None or planned.source.name not in _FLOATS)
         tensor = self._source.tensors[planned.name]
-        return _Piece(planned, tensor, *rows, importance, of_matrix, self._effort, verbatim, progress, number)
+        return Piece(planned, tensor, *rows, importance, of_matrix, self.effort, verbatim)
 
 
 class _Countdown:
@@ -376,88 +422,50 @@ class _Countdown:
 
 
 class TensorProgress:
-    """A tensor in progress: the pieces left to write, the bytes written, the hashes of all source and output pieces."""
+    """A tensor in progress.
 
-    def __init__(self, planned: PlannedTensor, pieces: int):
+    ranges        rows of each piece
+    missing       numbers of the pieces that earlier runs did not finish; `left` of them are not written yet
+    source, data  hashes of all source and output pieces
+    """
+
+    def __init__(self, planned: PlannedTensor, finished: Mapping[int, tuple[bytes, bytes]]):
+        """`finished`: hashes of the source and of the data of each piece that an earlier run has written."""
         self.planned = planned
-        self.left, self.written = pieces, 0  # bytes
-        self.source, self.data = [b""] * pieces, [b""] * pieces
+        self.ranges = list(provenance.row_pieces(planned.shape))
+        self.missing = [number for number in range(len(self.ranges)) if number not in finished]
+        self.left = len(self.missing)
+        self.source, self.data = [b""] * len(self.ranges), [b""] * len(self.ranges)
+        for number, (source, data) in finished.items():
+            self.source[number], self.data[number] = source, data
+
+    @property
+    def done(self) -> int:
+        """Bytes that earlier runs have written."""
+        return self.planned.bytes_after - sum(self.nbytes(number) for number in self.missing)
+
+    def offset(self, number: int) -> int:
+        """The byte of the tensor at which a piece starts."""
+        return self.ranges[number][0] * self._row_bytes
+
+    def nbytes(self, number: int) -> int:
+        """The bytes of an encoded piece."""
+        start, stop = self.ranges[number]
+        return (stop - start) * self._row_bytes
+
+    @property
+    def _row_bytes(self) -> int:
+        return self.planned.type.row_bytes(self.planned.shape[-1])
+
+    def encoded(self, number: int, piece: Piece) -> np.ndarray:
+        """Encode a piece and store its hashes."""
+        data, self.source[number], self.data[number] = piece.encode()
+        return data
 
     def record(self, expected: provenance.Record) -> provenance.Record:
         """The record of the written tensor: `expected` with the hashes of its source and of its bytes."""
         source = provenance.of_pieces(self.planned.source.name, self.source)
         return replace(expected, source=source, data=provenance.of_pieces(self.planned.type.name, self.data))
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """Rows `start` to `stop` of a tensor, all of one matrix of it. The values of a `verbatim` piece are not checked."""
-
-    planned: PlannedTensor
-    tensor: SourceTensor
-    start: int
-    stop: int
-    importance: np.ndarray | None
-    moments: Callable[[], Moments | None] | None
-    effort: str
-    verbatim: bool
-    progress: TensorProgress
-    number: int
-
-    def encode(self) -> np.ndarray:
-        """The rows in the planned type: uint8[rows, row_bytes]."""
-        data = self.tensor.rows(self.start, self.stop)
-        source_hash = provenance.of_piece(data)  # hashing first also brings the rows into the CPU cache
-        encoded = self._converted(data)
-        self.progress.source[self.number] = source_hash
-        self.progress.data[self.number] = source_hash if encoded is data else provenance.of_piece(encoded)
-        if encoded is not data:  # copied rows are still needed for writing
-            release(data)
-        return encoded
-
-    def _converted(self, data: np.ndarray) -> np.ndarray:
-        if self.verbatim:
-            return self._same_bits(data)
-        x = self.planned.source.dequantize(data, self.planned.shape[-1], threads=1)
-        try:
-            check_finite(x, self.start, self.planned.type.overflow, self.planned.type.name)
-            if self.planned.copied or self.planned.reordered:
-                return self._same_bits(data)
-            moments = self.moments() if self.moments is not None else None
-            encoded = self.planned.type.quantize(
-                x, self.importance, second_moments=moments, effort=self.effort, threads=1
-            )
-        except DataError as error:
-            raise DataError(f"{self._label}: {error}") from None
-        self._check_encoded(x, encoded)
-        return encoded
-
-    def _same_bits(self, data: np.ndarray) -> np.ndarray:
-        """The source's bytes, in the order of the planned type."""
-        if self.planned.copied:
-            return data
-        if isinstance(self.planned.type, Interleaved) and self.planned.type.base == self.planned.source.name:
-            return self.planned.type.interleave_rows(data, threads=1)
-        assert isinstance(self.planned.source, Interleaved)
-        return self.planned.source.deinterleave_rows(data, threads=1)
-
-    @property
-    def _label(self) -> str:
-        return f"{self.tensor.path}: {self.planned.name}"
-
-    def _check_encoded(self, x: np.ndarray, encoded: np.ndarray) -> None:
-        """Raise DataError for a finite weight that is too large for the type's half-precision scales."""
-        largest = max(x.max(), -x.min())
-        if largest < _SAFE_MAGNITUDE:
-            return
-        back = self.planned.type.dequantize(encoded, self.planned.shape[-1], threads=1)
-        bad = np.argwhere(~(np.abs(back - x) <= largest / 2))  # not finite, or clipped
-        if len(bad):
-            row, column = (int(v) for v in bad[0])
-            raise DataError(
-                f"{self._label}: row {self.start + row}, column {column} is {x[row, column]} and would become "
-                f"{back[row, column]}: too large for {self.planned.type.name}; keep this tensor in f32 or bf16"
-            )
 
 
 # ----------------------------------------------------------------------------------------------------------- provenance

@@ -6,7 +6,8 @@
     job.start(writer); job.finish(record); job.close(); job.remove_leftovers()
 
 A run writes `OUT.partial-job` and beside it a journal (`formats/journal.py`): the finished tensors, each with a
-`Record` of its source, importance and codec. The same command resumes from there. A tensor is done when
+`Record` of its source, importance and codec. A run on a cluster also lists finished pieces of tensors, which the same
+tests apply to; their sources are always read. The same command resumes from there. A tensor is done when
 
 - the journal belongs to this job: the headers are equal byte for byte, and so are types, recipe, options and metadata;
 - its record has the importance and the codec that a new run would use;
@@ -27,7 +28,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,13 +67,7 @@ class PartialTensor:
 def hash_tensor(tensor: Rows) -> str:
     """Read a tensor and return the hash of its type and bytes."""
 
-    def pieces() -> Iterable[bytes]:
-        for start, stop in provenance.row_pieces(tensor.shape):
-            data = tensor.rows(start, stop)
-            yield provenance.of_piece(data)
-            release(data)
-
-    return provenance.of_pieces(tensor.type.name, pieces())
+    return provenance.of_pieces(tensor.type.name, _hashes(tensor, provenance.row_pieces(tensor.shape)))
 
 
 # -------------------------------------------------------------------------------------------------------- an older file
@@ -101,9 +96,13 @@ def open_old_shards(paths: Sequence[Path]) -> OldFile:
 
 
 def _records(found: journal.StoredJournal) -> dict[str, Record]:
-    """The records of a journal. A field that an entry lacks becomes "None", which matches no other record."""
-    names = Record.__dataclass_fields__
-    return {name: Record(**{key: str(entry.get(key)) for key in names}) for name, entry in found.entries.items()}
+    """The records of a journal."""
+    return {name: _record(entry) for name, entry in found.entries.items()}
+
+
+def _record(entry: journal.Json) -> Record:
+    """The record of a journal's entry. A field that it lacks becomes "None", which matches no other record."""
+    return Record(**{key: str(entry.get(key)) for key in Record.__dataclass_fields__})
 
 
 # ---------------------------------------------------------------------------------------------------------------- a job
@@ -123,6 +122,7 @@ class ResumableJob:
               older file's then
     identities  what tells whether the sources have changed; None: path, size and time of each file
     done      tensors that are already in the partial files
+    pieces    of other tensors: the pieces that are, by number, with the hashes of their sources and of their bytes
     copied    tensors to copy from another file, each with its record
     resumed   names of the tensors that an earlier run of this job finished
     """
@@ -135,10 +135,12 @@ class ResumableJob:
     is_streamed: bool = False
     identities: Sequence[Sequence[object]] | None = None
     done: dict[str, Record] = field(default_factory=dict)
+    pieces: dict[str, dict[int, tuple[bytes, bytes]]] = field(default_factory=dict)
     copied: dict[str, tuple[Rows, Record]] = field(default_factory=dict)
     resumed: set[str] = field(default_factory=set)
     _old_files: list[OldFile] = field(default_factory=list)
     _settings: Mapping[str, str] = field(default_factory=dict)
+    _planned: dict[str, PlannedTensor] = field(default_factory=dict)
     _stale_settings: str = ""  # how the settings of a stale job differ
     _stored_journal: journal.StoredJournal | None = None
     _partial_files: list[tuple[Layout, np.ndarray, bool]] = field(default_factory=list)
@@ -204,8 +206,10 @@ class ResumableJob:
 
         `options` are those of `pipeline.spread`.
         """
+        self._planned = {tensor.name: tensor for tensor in planned}
         stored = self._stored_tensors(planned)
         known = _records(self._stored_journal) if stored and self._stored_journal else {}
+        partly = self._stored_journal.pieces if self._stored_journal and not self.whole_source else {}
         unchanged = (
             self._stored_journal is not None and self._stored_journal.header.get("sources") == self._source_identities()
         )
@@ -225,11 +229,14 @@ class ResumableJob:
                     else:
                         self.copied[name] = where, record
                     return 1
-            if not self.is_streamed:
-                self._reuse(tensor, source_hash)
+            if not self.is_streamed and self._reuse(tensor, source_hash):
+                return 1
+            if not arrives_later and name in partly and name in stored and stored[name][1]:
+                found = self._finished_pieces(tensor, source[name], stored[name][0], partly[name])
+                self.pieces |= {name: found} if found else {}
             return 1
 
-        if known or (self._old_files and not self.is_streamed):
+        if known or partly or (self._old_files and not self.is_streamed):
             spread([functools.partial(examine, t) for t in planned], len(planned), unit="tensors", **options)
         return self._summary()
 
@@ -250,13 +257,30 @@ class ResumableJob:
                 return True
         return False
 
+    def _finished_pieces(
+        self, planned: PlannedTensor, source: Rows, stored: PartialTensor, entries: Sequence[journal.Json]
+    ) -> dict[int, tuple[bytes, bytes]]:
+        """The pieces of the journal's entries whose source and bytes have the hashes noted there."""
+        ranges, found = list(provenance.row_pieces(planned.shape)), dict[int, tuple[bytes, bytes]]()
+        for entry in entries:
+            record, numbers = _record(entry), range(*_bounds(entry, len(ranges)))
+            if not record.same_encoding(self.expected[planned.name]):
+                continue
+            hashes = [_hashes(rows, [ranges[number] for number in numbers]) for rows in (source, stored)]
+            kinds = planned.source.name, planned.type.name
+            if [provenance.of_pieces(*each) for each in zip(kinds, hashes)] == [record.source, record.data]:
+                found |= dict(zip(numbers, zip(*hashes)))
+        return found
+
     def _source_identities(self) -> list[list[Any]]:
         return _identities(self.sources) if self.identities is None else [list(one) for one in self.identities]
 
     def _summary(self) -> Iterator[str]:
         count = len(self.expected)
         if self._stored_journal:
-            yield f"resumed: {len(self.resumed)} of {count} tensors were done"
+            some = sum(map(len, self.pieces.values()))
+            more = f", and {some} pieces of {len(self.pieces)} others" if some else ""
+            yield f"resumed: {len(self.resumed)} of {count} tensors were done{more}"
         if self._stale_settings:
             yield f"an interrupted run for {self.out} had {self._stale_settings}; its unchanged tensors are reused"
         if not self.is_streamed:
@@ -297,16 +321,31 @@ class ResumableJob:
         header = {"job": self.digest, "sources": self._source_identities(), "about": dict(self._settings),
                   "tensors": len(self.expected), "files": files}  # fmt: skip
         found = self._stored_journal
-        if found and (found.header.get("sources") != header["sources"] or set(found.entries) != set(self.done)):
+        is_same = found and found.header.get("sources") == header["sources"] and set(found.entries) == set(self.done)
+        if not is_same or (found and found.pieces):
             found = None  # the journal is out of date: write a new one
         entries = [asdict(record) for record in self.done.values()]
+        for name, pieces in self.pieces.items():
+            planned, expected = self._planned[name], self.expected[name]
+            entries += [_piece_entry(planned, expected, n, [source], [data]) for n, (source, data) in pieces.items()]
         self._journal = journal.Journal(self.journal_path, header, writer.sync, found, entries)
         writer.skip(self.done)
+        for name, pieces in self.pieces.items():
+            planned = self._planned[name]
+            ranges, row_bytes = list(provenance.row_pieces(planned.shape)), planned.type.row_bytes(planned.shape[-1])
+            for number in pieces:
+                start, stop = ranges[number]
+                writer.count(name, start * row_bytes, (stop - start) * row_bytes)
 
     def finish(self, record: Record) -> None:
         """Record in the journal that a tensor is complete."""
         assert self._journal is not None
         self._journal.add(asdict(record))
+
+    def finish_pieces(self, planned: PlannedTensor, first: int, source: Sequence[bytes], data: Sequence[bytes]) -> None:
+        """Record in the journal that pieces of a tensor, from `first` on, are complete; with hashes of each."""
+        assert self._journal is not None
+        self._journal.add(_piece_entry(planned, self.expected[planned.name], first, source, data))
 
     def written(self) -> dict[str, Tensor]:
         """The tensors of the files that are being written; bytes that are not written yet are zero or stale."""
@@ -334,6 +373,33 @@ class ResumableJob:
         _discard(_stale(self.journal_path))
         for layout in self.layouts:
             remove_stale(layout.path)
+
+
+def _piece_entry(
+    planned: PlannedTensor, expected: Record, first: int, source: Sequence[bytes], data: Sequence[bytes]
+) -> dict[str, Any]:
+    """The journal's entry for pieces of a tensor, from `first` on."""
+    of_source = provenance.of_pieces(planned.source.name, source)
+    record = replace(expected, source=of_source, data=provenance.of_pieces(planned.type.name, data))
+    return {**asdict(record), "pieces": [first, first + len(source)]}
+
+
+def _bounds(entry: journal.Json, count: int) -> tuple[int, int]:
+    """The first piece of a journal's entry and the one after its last; (0, 0) for what cannot be."""
+    bounds = entry.get("pieces")
+    if not isinstance(bounds, list) or len(bounds) != 2 or not all(isinstance(n, int) for n in bounds):
+        return 0, 0
+    return (bounds[0], bounds[1]) if 0 <= bounds[0] < bounds[1] <= count else (0, 0)
+
+
+def _hashes(rows: Rows, ranges: Iterable[tuple[int, int]]) -> list[bytes]:
+    """The hash of each range of rows."""
+    found = []
+    for start, stop in ranges:
+        data = rows.rows(start, stop)
+        found.append(provenance.of_piece(data))
+        release(data)
+    return found
 
 
 def _journal_path(out: Path) -> Path:

@@ -66,6 +66,8 @@ class Conversion:
         warnings    parts of the checkpoint that were skipped as unreadable
         paths       the files; empty until they are written
         arrivals    brings the tensors of a checkpoint on the Hub; None: all of them are on the disk
+        workers     what each worker of a cluster did, by address, once it is written
+        reopen      arguments of `plan_conversion` that give the same tensors in another process
     """
 
     source: Path
@@ -80,6 +82,8 @@ class Conversion:
     warnings: list[str] = field(default_factory=list)
     paths: list[Path] = field(default_factory=list)
     arrivals: Arrivals | None = None
+    reopen: tuple[Any, ...] = ()
+    workers: dict[str, Any] = field(default_factory=dict)
 
     @functools.cached_property
     def tensors(self) -> dict[str, OutputTensor]:
@@ -97,7 +101,13 @@ class Conversion:
     def as_gguf(self) -> CheckpointView:
         """The checkpoint as an input of `quantize` and `verify`."""
         return CheckpointView(
-            self.checkpoint.paths, self.metadata, self.tensors, self.left_out, self.warnings, self.arrivals
+            self.checkpoint.paths,
+            self.metadata,
+            self.tensors,
+            self.left_out,
+            self.warnings,
+            self.arrivals,
+            self.reopen,
         )
 
     @property
@@ -131,6 +141,7 @@ class CheckpointView:
     """A checkpoint seen as the GGUF file that it converts to: `quantize` and `verify` read it like an open GGUF.
 
     `paths` are the checkpoint's files. Rows of the tensors are the bytes of the converted file, computed on demand.
+    `reopen` is as in `Conversion`.
     """
 
     paths: list[Path]
@@ -139,6 +150,7 @@ class CheckpointView:
     left_out: Mapping[str, list[str]]
     warnings: list[str]
     arrivals: Arrivals | None = None
+    reopen: tuple[Any, ...] = ()
 
 
 def plan_conversion(
@@ -190,8 +202,9 @@ def plan_conversion(
         TensorSpec(piece.name, piece.shape, _type_of(piece, checkpoint, chosen, outtype == STORED)) for piece in pieces
     ]
     by_name = {piece.name: piece for piece in pieces}
+    reopen = (os.path.abspath(directory), outtype, pre, mtp)  # metadata change no tensor
     conversion = Conversion(
-        directory, arch, checkpoint, chosen, Metadata(), specs, by_name, generated, left_out, arrivals=arrivals
+        directory, arch, checkpoint, chosen, Metadata(), specs, by_name, generated, left_out, [], [], arrivals, reopen
     )
     overrides_file = None if metadata is None else Path(metadata)
     general = general_keys(directory, stated, arch.name, specs, chosen, conversion.warnings, overrides_file, model_name)

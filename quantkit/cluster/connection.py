@@ -1,0 +1,104 @@
+"""`connect`: a client of the cluster that a text names.
+
+    local[:N]             N worker processes on this machine, for as long as the client is open; N: the CPUs
+    tcp://HOST:PORT       a running scheduler; tls://HOST:PORT with TLS
+    FILE                  the scheduler file of a running scheduler (`dask scheduler --scheduler-file FILE`)
+
+TLS is configured as dask documents it: `distributed.comm.tls` in its configuration, or the variables
+`DASK_DISTRIBUTED__COMM__TLS__CA_FILE`, `…__CLIENT__CERT` and `…__CLIENT__KEY`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quantkit.errors import OptionError, QuantkitError, UnsupportedError
+
+if TYPE_CHECKING:
+    from distributed import Client
+
+CONNECT_SECONDS = 15.0
+WORKER_SECONDS = 60.0  # to wait for the first worker: a batch system starts them when it likes
+
+
+@contextlib.contextmanager
+def connect(spec: str, *, wait: float = WORKER_SECONDS) -> Iterator[Client]:
+    """A `distributed.Client` of the cluster `spec`, within `with`; it has at least one worker.
+
+    wait  seconds to wait for the first worker
+
+    OptionError for a text that names no cluster, UnsupportedError without the extra `cluster`, QuantkitError for a
+    scheduler that cannot be reached or has no workers.
+    """
+    processes = local_processes(spec)
+    try:
+        import distributed
+    except ModuleNotFoundError as error:
+        raise UnsupportedError(f"--cluster needs {error.name}: pip install 'quantkit[cluster]'") from None
+    with contextlib.ExitStack() as stack:
+        if processes is None:
+            client = stack.enter_context(_remote(spec))
+        else:
+            cluster = stack.enter_context(_local(processes))
+            client = stack.enter_context(distributed.Client(cluster, set_as_default=False))
+        try:
+            client.wait_for_workers(1, timeout=wait)
+        except TimeoutError:
+            address = client.scheduler.address
+            raise QuantkitError(
+                f"{spec}: the scheduler at {address} has no worker after {wait:.0f} s; start some with "
+                f"`dask worker {address} --memory-limit 0`"
+            ) from None
+        yield client
+
+
+def local_processes(spec: str) -> int | None:
+    """N of `local:N`, the CPUs for `local`; None for another cluster. OptionError for a text that names none."""
+    if spec == "local":
+        from quantkit.codegen.thread_pool import available_cpus
+
+        return available_cpus()
+    if match := re.fullmatch(r"local:(\d{1,4})", spec):
+        if count := int(match[1]):
+            return count
+    elif re.fullmatch(r"(tcp|tls|ws|wss)://\S+:\d+", spec) or ("://" not in spec and Path(spec).is_file()):
+        return None
+    raise OptionError(
+        f"--cluster {spec}: write local, local:N (N processes), tcp://HOST:PORT, tls://HOST:PORT or the name of an "
+        "existing scheduler file"
+    )
+
+
+def _remote(spec: str) -> Client:
+    """A client of a running scheduler, by its address or its scheduler file."""
+    import distributed
+
+    where = {"address": spec} if "://" in spec else {"scheduler_file": spec}
+    try:
+        return distributed.Client(**where, timeout=CONNECT_SECONDS, set_as_default=False)
+    except (OSError, ValueError, TypeError, KeyError) as error:  # of a file that is no scheduler file too
+        raise QuantkitError(
+            f"{spec}: no connection to a dask scheduler: {error}; start one with `dask scheduler`, and check the "
+            "address, the versions of distributed and, with tls://, the certificates"
+        ) from None
+
+
+def _local(processes: int) -> contextlib.AbstractContextManager[object]:
+    """Worker processes on this machine that share its CPUs."""
+    import distributed
+
+    from quantkit.codegen.thread_pool import available_cpus
+
+    return distributed.LocalCluster(
+        n_workers=processes,
+        threads_per_worker=max(1, available_cpus() // processes),
+        processes=True,
+        memory_limit=0,  # mapped pages count as memory
+        dashboard_address="127.0.0.1:0",
+        silence_logs=logging.ERROR,
+    )

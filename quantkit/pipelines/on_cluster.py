@@ -1,0 +1,400 @@
+"""`quantize` on the workers of a dask cluster: consecutive pieces of a tensor are a task.
+
+    coordinator   names of the input's files, rows, types, importance of the columns  ->  a task
+    worker        maps the files, encodes the pieces  ->  their hashes, and their bytes
+                  or, with a shared output, writes the bytes into the partial file and syncs them
+    coordinator   writes the bytes, counts the pieces, and records them in the journal
+
+A task holds no weights. Each worker opens an input once and checks that it is the coordinator's (`FileIdentity`), and
+that its encoder gives the bytes of the coordinator's (`provenance.codec`), whatever its CPU. So the output has the
+bytes of a run on one machine.
+
+A worker with a shared output opens the partial file before it encodes, and writes only if the file's header is that of
+the job: a task that outlives its coordinator cannot touch the file of another job. If two workers run the same task,
+both write the same bytes.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from quantkit import cluster, types
+from quantkit.cluster.tasks import Finished, TaskRun, UnfitWorker
+from quantkit.cluster.workers import FileIdentity
+from quantkit.errors import OptionError, UnsupportedError
+from quantkit.formats import gguf, imatrix, provenance
+from quantkit.formats.atomic import os_errors
+from quantkit.formats.owned import open_own
+from quantkit.formats.pipeline import Bar
+from quantkit.formats.stream import Layout, StreamWriter, partial
+from quantkit.pipelines.pieces import Piece, SourceTensor
+from quantkit.pipelines.second_moments import PreparedMoments
+from quantkit.recipe import PlannedTensor
+
+if TYPE_CHECKING:
+    from distributed import Client
+
+    from quantkit.pipelines.quantize import QuantizeSource, TensorProgress
+
+_MAX_PIECES = 32  # of a task: 16 million elements
+_FIRST_PIECES = 4  # of a task, while it is not known how long a piece of its type takes
+_TASK_SECONDS = 5.0  # that a task should take: long against the scheduler's millisecond, short against a job
+_TASKS_PER_THREAD = 32  # at least, so that all threads end together
+
+
+# ------------------------------------------------------------------------------------------------------------ the tasks
+
+
+class Place(NamedTuple):
+    """Where a worker writes: a partial file, the bytes of its header and their SHA-256, and the first byte to write."""
+
+    path: str
+    header: int
+    digest: str
+    offset: int
+
+
+class Input(NamedTuple):
+    """The files that a tensor is read from.
+
+    checkpoint  arguments of `plan_conversion` for a checkpoint; None for a GGUF file, which is the only one of `files`
+    """
+
+    files: tuple[FileIdentity, ...]
+    checkpoint: tuple[Any, ...] | None = None
+
+
+@dataclass(frozen=True)
+class PieceTask:
+    """Pieces `first` to `stop - 1` of a tensor, as plain data.
+
+    importance  float32[matrices, columns] from the matrix of the first piece on; None for none
+    moments     the importance matrix file and the entry whose second moments are used; None for none
+    codec       the version of the encoder that the output records
+    place       where a worker writes; None: it returns the bytes
+    """
+
+    input: Input
+    name: str
+    shape: tuple[int, ...]
+    source: str
+    type: str
+    first: int
+    stop: int
+    importance: np.ndarray | None
+    moments: tuple[FileIdentity, str] | None
+    effort: str
+    verbatim: bool
+    codec: str
+    place: Place | None = None
+
+    def __str__(self) -> str:
+        return f"{self.input.files[0].path}: {self.name}, pieces {self.first} to {self.stop - 1}"
+
+
+class Done(NamedTuple):
+    """What a task gives: hashes of the source and of the bytes of each piece, and the bytes, unless they are written.
+
+    `read` and `nbytes` are the sizes of both in bytes.
+    """
+
+    name: str
+    first: int
+    stop: int
+    source: list[bytes]
+    hashes: list[bytes]
+    read: int
+    nbytes: int
+    data: np.ndarray | None
+
+
+def encode_pieces(task: PieceTask) -> Done:
+    """Encode the pieces of a task; executed by a worker."""
+    tensor = _tensor(task)
+    planned = PlannedTensor(task.name, task.shape, types.layout(task.source), types.layout(task.type), "")
+    _require_codec(task)
+    ranges = list(provenance.row_pieces(task.shape))[task.first : task.stop]
+    begin, row_bytes = ranges[0][0], planned.type.row_bytes(task.shape[-1])
+    data = np.empty((ranges[-1][1] - begin, row_bytes), np.uint8)
+    descriptor = _open_output(task.place) if task.place is not None else None
+    source, hashes = list[bytes](), list[bytes]()
+    try:
+        for start, stop in ranges:
+            importance, moments = _importance(task, start, begin)
+            piece = Piece(planned, tensor, start, stop, importance, moments, task.effort, task.verbatim)
+            encoded = piece.encode()
+            data[start - begin : stop - begin] = encoded.data.reshape(-1, row_bytes)
+            source.append(encoded.source)
+            hashes.append(encoded.hash)
+        if task.place is not None and descriptor is not None:
+            _write(descriptor, task.place, data)
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+    read = len(data) * planned.source.row_bytes(task.shape[-1])
+    sent = data if task.place is None else None
+    return Done(task.name, task.first, task.stop, source, hashes, read, data.nbytes, sent)
+
+
+def _tensor(task: PieceTask) -> SourceTensor:
+    """The task's tensor, of an input that is opened once."""
+    tensor = _opened(task.input).get(task.name)
+    if tensor is None or tuple(tensor.shape) != task.shape or tensor.type.name != task.source:
+        found = "is missing" if tensor is None else f"is {tensor.type.name} {tensor.shape}"
+        raise UnfitWorker(f"{task.input.files[0].path}: {task.name} {found} there, {task.source} {task.shape} here")
+    return tensor
+
+
+@functools.lru_cache(maxsize=64)  # shards of a set are inputs of their own
+def _opened(input: Input) -> Mapping[str, SourceTensor]:
+    for file in input.files:
+        _require_same(file)
+    if input.checkpoint is None:
+        return gguf.open_parts([input.files[0].path]).tensors
+    from quantkit.pipelines.conversion.plan import plan_conversion
+
+    return plan_conversion(*input.checkpoint).tensors
+
+
+@functools.lru_cache(maxsize=2)
+def _moments(file: FileIdentity) -> PreparedMoments:
+    _require_same(file)
+    return PreparedMoments(imatrix.read(file.path))
+
+
+def _require_same(file: FileIdentity) -> None:
+    if text := file.difference():
+        raise UnfitWorker(f"{file.path} {text}")
+
+
+def _importance(task: PieceTask, start: int, begin: int) -> tuple[np.ndarray | None, Callable[[], Any] | None]:
+    """The importance of the columns for the piece at row `start`, and what gives its second moments."""
+    if task.importance is None:
+        return None, None
+    rows = task.shape[-2] if len(task.shape) > 1 else 1
+    matrix = start // rows
+    moments = None
+    if task.moments is not None:
+        file, entry = task.moments
+        moments = functools.partial(_moments(file).get, entry, matrix)
+    return task.importance[matrix - begin // rows], moments
+
+
+def _require_codec(task: PieceTask) -> None:
+    """UnfitWorker if this machine's encoder gives other bytes than the coordinator's."""
+    if task.codec == provenance.COPY:
+        return
+    here = provenance.codec(task.type, task.effort, task.moments is not None)
+    if here != task.codec:
+        raise UnfitWorker(
+            f"its encoder of {task.type} gives other bytes than the coordinator's: version {here} instead of "
+            f"{task.codec}"
+        )
+
+
+def _open_output(place: Place) -> int:
+    """Open the partial file that a worker writes to, and check that it is the job's."""
+    try:
+        descriptor = open_own(Path(place.path), os.O_RDWR)
+    except FileNotFoundError:
+        raise UnfitWorker(
+            f"{place.path}: the output is not there; --shared-output needs a shared file system"
+        ) from None
+    if hashlib.sha256(os.pread(descriptor, place.header, 0)).hexdigest() != place.digest:
+        os.close(descriptor)
+        raise UnfitWorker(f"{place.path}: there, this is not the output of this job")
+    return descriptor
+
+
+def _write(descriptor: int, place: Place, data: np.ndarray) -> None:
+    """Write the bytes of a task at their place and sync them."""
+    view, offset = memoryview(data).cast("B"), place.offset
+    with os_errors(Path(place.path), "write"):
+        while len(view):
+            done = os.pwrite(descriptor, view, offset)
+            view, offset = view[done:], offset + done
+        os.fsync(descriptor)
+
+
+# ------------------------------------------------------------------------------------------------------ the coordinator
+
+
+@dataclass
+class WorkerWork:
+    """What a worker did: tasks, pieces, seconds of its threads, bytes of the source and of the output."""
+
+    tasks: int = 0
+    pieces: int = 0
+    seconds: float = 0.0
+    bytes_read: int = 0
+    bytes_written: int = 0
+
+
+def require_input(source: QuantizeSource, calibration: object | None) -> None:
+    """An error for an input that workers cannot read, and for calibration, which runs the model on one machine."""
+    if calibration is not None:
+        raise OptionError("--calibrate runs the model on this machine: with --cluster, pass --imatrix")
+    if getattr(source, "arrivals", None) is not None:
+        raise UnsupportedError(
+            f"{source.paths[0]}: a checkpoint on the Hub is streamed through one machine; for --cluster fetch it to "
+            "where all workers find it, with `hf download ORG/NAME --local-dir DIR`"
+        )
+
+
+def shared_files(writer: StreamWriter, layouts: Sequence[Layout]) -> dict[str, Place]:
+    """Start the files of an output that workers write to: the place of each tensor."""
+    writer.open_files()
+    found = {}
+    for layout in layouts:
+        path, digest = os.path.abspath(partial(layout.path)), hashlib.sha256(layout.header).hexdigest()
+        for slot in layout.slots:
+            found[slot.name] = Place(path, len(layout.header), digest, slot.offset)
+    return found
+
+
+class Workers:
+    """Encodes tensors on the workers of a cluster.
+
+    work  by address: what each worker has done
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        source: QuantizeSource,
+        imatrix_file: str,
+        shared: Mapping[str, Place] | None,
+        on_message: Callable[[str], None],
+    ):
+        """Check that all workers have this quantkit and the files: QuantkitError with names otherwise.
+
+        `shared` is what `shared_files` gave; None: workers return bytes.
+        """
+        self.work: dict[str, WorkerWork] = {}
+        self._client, self._source, self._shared, self._on_message = client, source, shared, on_message
+        self._checkpoint: tuple[Any, ...] | None = getattr(source, "reopen", ()) or None
+        paths = [*source.paths, *self._config()]
+        identities = cluster.require_same(client, [*paths, imatrix_file] if imatrix_file else paths)
+        self._files = dict(zip(map(str, paths), identities))
+        self._imatrix = identities[-1] if imatrix_file else None
+        self._piece_seconds: dict[str, float] = {}  # mean of a type
+
+    def _config(self) -> list[Path]:
+        """Files of a checkpoint that decide how its tensors are read, beside those that hold them."""
+        return [] if self._checkpoint is None else [Path(self._checkpoint[0]) / "config.json"]
+
+    def encode(
+        self,
+        tensors: Iterable[tuple[TensorProgress, Callable[[int], Piece], provenance.Record]],
+        nbytes: int,
+        write: Callable[[Done], None],
+        bar: Bar,
+    ) -> None:
+        """Encode tensors, each given by its progress, what makes its pieces, and the record that it will have.
+
+        `nbytes` are about the bytes of all, by which tasks are sized. `write` gets the results as they come.
+        """
+        threads = sum(self._client.nthreads().values()) or 1
+        run = TaskRun(
+            self._client,
+            encode_pieces,
+            self._tasks(tensors, nbytes // (threads * _TASKS_PER_THREAD)),
+            name="quantkit-encode",
+            on_message=self._on_message,
+        )
+        started, read = time.monotonic(), 0
+        for finished in run:
+            done = finished.result
+            write(done)
+            self._count(finished)
+            read += done.read
+            each = read / max(time.monotonic() - started, 1e-9) / 1e9 / len(self.work)
+            bar.update(done.nbytes, f"{done.name}, {len(self.work)} workers, {each:.3g} GB/s each")
+
+    def _count(self, finished: Finished[PieceTask, Done]) -> None:
+        done, work = finished.result, self.work.setdefault(finished.worker, WorkerWork())
+        pieces = done.stop - done.first
+        work.tasks += 1
+        work.pieces += pieces
+        work.seconds += finished.seconds
+        work.bytes_read += done.read
+        work.bytes_written += done.nbytes
+        mean = self._piece_seconds.get(finished.task.type, finished.seconds / pieces)
+        self._piece_seconds[finished.task.type] = 0.8 * mean + 0.2 * finished.seconds / pieces
+
+    def _tasks(
+        self,
+        tensors: Iterable[tuple[TensorProgress, Callable[[int], Piece], provenance.Record]],
+        max_bytes: int,
+    ) -> Iterator[PieceTask]:
+        """Tasks of consecutive pieces, each of at most `max_bytes` or one piece."""
+        for progress, make, expected in tensors:
+            left = list(progress.missing)
+            while left:
+                count = min(self._pieces_at_once(progress.planned.type.name), max_bytes // progress.nbytes(left[0]))
+                first, stop = left[0], left[0] + 1
+                while stop - first < count and stop in left[: stop - first + 1]:
+                    stop += 1
+                del left[: stop - first]
+                yield self._task(progress, make, expected, first, stop)
+
+    def _pieces_at_once(self, type: str) -> int:
+        seconds = self._piece_seconds.get(type)
+        return _FIRST_PIECES if seconds is None else min(_MAX_PIECES, int(_TASK_SECONDS / max(seconds, 1e-9)))
+
+    def _task(
+        self,
+        progress: TensorProgress,
+        make: Callable[[int], Piece],
+        expected: provenance.Record,
+        first: int,
+        stop: int,
+    ) -> PieceTask:
+        planned, pieces = progress.planned, [make(number) for number in range(first, stop)]
+        rows = planned.shape[-2] if len(planned.shape) > 1 else 1
+        matrices = {piece.start // rows: piece.importance for piece in pieces}
+        uses = planned.type.uses_imatrix and not pieces[0].verbatim
+        weights = [values for values in matrices.values() if values is not None] if uses else []
+        place = None
+        if self._shared is not None:
+            shared = self._shared[planned.name]
+            place = shared._replace(offset=shared.offset + progress.offset(first))
+        return PieceTask(
+            self._input(pieces[0].tensor),
+            planned.name,
+            tuple(planned.shape),
+            planned.source.name,
+            planned.type.name,
+            first,
+            stop,
+            np.stack(weights) if weights else None,
+            self._moments_of(planned, expected),
+            pieces[0].effort,
+            pieces[0].verbatim,
+            expected.codec,
+            place,
+        )
+
+    def _input(self, tensor: SourceTensor) -> Input:
+        if self._checkpoint is None:
+            return Input((self._files[str(tensor.path)],))
+        return Input(tuple(self._files.values()), self._checkpoint)
+
+    def _moments_of(self, planned: PlannedTensor, expected: provenance.Record) -> tuple[FileIdentity, str] | None:
+        """The importance matrix file that holds the second moments of a tensor, and its entry; None without them."""
+        if not provenance.has_moments(expected.importance):
+            return None
+        if self._imatrix is None or planned.importance is None:
+            raise OptionError(
+                "second moments are read by the workers: with a cluster, pass the importance matrix as a file"
+            )
+        return self._imatrix, planned.importance

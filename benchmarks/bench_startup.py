@@ -103,9 +103,8 @@ def main() -> None:
     rows = []
     for i, (library, replaced, lines, command) in enumerate(ROWS):
         times = {name: statistics.median(found[name, i]) if (name, i) in found else None for name in trees}
-        rows.append(
-            {"library": library, "replaced": replaced, "lines": lines, "command": f"`{' '.join(command)}`"} | times
-        )
+        about = {"library": library, "replaced": replaced, "lines": lines, "command": f"`{' '.join(command)}`"}
+        rows.append({**about, **times})
     records.save(TABLE, rows, o)
     print(json.dumps(rows))
 

@@ -23,6 +23,7 @@ from quantkit.hub import checkpoint as hub_checkpoint
 from quantkit.hub.address import parse
 from quantkit.hub.stream import CheckpointStream
 from tests.archs.checkpoints import tiny
+from tests.archs.quantized import quantized
 from tests.hub.conftest import sharded
 from tests.hub.fake import COMMIT, FakeHub, Fault
 
@@ -97,6 +98,22 @@ def test_stacked_experts_and_codes_with_scales(hub: FakeHub, tmp_path: Path, arc
     hub.add("org/Experts", directory)
     quantkit.quantize(directory, tmp_path / "local.gguf", "Q8_0")
     quantkit.quantize("hf://org/Experts", tmp_path / "hub.gguf", "Q8_0")
+    assert (tmp_path / "hub.gguf").read_bytes() == (tmp_path / "local.gguf").read_bytes()
+
+
+@pytest.mark.parametrize("kind", ["gptq", "nvfp4", "nf4"])
+def test_published_quantized_checkpoints(hub: FakeHub, tmp_path: Path, kind: str) -> None:
+    """Matrices of several tensors in several files; settings in a file of their own."""
+    tiny(tmp_path / "plain", "bfloat16", "llama")
+    directory = quantized(kind, tmp_path / "plain", tmp_path / "Codes")
+    sharded(directory, 50_000)
+    if kind == "gptq":
+        config = json.loads((directory / "config.json").read_text())
+        (directory / "quantize_config.json").write_text(json.dumps(config.pop("quantization_config")))
+        (directory / "config.json").write_text(json.dumps(config))
+    hub.add("org/Codes", directory)
+    quantkit.quantize(directory, tmp_path / "local.gguf", "Q8_0")
+    quantkit.quantize("hf://org/Codes", tmp_path / "hub.gguf", "Q8_0")
     assert (tmp_path / "hub.gguf").read_bytes() == (tmp_path / "local.gguf").read_bytes()
 
 

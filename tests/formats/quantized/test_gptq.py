@@ -153,6 +153,19 @@ def test_dynamic_overrides(tmp_path: Path, rng: np.random.Generator) -> None:
         unscaled(stored, {"quantization_config": settings | {"dynamic": {"-:model": {}}}})
 
 
+def test_settings_beside_config_json(tmp_path: Path, rng: np.random.Generator) -> None:
+    """What config.json leaves out is taken from quantize_config.json; what the two contradict is an error."""
+    layer = Layer(rng, 4, 64, 32, 32)
+    stored = written_in_shards(tmp_path / "c", layer.tensors("a", []), 1)
+    beside = tmp_path / "c" / "quantize_config.json"
+    beside.write_text(json.dumps({"bits": 4, "group_size": 32, "sym": False, "checkpoint_format": "gptq_v2"}))
+    read = unscaled(stored, {"quantization_config": layer.settings})
+    np.testing.assert_array_equal(read.tensors["a.weight"].dequantize(), layer.values.T)
+    beside.write_text(json.dumps({"bits": 4, "group_size": 128}))
+    with pytest.raises(FormatError, match=r"quantize_config.json: group_size is 128; .* config.json says 32: correct"):
+        unscaled(stored, {"quantization_config": layer.settings})
+
+
 I32, F16 = "I32", "F16"
 
 

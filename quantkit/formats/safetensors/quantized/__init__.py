@@ -49,7 +49,7 @@ class Method:
 
     readers: tuple[_Reader, ...]
     check: Callable[[Json, Path], None] = lambda settings, where: None
-    parts: tuple[str, ...] = (".weight_scale_inv", ".weight_scale")
+    parts: tuple[str, ...] = (".weight_scale_inv", ".weight_scale", ".weight_scale_2", ".weight_global_scale")
 
 
 _MODELOPT = Method((modelopt.matrix,), modelopt.check)

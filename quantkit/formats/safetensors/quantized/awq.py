@@ -1,11 +1,13 @@
 """AWQ: integers of 4 bits, as AutoAWQ writes them, in two layouts.
 
-gemm    NAME.qweight I32[n, rows / 8], NAME.qzeros I32[groups, rows / 8], NAME.scales F16[groups, rows]: 8 rows to a
-        word, from the low bits up rows 0, 2, 4, 6, 1, 3, 5, 7
-gemv    NAME.qweight I32[rows, n / 8], NAME.qzeros I32[rows, words], NAME.scales F16[rows, 8 * words]: 8 columns, or
-        zero points of 8 groups, to a word, in order. There may be more words than groups need.
+    gemm  NAME.qweight I32[n, rows / 8], NAME.qzeros I32[groups, rows / 8], NAME.scales F16[groups, rows]: 8 rows to a
+          word, from the low bits up rows 0, 2, 4, 6, 1, 3, 5, 7
+    gemv  NAME.qweight I32[rows, n / 8], NAME.qzeros I32[rows, words], NAME.scales F16[rows, 8 * words]: 8 columns, or
+          zero points of 8 groups, to a word, in order. There may be more words than groups need.
 
-weight[r, c] = scales[g] * (code - zero[g]),   g = c // group_size
+    weight[r, c] = scales[g] * (code - zero[g]),   g = c // group_size
+
+The layout is `version` in the settings (or `format`), gemm if they have none.
 """
 
 from __future__ import annotations

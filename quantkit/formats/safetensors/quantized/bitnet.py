@@ -1,7 +1,9 @@
 """BitNet: ternary matrices, packed, or floats that the layers round to ternary values when they run.
 
-NAME.weight    U8[rows / 4, n], packed, with NAME.weight_scale of one number
-NAME.weight    floats: rounded if config.json says quantization_mode "online"
+    NAME.weight    U8[rows / 4, n], packed, with NAME.weight_scale of one number
+    NAME.weight    floats: rounded if config.json says quantization_mode "online"
+
+`weight_bits` 1 in config.json without further settings means the second: the first BitNets have it.
 """
 
 from __future__ import annotations

@@ -61,11 +61,11 @@ class NF4Tensor(ScaledTensor):
         x = nibbles(data.reshape(1, -1), self._table, high_first=True)[0, : end - begin]
         with np.errstate(over="ignore"):
             x *= np.repeat(self._magnitudes(first, last), self.block)[: end - begin]
-        return x[start * n - begin : stop * n - begin].reshape(stop - start, n)
+        return np.asarray(x[start * n - begin : stop * n - begin].reshape(stop - start, n))
 
     @cached_property
     def _table(self) -> np.ndarray:
-        return finite(self.values, self.values.dequantize().reshape(1, -1))[0]
+        return np.asarray(finite(self.values, self.values.dequantize().reshape(1, -1))[0])
 
     def _magnitudes(self, first: int, last: int) -> np.ndarray:
         """float32[last - first]: the largest magnitude of each block."""
@@ -76,7 +76,7 @@ class NF4Tensor(ScaledTensor):
             codes = self.scales.raw()[first:last]
             of_block = np.arange(first, last) // size
             found = values.dequantize()[codes] * largest.dequantize()[of_block] + np.float32(offset)
-        return finite(self.scales, found[None], 0)[0]
+        return np.asarray(finite(self.scales, found[None])[0])
 
 
 def check(settings: Json, where: Path) -> None:

@@ -71,8 +71,9 @@ def matrix(checkpoint: Checkpoint, codes: CheckpointTensor, settings: Json) -> S
             f"{codes.path}: tensor {codes.name} is {codes.dtype} of shape {codes.shape}; config.json says that "
             f"{module} holds floats of {integer(weights, 'num_bits', 8)} bits: config.json is of another checkpoint"
         )
-    layout = nvfp4 if integer(weights, "group_size") == nvfp4.BLOCK else mxfp4
-    return layout.of_pairs(checkpoint, module, codes)
+    if integer(weights, "group_size") == nvfp4.BLOCK:
+        return nvfp4.of_pairs(checkpoint, module, codes)
+    return mxfp4.of_pairs(checkpoint, module, codes)
 
 
 def _groups(settings: Json) -> list[Json]:

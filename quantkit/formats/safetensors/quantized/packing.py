@@ -1,7 +1,10 @@
 """Integers packed into bytes and words, unpacked as float32.
 
-in_words   codes of `bits` bits, 32 // bits to a little-endian word, the lowest bits first; other bits are unused
-in_stream  codes of `bits` bits one after another, across bytes and words, the lowest bits first
+    in_words   codes of `bits` bits, 32 // bits to a little-endian word, the lowest bits first; other bits are unused
+    in_stream  codes of `bits` bits one after another, across bytes and words, the lowest bits first
+    nibbles    codes of 4 bits that name values of a table
+
+The values of a byte, or of 12 bits, are looked up in a table.
 """
 
 from __future__ import annotations
@@ -20,10 +23,10 @@ def _fields(bits: int, offset: int) -> np.ndarray:
 
 
 @cache
-def _fields_of_12(offset: int) -> np.ndarray:
-    """float32[4096, 4]: the 4 codes of 3 bits in 12 bits, low bits first, less `offset`."""
+def _fields_of_12() -> np.ndarray:
+    """float32[4096, 4]: the 4 codes of 3 bits in 12 bits, low bits first."""
     codes = np.arange(4096)[:, None] >> np.arange(0, 12, 3) & 7
-    return (codes - offset).astype(np.float32)
+    return codes.astype(np.float32)
 
 
 def in_words(data: np.ndarray, bits: int) -> np.ndarray:
@@ -33,7 +36,7 @@ def in_words(data: np.ndarray, bits: int) -> np.ndarray:
     """
     offset = 1 << bits - 1
     if 8 % bits == 0:  # no code spans two bytes
-        return _fields(bits, offset)[data].reshape(len(data), -1)
+        return np.asarray(_fields(bits, offset)[data].reshape(len(data), -1))
     packed = np.ascontiguousarray(data).view("<u4")
     shifts = np.arange(32 // bits, dtype=np.uint32) * np.uint32(bits)
     unsigned = packed[:, :, None] >> shifts & np.uint32((1 << bits) - 1)
@@ -46,10 +49,10 @@ def in_stream(data: np.ndarray, bits: int) -> np.ndarray:
     With 3 bits the bytes come in threes, which hold 8 codes.
     """
     if bits != 3:
-        return _fields(bits, 0)[data].reshape(len(data), -1)
+        return np.asarray(_fields(bits, 0)[data].reshape(len(data), -1))
     low, middle, high = (data[:, i::3].astype(np.uint16) for i in range(3))
     halves = np.stack([low | (middle & 15) << 8, middle >> 4 | high << 4], axis=-1)
-    return _fields_of_12(0)[halves].reshape(len(data), -1)
+    return np.asarray(_fields_of_12()[halves].reshape(len(data), -1))
 
 
 def nibbles(data: np.ndarray, table: np.ndarray, high_first: bool = False) -> np.ndarray:
@@ -57,7 +60,7 @@ def nibbles(data: np.ndarray, table: np.ndarray, high_first: bool = False) -> np
 
     Low bits are first, or high ones.
     """
-    return _pairs(table.tobytes(), high_first)[data].reshape(len(data), -1)
+    return np.asarray(_pairs(table.tobytes(), high_first)[data].reshape(len(data), -1))
 
 
 @cache

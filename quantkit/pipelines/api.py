@@ -96,6 +96,7 @@ def convert(
         metadata=options.metadata,
         model_name=options.model_name,
         fuse_gate_up=options.fuse_gate_up,
+        merge_lora=options.merge_lora,
         split_max_bytes=options.split_max_size,
         split_max_tensors=options.split_max_tensors,
         dry_run=options.dry_run,

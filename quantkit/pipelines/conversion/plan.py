@@ -32,10 +32,12 @@ from quantkit.archs.common.tensors import Piece
 from quantkit.errors import DataError, FormatError, UnknownNameError, UnsupportedError
 from quantkit.formats.gguf import Metadata, TensorSpec, Writer
 from quantkit.formats.safetensors import Checkpoint, open_checkpoint
+from quantkit.formats.safetensors.peft_adapter import MERGED, open_adapter
 from quantkit.formats.safetensors.quantized_checkpoint import FP8, INTEGERS, unscaled
 from quantkit.formats.torch_bin import is_bin, open_bin
 from quantkit.inputs.json_input import read_object
 from quantkit.pipelines.arrivals import Arrivals
+from quantkit.pipelines.conversion.lora import merged
 from quantkit.pipelines.conversion.metadata import general_keys
 from quantkit.pipelines.conversion.tensor import ConvertedTensor, GeneratedTensor, OutputTensor
 from quantkit.pipelines.output import WriteTask
@@ -44,7 +46,9 @@ from quantkit.types import QuantType
 
 OUTTYPES = ("auto", "bf16", "f16", "f32", "q8_0")
 STORED = "stored"  # the lossless outtype
-_DTYPES = {"F32": "f32", "F16": "f16", "BF16": "bf16"} | dict.fromkeys((*FP8, "MXFP4", "TERNARY", *INTEGERS), "bf16")
+_DTYPES = {"F32": "f32", "F16": "f16", "BF16": "bf16"} | dict.fromkeys(
+    (*FP8, "MXFP4", "TERNARY", MERGED, *INTEGERS), "bf16"
+)
 
 
 @dataclass(frozen=True)
@@ -150,13 +154,15 @@ def plan_conversion(
     opened: Checkpoint | None = None,
     arrivals: Arrivals | None = None,
     fuse_gate_up: bool = False,
+    merge_lora: str | os.PathLike[str] | None = None,
 ) -> Conversion:
     """Read configuration, tokenizer and tensor names of a checkpoint and plan its GGUF.
 
     `outtype` is one of OUTTYPES, or STORED for the checkpoint's own. `mtp` is passed to `Arch.with_mtp`. `metadata` (a
     JSON file) and `model_name` override what the checkpoint states about the model (`metadata.py`). `opened` are its
     tensors, if they are not in `source`; `arrivals` then brings their bytes. With `fuse_gate_up`, gate and up of
-    experts are one tensor (`archs/common/fused_experts.py`); UnsupportedError for a model without experts.
+    experts are one tensor (`archs/common/fused_experts.py`); UnsupportedError for a model without experts. `merge_lora`
+    is the directory of a PEFT adapter that is added to the weights.
     """
     directory = Path(source)
     if outtype not in (*OUTTYPES, STORED):
@@ -171,6 +177,8 @@ def plan_conversion(
     checkpoint = unscaled(opened, config)
     automatic = {"auto": "f16", STORED: "f32"}  # for a checkpoint that is all float32
     chosen = types.get(_first_16_bit(checkpoint) or automatic[outtype] if outtype in automatic else outtype)
+    if merge_lora is not None:
+        checkpoint = merged(checkpoint, open_adapter(merge_lora), arch)
     names = [arch.canonical(name) for name in checkpoint.tensors]
     with _errors_name(directory):
         config = arch.with_mtp(config, mtp, names)

@@ -84,6 +84,15 @@ def convert(
             help="Write gate and up of experts as one tensor, ffn_gate_up_exps; see fuse-gate-up.",
         ),
     ] = False,
+    merge_lora: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Add a PEFT adapter (LoRA) to the weights.", show_default=False)
+    ] = None,
+    lora: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Convert this PEFT adapter (LoRA) of HF_DIR, not the model.", show_default=False
+        ),
+    ] = None,
     disk: Disk = None,
     keep_shards: KeepShards = False,
     cluster: Cluster = None,
@@ -144,8 +153,11 @@ def convert(
     started = time.monotonic()
     options = ConvertOptions(
         pre, mtp, size, dry_run, threads, metadata, model_name, split_max_tensors,
-        None if disk is None else parse_size(disk), keep_shards, fuse_gate_up, shared_output,
+        None if disk is None else parse_size(disk), keep_shards, fuse_gate_up, merge_lora, shared_output,
     )  # fmt: skip
+    if lora is not None:
+        _convert_adapter(lora, source, outfile or out, outtype, json)
+        return
     tell = (lambda line: None) if json else print
     try:
         with connected(cluster, tell) as client:
@@ -176,6 +188,23 @@ def convert(
         )
     for path in done.paths:
         print(f"wrote {path} in {record['seconds']:.1f} s")
+
+
+def _convert_adapter(lora: Path, source: Path, out: str | None, outtype: str, json: bool) -> None:
+    """Write a PEFT adapter of the model in `source` as an adapter in GGUF."""
+    from quantkit.pipelines.conversion.lora import adapter_type, plan_adapter
+    from quantkit.pipelines.conversion.plan import plan_conversion
+
+    kind = adapter_type(outtype)
+    base = plan_conversion(source)
+    made = plan_adapter(lora, base.checkpoint, list(base.pieces.values()), base.arch, kind)
+    paths = made.write(out or lora / f"{lora.resolve().name}-{kind.name.upper()}.gguf", progress=True)
+    if json:
+        print_json("quantkit.convert-lora/1", {"paths": paths, "tensors": len(made.specs), "type": kind.name})
+        return
+    print(f"adapter of {len(made.specs) // 2} matrices, {kind.name}")
+    for path in paths:
+        print(f"wrote {path}")
 
 
 def _record(done: Conversion, seconds: float) -> dict[str, Any]:

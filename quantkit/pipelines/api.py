@@ -97,8 +97,10 @@ def convert(
     if client is not None or options.shared_output:
         from quantkit.pipelines.conversion.plan import plan_conversion
 
+        if options.merge_lora is not None:
+            raise OptionError("--merge-lora adds the adapter on this machine: run it without --cluster")
         about = (options.pre, options.mtp, options.metadata, options.model_name)
-        conversion = plan_conversion(source, type, *about)
+        conversion = plan_conversion(source, type, *about, fuse_gate_up=options.fuse_gate_up)
         return _convert_as_copy(conversion, output, options, client, progress, on_message)
     return convert_checkpoint(
         source,
@@ -109,6 +111,7 @@ def convert(
         metadata=options.metadata,
         model_name=options.model_name,
         fuse_gate_up=options.fuse_gate_up,
+        merge_lora=options.merge_lora,
         split_max_bytes=options.split_max_size,
         split_max_tensors=options.split_max_tensors,
         dry_run=options.dry_run,

@@ -45,6 +45,7 @@ class ConvertOptions:
                            needed if that is more
         keep_shards        for a checkpoint on the Hub: leave it in the directory NAME beside the output
         fuse_gate_up       write gate and up of experts as one tensor, ffn_gate_up_exps
+        merge_lora         the directory of a PEFT adapter (LoRA) that is added to the weights
         shared_output      with a cluster: workers write into the output themselves
     """
 
@@ -59,6 +60,7 @@ class ConvertOptions:
     disk: int | None = None
     keep_shards: bool = False
     fuse_gate_up: bool = False
+    merge_lora: PathLike | None = None
     shared_output: bool = False
 
 

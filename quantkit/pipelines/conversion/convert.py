@@ -25,6 +25,7 @@ def convert_checkpoint(
     metadata: str | os.PathLike[str] | None = None,
     model_name: str | None = None,
     fuse_gate_up: bool = False,
+    merge_lora: str | os.PathLike[str] | None = None,
     split_max_bytes: int | None = None,
     split_max_tensors: int | None = None,
     dry_run: bool = False,
@@ -37,11 +38,14 @@ def convert_checkpoint(
     `out` may be a template (`filled_name`). `pre` names the pre-tokenizer if it is not recognised. `mtp` says whether
     MTP (multi-token prediction) layers are kept: "keep", "drop", or "auto" for the architecture's default. `metadata`,
     a JSON file, and `model_name` override `general.*` keys. `fuse_gate_up` writes gate and up of experts as one tensor.
+    `merge_lora` is the directory of a PEFT adapter that is added to the weights.
     Image and audio encoders are skipped. The file appears under its name when it is complete. With `dry_run` everything
     is checked and nothing is written. A QuantkitError names the file, the tensor or the setting that cannot be
     converted.
     """
-    conversion = plan_conversion(source, outtype, pre, mtp, metadata, model_name, fuse_gate_up=fuse_gate_up)
+    conversion = plan_conversion(
+        source, outtype, pre, mtp, metadata, model_name, fuse_gate_up=fuse_gate_up, merge_lora=merge_lora
+    )
     if not dry_run:
         paths = write_gguf(
             filled_name(out, source, conversion.outtype.name),

@@ -32,11 +32,13 @@ from quantkit.archs.common.tensors import Piece
 from quantkit.errors import DataError, FormatError, UnknownNameError, UnsupportedError
 from quantkit.formats.gguf import Metadata, TensorSpec, Writer
 from quantkit.formats.safetensors import Checkpoint, open_checkpoint
+from quantkit.formats.safetensors.peft_adapter import open_adapter
 from quantkit.formats.safetensors.quantized import ScaledTensor, unscaled
 from quantkit.formats.safetensors.quantized.gptq import GPTQTensor
 from quantkit.formats.torch_bin import is_bin, open_bin
 from quantkit.inputs.json_input import read_object
 from quantkit.pipelines.arrivals import Arrivals
+from quantkit.pipelines.conversion.lora import merged
 from quantkit.pipelines.conversion.metadata import general_keys
 from quantkit.pipelines.conversion.tensor import ConvertedTensor, GeneratedTensor, OutputTensor, SourceTensor
 from quantkit.pipelines.output import WriteTask
@@ -163,13 +165,15 @@ def plan_conversion(
     opened: Checkpoint | None = None,
     arrivals: Arrivals | None = None,
     fuse_gate_up: bool = False,
+    merge_lora: str | os.PathLike[str] | None = None,
 ) -> Conversion:
     """Read configuration, tokenizer and tensor names of a checkpoint and plan its GGUF.
 
     `outtype` is one of OUTTYPES, or STORED for the checkpoint's own. `mtp` is passed to `Arch.with_mtp`. `metadata` (a
     JSON file) and `model_name` override what the checkpoint states about the model (`metadata.py`). `opened` are its
     tensors, if they are not in `source`; `arrivals` then brings their bytes. With `fuse_gate_up`, gate and up of
-    experts are one tensor (`archs/common/fused_experts.py`); UnsupportedError for a model without experts.
+    experts are one tensor (`archs/common/fused_experts.py`); UnsupportedError for a model without experts. `merge_lora`
+    is the directory of a PEFT adapter that is added to the weights.
     """
     directory = Path(source)
     if outtype not in (*OUTTYPES, STORED):
@@ -184,6 +188,8 @@ def plan_conversion(
     checkpoint = unscaled(opened, config)
     automatic = {"auto": "f16", STORED: "f32"}  # for a checkpoint that is all float32
     chosen = types.get(_first_16_bit(checkpoint) or automatic[outtype] if outtype in automatic else outtype)
+    if merge_lora is not None:
+        checkpoint = merged(checkpoint, open_adapter(merge_lora), arch)
     names = [arch.canonical(name) for name in checkpoint.tensors]
     with _errors_name(directory):
         config = arch.with_mtp(config, mtp, names)
@@ -202,7 +208,7 @@ def plan_conversion(
         TensorSpec(piece.name, piece.shape, _type_of(piece, checkpoint, chosen, outtype == STORED)) for piece in pieces
     ]
     by_name = {piece.name: piece for piece in pieces}
-    reopen = (os.path.abspath(directory), outtype, pre, mtp)  # metadata change no tensor
+    reopen = (os.path.abspath(directory), outtype, pre, mtp, None, None, None, None, fuse_gate_up)  # of the tensors
     conversion = Conversion(
         directory, arch, checkpoint, chosen, Metadata(), specs, by_name, generated, left_out, [], [], arrivals, reopen
     )

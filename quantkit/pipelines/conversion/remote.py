@@ -16,8 +16,7 @@ def plan_remote(address: Address, outtype: str, options: ConvertOptions | Quanti
     """Read configuration, tokenizer and headers of a checkpoint on the Hub and plan its GGUF."""
     remote = open_checkpoint(address)
     stream = CheckpointStream(remote, options.disk, options.keep_shards)
-    fuse = isinstance(options, ConvertOptions) and options.fuse_gate_up
-    about = (options.pre, mtp, options.metadata, options.model_name)
-    return plan_conversion(
-        remote.directory, outtype, *about, opened=remote.checkpoint, arrivals=stream, fuse_gate_up=fuse
-    )
+    about = (options.pre, mtp, options.metadata, options.model_name, remote.checkpoint, stream)
+    if isinstance(options, ConvertOptions):
+        return plan_conversion(remote.directory, outtype, *about, options.fuse_gate_up, options.merge_lora)
+    return plan_conversion(remote.directory, outtype, *about)

@@ -1,0 +1,125 @@
+"""LoRA adapters of PEFT: merged into a checkpoint that is converted, or converted to an adapter in GGUF.
+
+    adapter GGUF   keys general.type "adapter", adapter.type "lora", adapter.lora.alpha; of each matrix
+                   NAME.weight.lora_a [r, n] and NAME.weight.lora_b [rows, r], as llama.cpp's convert_lora_to_gguf.py
+                   writes them. llama.cpp adds alpha / r b a; where PEFT's scale is another one, b has the difference.
+
+Rows of b are reordered as the rows of the matrix are.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from quantkit import types
+from quantkit.archs import Arch
+from quantkit.archs.common.tensors import Piece
+from quantkit.errors import FormatError, UnsupportedError
+from quantkit.formats.gguf import Metadata, TensorSpec, Writer
+from quantkit.formats.pipeline import Progress
+from quantkit.formats.safetensors import Checkpoint
+from quantkit.formats.safetensors.peft_adapter import Adapter, LowRank, MergedTensor, open_adapter
+from quantkit.pipelines.output import WriteTask, write_gguf
+from quantkit.types import QuantType
+
+
+def merged(checkpoint: Checkpoint, adapter: Adapter, arch: Arch) -> Checkpoint:
+    """The checkpoint with the adapter's products added. FormatError for a product whose matrix it does not have."""
+    names = _names_of(checkpoint, adapter, arch)
+    tensors: dict[str, Any] = dict(checkpoint.tensors)
+    for theirs, product in adapter.products.items():
+        tensors[names[theirs]] = MergedTensor(tensors[names[theirs]], product)
+    return replace(checkpoint, tensors=tensors)
+
+
+def _names_of(checkpoint: Checkpoint, adapter: Adapter, arch: Arch) -> dict[str, str]:
+    """The checkpoint's names of the matrices of an adapter."""
+    stored = {arch.canonical(name): name for name in checkpoint.tensors}
+    found = {name: stored.get(arch.canonical(name), "") for name in adapter.products}
+    if absent := [name for name, ours in found.items() if not ours]:
+        raise FormatError(
+            f"{adapter.path}: {len(absent)} of {len(found)} matrices are not in {checkpoint.path}: {absent[0]}; the "
+            "adapter is of another model"
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class AdapterFile:
+    """A planned adapter in GGUF: its tensors, of float type, with the values of each; its metadata."""
+
+    specs: list[TensorSpec]
+    values: dict[str, np.ndarray]
+    metadata: Metadata
+    inputs: list[Path]
+
+    def write(self, out: str | os.PathLike[str], progress: Progress | bool = False) -> list[Path]:
+        """Write the file and return its path. It appears when it is complete."""
+        return write_gguf(out, self.metadata, self.specs, self._tasks, inputs=self.inputs, progress=progress)
+
+    def _tasks(self, writer: Writer) -> Iterator[WriteTask]:
+        for spec in self.specs:
+            yield functools.partial(self._write, writer, spec)
+
+    def _write(self, writer: Writer, spec: TensorSpec) -> int:
+        data = spec.type.quantize(self.values[spec.name], threads=1)
+        writer.put(spec.name, 0, data)
+        return data.nbytes
+
+
+def plan_adapter(
+    directory: str | os.PathLike[str], checkpoint: Checkpoint, pieces: Sequence[Piece], arch: Arch, kind: QuantType
+) -> AdapterFile:
+    """Plan the GGUF of an adapter for a checkpoint, whose conversion has `pieces`; `kind` is a float type.
+
+    UnsupportedError for a matrix that GGUF stores otherwise than row by row, such as one of several stacked experts.
+    """
+    adapter = open_adapter(directory)
+    names = _names_of(checkpoint, adapter, arch)
+    products = {names[theirs]: product for theirs, product in adapter.products.items()}
+    made: dict[str, np.ndarray] = {}
+    for piece in pieces:
+        if not products.keys().isdisjoint(piece.sources):
+            made |= _of_piece(adapter, piece, products)
+    if len(made) != 2 * len(products):
+        raise UnsupportedError(f"{adapter.path}: some of its {len(products)} matrices are left out of the GGUF")
+    metadata = Metadata()
+    metadata.set("general.architecture", arch.name, "str")
+    metadata.set("general.type", "adapter", "str")
+    metadata.set("general.name", adapter.path.resolve().name, "str")
+    metadata.set("adapter.type", "lora", "str")
+    metadata.set("adapter.lora.alpha", adapter.alpha, "f32")
+    specs = [TensorSpec(name, x.shape, kind) for name, x in made.items()]
+    paths = [*checkpoint.paths, adapter.path / "adapter_model.safetensors"]
+    return AdapterFile(specs, made, metadata, paths)
+
+
+def _of_piece(adapter: Adapter, piece: Piece, products: dict[str, LowRank]) -> dict[str, np.ndarray]:
+    """lora_a and lora_b of a tensor of the GGUF, float32."""
+    product = products[piece.sources[0]] if len(piece.sources) == 1 else None
+    if product is None or not piece.transform.copies_rows or len(piece.shape) != 2:
+        raise UnsupportedError(
+            f"{adapter.path}: {piece.name} is made of {len(piece.sources)} tensors, or not row by row, so the adapter "
+            f"of {piece.sources[0]} cannot be written for it; merge it: convert --merge-lora"
+        )
+    rows = piece.shape[0]
+    b = product.b.dequantize()
+    b = np.ascontiguousarray(piece.transform.rows([lambda start, stop: b[start:stop]], 0, rows))
+    factor = product.scale / (adapter.alpha / product.rank)
+    if abs(factor - 1) > 1e-6:
+        b *= np.float32(factor)
+    return {f"{piece.name}.lora_a": product.a.dequantize(), f"{piece.name}.lora_b": b}
+
+
+def adapter_type(outtype: str) -> QuantType:
+    """The type of an adapter's matrices; f32 for "auto". UnsupportedError for a quantized one."""
+    if outtype == "q8_0":
+        raise UnsupportedError("--lora with --outtype q8_0: an adapter is f32, f16 or bf16")
+    return types.get("f32" if outtype == "auto" else outtype)

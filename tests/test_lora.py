@@ -1,0 +1,131 @@
+"""LoRA adapters of PEFT: merged into a model, and converted to adapters in GGUF."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import quantkit
+from quantkit.cli import main
+from quantkit.errors import FormatError, UnsupportedError
+from quantkit.formats import gguf
+from quantkit.formats.safetensors import CheckpointSpec, CheckpointWriter
+from quantkit.formats.safetensors.peft_adapter import open_adapter
+from quantkit.pipelines.conversion.convert import convert_checkpoint
+from tests.archs.checkpoints import tiny
+
+TOKENS = np.random.default_rng(3).integers(2, 300, 40).tolist()
+MODULES = ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj")
+
+
+def save_adapter(folder: Path, model: Any, changes: dict[str, Any] | None = None, modules: Any = MODULES) -> Path:
+    """A random adapter of rank 4, in the files that PEFT's save_pretrained writes."""
+    import torch
+
+    torch.manual_seed(8)
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 6, "bias": "none", "use_rslora": False} | (changes or {})
+    tensors = {}
+    for name, module in model.named_modules():
+        if name.endswith(tuple(modules)):
+            rank = config.get("rank_pattern", {}).get("v_proj", 4) if name.endswith("v_proj") else 4
+            rows, columns = module.weight.shape
+            tensors[f"base_model.model.{name}.lora_A.weight"] = torch.randn(rank, columns).numpy() / 8
+            tensors[f"base_model.model.{name}.lora_B.weight"] = torch.randn(rows, rank).numpy() / 8
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    with CheckpointWriter(folder, [CheckpointSpec(n, x.shape, "F32") for n, x in tensors.items()]) as writer:
+        for name, x in tensors.items():
+            writer.write(name, np.ascontiguousarray(x, "<f4").reshape(-1).view(np.uint8))
+    (folder / "model.safetensors").rename(folder / "adapter_model.safetensors")
+    return folder
+
+
+def peft_logits(model: Any, adapter: Path, scale: dict[str, float]) -> np.ndarray:
+    """Log-probabilities of the model with PEFT's formula: W + scale B A, in float32."""
+    import torch
+
+    found = open_adapter(adapter).products
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name in found:
+                a, b = (torch.from_numpy(t.dequantize().copy()) for t in (found[name].a, found[name].b))
+                parameter += (b @ a) * scale.get(name.split(".")[-2], scale[""])
+        return np.asarray(model(torch.tensor([TOKENS])).logits[0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "scale"),
+    [
+        ({}, {"": 6 / 4}),
+        ({"use_rslora": True}, {"": 6 / math.sqrt(4)}),
+        ({"rank_pattern": {"v_proj": 2}, "alpha_pattern": {"v_proj": 3}}, {"": 6 / 4, "v_proj": 3 / 2}),
+    ],
+)
+def test_merged_logits_are_those_of_peft(tmp_path: Path, changes: dict[str, Any], scale: dict[str, float]) -> None:
+    model = tiny(tmp_path / "hf", "float32", "llama")
+    adapter = save_adapter(tmp_path / "adapter", model, changes)
+    convert_checkpoint(tmp_path / "hf", tmp_path / "plain.gguf", "f32")
+    convert_checkpoint(tmp_path / "hf", tmp_path / "merged.gguf", "f32", merge_lora=adapter)
+    plain, made = (quantkit.load(tmp_path / f"{name}.gguf").logits(TOKENS) for name in ("plain", "merged"))
+    expected = peft_logits(model, adapter, scale)
+    assert np.abs(made - expected).max() < 1e-4
+    assert np.abs(plain - expected).max() > 0.1
+    assert {t.type.name for t in gguf.open(tmp_path / "merged.gguf").tensors.values()} == {"f32"}
+
+
+@pytest.mark.parametrize("changes", [{}, {"use_rslora": True}])
+def test_adapter_in_gguf(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """What llama.cpp adds, alpha / r b a, to the GGUF's rows is what merging adds."""
+    model = tiny(tmp_path / "hf", "float32", "llama")
+    adapter = save_adapter(tmp_path / "adapter", model, changes)
+    out = tmp_path / "lora.gguf"
+    assert main(["convert", str(tmp_path / "hf"), str(out), "--lora", str(adapter)]) == 0
+    merged = tmp_path / "merged.gguf"
+    assert main(["convert", str(tmp_path / "hf"), str(merged), "--merge-lora", str(adapter), "--outtype", "f32"]) == 0
+    convert_checkpoint(tmp_path / "hf", tmp_path / "plain.gguf", "f32")
+    plain, made, file = (gguf.open(path) for path in (tmp_path / "plain.gguf", merged, out))
+    assert [file.metadata[key] for key in ("general.type", "adapter.type", "general.architecture")] == [
+        "adapter", "lora", "llama",
+    ]  # fmt: skip
+    names = {name.rpartition(".")[0] for name in file.tensors}
+    assert len(file.tensors) == 2 * len(names) == 2 * 3 * 2
+    for name in names:
+        a, b = (file.tensors[f"{name}.lora_{part}"].dequantize() for part in "ab")
+        added = file.metadata["adapter.lora.alpha"] / len(a) * (b @ a)
+        np.testing.assert_allclose(plain.tensors[name].dequantize() + added, made.tensors[name].dequantize(), atol=1e-5)
+    assert {name.split(".")[2] for name in names} == {"attn_q", "attn_v", "ffn_down"}
+
+
+def test_16_bit_models_stay_16_bit(tmp_path: Path) -> None:
+    model = tiny(tmp_path / "hf", "bfloat16", "llama")
+    adapter = save_adapter(tmp_path / "adapter", model)
+    convert_checkpoint(tmp_path / "hf", tmp_path / "merged.gguf", merge_lora=adapter)
+    tensors = gguf.open(tmp_path / "merged.gguf").tensors
+    assert tensors["blk.0.attn_q.weight"].type.name == tensors["blk.0.attn_k.weight"].type.name == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"use_dora": True}, "use_dora"), ({"bias": "all"}, "bias"), ({"peft_type": "LOHA"}, "peft_type"),
+     ({"modules_to_save": ["lm_head"]}, "modules_to_save"), ({"r": 8}, "makes the rank 8")],
+)  # fmt: skip
+def test_other_adapters_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    model = tiny(tmp_path / "hf", "float32", "llama")
+    with pytest.raises((FormatError, UnsupportedError), match=message):
+        open_adapter(save_adapter(tmp_path / "adapter", model, changes))
+
+
+def test_adapter_of_another_model(tmp_path: Path) -> None:
+    model = tiny(tmp_path / "hf", "float32", "llama")
+    adapter = save_adapter(tmp_path / "adapter", model)
+    for name, config in (("fewer", {"num_hidden_layers": 1}), ("narrow", {"intermediate_size": 128})):
+        tiny(tmp_path / name, "float32", "llama", **config)
+        with pytest.raises(FormatError, match="the adapter is of another model"):
+            convert_checkpoint(tmp_path / name, tmp_path / "x.gguf", "f32", merge_lora=adapter)
+    with pytest.raises(FormatError, match=r"no adapter_config\.json"):
+        open_adapter(tmp_path / "hf")

@@ -100,23 +100,26 @@ def _half(runs: Callable[[Any], list[tuple[int, int, int]]], source: int, stacke
 
 
 def _fused_rules() -> tuple[TensorRule, ...]:
-    return tuple(
-        TensorRule(f"blk.N.ffn_{ours}{suffix}.weight", f"model.layers.N.{theirs}",
-             _half(runs, source, suffix == "_exps"), layers=layers, full_names=True, to_gguf_only=True)
-        for suffix, theirs, layers, runs in _GROUPS
-        for source, ours in enumerate(("gate", "up"))
-    )  # fmt: skip
+    found = []
+    for suffix, theirs, layers, runs in _GROUPS:
+        stacked = suffix == "_exps"
+        for source, ours in enumerate(("gate", "up")):
+            found.append(
+                TensorRule(
+                    f"blk.N.ffn_{ours}{suffix}.weight",
+                    f"model.layers.N.{theirs}",
+                    _half(runs, source, stacked),
+                    layers=layers,
+                    full_names=True,
+                    to_gguf_only=True,
+                )
+            )
+        down = f"model.layers.N.{theirs.replace('gate_up', 'down')}"
+        found.append(TensorRule(f"blk.N.ffn_down{suffix}.weight", down, layers=layers, full_names=True))
+    return (*found[:3], _ROUTER, *found[3:])
 
 
-def _down_rules() -> tuple[TensorRule, ...]:
-    return (
-        TensorRule("blk.N.ffn_down", "model.layers.N.mlp.down_proj", layers=_is_dense),
-        TensorRule("blk.N.ffn_down_exps.weight", "model.layers.N.mlp.experts.down_proj", layers=_has_experts,
-             full_names=True),
-        TensorRule("blk.N.ffn_down_shexp", "model.layers.N.mlp.shared_experts.down_proj", layers=_has_experts),
-    )  # fmt: skip
-
-
+_ROUTER = TensorRule("blk.N.ffn_gate_inp", "model.layers.N.mlp.gate", f32=True, layers=_has_experts)
 _BEFORE = (
     *EMBEDDING_RULES,
     _norm("blk.N.attn_norm", "layers.N.input_layernorm"),
@@ -133,7 +136,6 @@ _BEFORE = (
     _norm("blk.N.ffn_norm", "layers.N.post_attention_layernorm"),
     experts.choice_rule(),
 )
-_ROUTER = TensorRule("blk.N.ffn_gate_inp", "model.layers.N.mlp.gate", f32=True, layers=_has_experts)
 _AFTER = (_norm("output_norm", "norm"), *(rule for rule in OUTPUT_RULES if rule.gguf == "output"))
 
 
@@ -146,7 +148,7 @@ class MiniMaxM3(Decoder):
     rope_style = "neox"
     rotary_fraction = 1.0
     defaults: ClassVar[Mapping[str, object]] = {"rope_theta": 5000000.0, "head_dim": 128, "rotary_dim": 64}
-    rules: ClassVar[tuple[TensorRule, ...]] = (*_BEFORE, _ROUTER, *_fused_rules(), *_down_rules(), *_AFTER)
+    rules: ClassVar[tuple[TensorRule, ...]] = (*_BEFORE, *_fused_rules(), *_AFTER)
     EXAMPLE: ClassVar[dict[str, Any]] = {
         "architectures": ["MiniMaxM3VLForCausalLM"],
         "model_type": "minimax_m3_vl_text",

@@ -292,7 +292,7 @@ class MiniMaxM3(Decoder):
     def feed_forward(self, hp: HParams, i: int) -> Part:
         part = replace(experts.feed_forward(hp, i), activation="swiglu_oai")
         shared = getattr(part, "shared", None)
-        return part if shared is None else replace(part, shared=replace(shared, activation="swiglu_oai"))  # type: ignore[call-arg]
+        return part if shared is None else replace(part, shared=replace(shared, activation="swiglu_oai"))
 
 
 def _settings(config: Config) -> dict[str, Any]:
@@ -317,7 +317,7 @@ def _settings(config: Config) -> dict[str, Any]:
         selects = sparse.get("sparse_attention_freq") or [0] * layers
         kinds = ["minimax_m3_sparse" if i else "full_attention" for i in selects]  # type: ignore[attr-defined]
     selecting = [i for i, kind in enumerate(kinds[:layers]) if kind == "minimax_m3_sparse"]
-    with_experts = [i for i, kind in enumerate(given["mlp_layer_types"][:layers]) if kind == "sparse"]
+    with_experts = [i for i, kind in enumerate(sequence(given, "mlp_layer_types")) if kind == "sparse"]
     if selecting and selecting != with_experts:
         raise UnsupportedError(
             f"config.json: layer_types = {kinds!r:.80}; files have an indexer in the layers with experts, "

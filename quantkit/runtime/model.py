@@ -11,6 +11,7 @@ uses runtime/compiled, where the model is one operation list; where that is not 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -165,7 +166,9 @@ class Model(BlockRunner, Locked):
         Locked.__init__(self)
         self._cached = latent.cached(self.hparams, self.blocks, self.mla)
         n_ctx = None if n_ctx is None else arguments.integer(n_ctx, "the context (-c)", 0)
-        self.n_ctx = n_ctx or self.hparams.n_ctx_train
+        indexers = [part.indexer for block in self.blocks for part in block.parts if isinstance(part, blocks.Attention)]
+        self._max_positions = min((x.max_positions for x in indexers if x is not None), default=sys.maxsize)
+        self.n_ctx = n_ctx or min(self.hparams.n_ctx_train, self._max_positions)
         self._tokenizer = tokenizer
         if tripwire not in TRIPWIRES:
             raise UnknownNameError("tripwire", tripwire, TRIPWIRES)
@@ -246,6 +249,7 @@ class Model(BlockRunner, Locked):
         if ids.ndim != 1 or not len(ids):
             raise DataError(f"forward takes a list of tokens, at least one; got shape {ids.shape}")
         self._require_own(cache)
+        self._require_positions(cache.length + len(ids))
         cache.reserve(len(ids))
         with restore_lengths([cache]):
             return self._forward(ids, cache, logits)
@@ -291,6 +295,7 @@ class Model(BlockRunner, Locked):
         if len({id(cache) for cache in caches}) < len(caches) or len({cache.type for cache in caches}) > 1:
             raise DataError("forward_batch: each sequence needs a cache of its own, and all of them one type")
         for ids, cache in checked:
+            self._require_positions(cache.length + len(ids))
             cache.reserve(len(ids))
         ends = np.empty((len(checked), self.hparams.n_embd), np.float32)
         with blas.single_threaded(), restore_lengths(caches):
@@ -335,6 +340,7 @@ class Model(BlockRunner, Locked):
         if not isinstance(rows, slice):
             raise DataError(f"rows are a slice of positions, not a {type(rows).__name__}")
         n_seq, length = ids.shape
+        self._require_positions(length)
         kind = self._kind(cache_type)
         compiled = self._fast is not None and self.observer is None
         sequences_at_once = min(n_seq, max(1, (TOGETHER_TOKENS if compiled else SEQUENCE_TOKENS) // length))
@@ -513,6 +519,14 @@ class Model(BlockRunner, Locked):
             raise DataError(f"{self.path}: layer_cache() is for one layer at a time; make a cache with new_cache()")
         if not self.attention.flash:
             cache_type_of(cache.type, self.numerics, self.attention)
+
+    def _require_positions(self, count: int) -> None:
+        """UnsupportedError where attention would have to select blocks of that many positions."""
+        if count > self._max_positions:
+            raise UnsupportedError(
+                f"{self.path}: {self.hparams.arch} attends to selected blocks of more than {self._max_positions} "
+                f"positions, which this version does not select; got {count}: take shorter texts"
+            )
 
     def _check_attention(self, kind: CacheType, n_ctx: int | None) -> None:
         """UnsupportedError or DataError where caches of this type, or the bound on attention's memory, do not fit."""

@@ -167,7 +167,8 @@ def keys_of(group: type) -> set[str]:
 
 def test_names_of_keys() -> None:
     """Keys that every architecture and the tokenizers write are spelled as there."""
-    known = keys_of(library.Keys) | {"{arch}.attention.indexer.types"}  # of llama.cpp, later than this gguf
+    later = {"value_scale", *(f"indexer.{name}" for name in ("types", "block_size", "local_blocks"))}  # than this gguf
+    known = keys_of(library.Keys) | {f"{{arch}}.attention.{name}" for name in later}
     for arch in archs.all():
         keys = arch.metadata(arch.EXAMPLE)
         assert keys

@@ -61,6 +61,29 @@ class Linear:
 
 
 @dataclass(frozen=True)
+class BlockIndexer:
+    """Selects the blocks of `block` keys that a token attends to, `top_blocks` for each KV head, the last ones always.
+
+    Up to `max_positions` positions all blocks are selected. The runtime does not select: it refuses longer sequences.
+    """
+
+    q: Linear
+    k: Linear
+    q_norm: Norm
+    k_norm: Norm
+    heads: int
+    dim: int
+    block: int
+    top_blocks: int
+    local_blocks: int
+
+    @property
+    def max_positions(self) -> int:
+        """Positions up to which a token attends to all of them."""
+        return self.block * self.top_blocks
+
+
+@dataclass(frozen=True)
 class Attention:
     """x + out(attention(q, k, v of norm(x))); causal, query head i reads key/value head i * kv_heads // heads.
 
@@ -88,6 +111,7 @@ class Attention:
     post_norm: Norm | None = None  # of the output of `out`, before the residual addition
     gated: bool = False
     sub_norm: Norm | None = None  # of the output of the heads, before `out`; weight float32[heads * head_dim_v]
+    indexer: BlockIndexer | None = None
     temperature: tuple[float, int] | None = None  # (beta, n): queries at p times 1 + beta ln(1 + floor(p / n))
 
 

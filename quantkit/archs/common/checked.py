@@ -167,12 +167,15 @@ _TABLE: tuple[tuple[str, str, Bound], ...] = (
      "expert_used_count expert_shared_count expert_group_count expert_group_used_count leading_dense_block_count "
      "nextn_predict_layers expert_gating_func",
      Count(0, 1 << 16, per_layer=True)),
-    ("intermediate_size moe_intermediate_size shared_expert_intermediate_size",
+    ("intermediate_size moe_intermediate_size shared_expert_intermediate_size dense_intermediate_size "
+     "shared_intermediate_size",
      "feed_forward_length expert_feed_forward_length expert_shared_feed_forward_length", _SIZE),
     ("q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim rotary_dim",
      "attention.q_lora_rank attention.kv_lora_rank attention.key_length_mla attention.value_length_mla", _SIZE),
-    ("index_n_heads index_head_dim index_topk",
-     "attention.indexer.head_count attention.indexer.key_length attention.indexer.top_k", _WIDTH),
+    ("index_n_heads index_head_dim index_topk index_topk_blocks index_block_size",
+     "attention.indexer.head_count attention.indexer.key_length attention.indexer.top_k attention.indexer.block_size",
+     _WIDTH),
+    ("index_local_blocks", "attention.indexer.local_blocks", Count(0, 1 << 24)),
     ("", "attention.indexer.types", Flags()),
     ("n_deepstack_layers", "n_deepstack_layers", Count(0, 1 << 12)),
     ("full_attention_interval sliding_window_pattern", "full_attention_interval", Count(1, 1 << 16)),

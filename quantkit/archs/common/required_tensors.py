@@ -49,6 +49,11 @@ def _attention(part: blocks.Attention, n_embd: int) -> Shapes:
         yield part.post_norm.weight, (n_embd,)
     if part.sub_norm is not None:
         yield part.sub_norm.weight, (part.heads * part.head_dim_v,)
+    if (indexer := part.indexer) is not None:
+        yield from _linear(indexer.q, indexer.heads * indexer.dim, n_embd)
+        yield from _linear(indexer.k, indexer.dim, n_embd)
+        yield indexer.q_norm.weight, (indexer.dim,)
+        yield indexer.k_norm.weight, (indexer.dim,)
     yield from _factors(part.rope)
     yield from _linear(part.q, part.heads * part.head_dim_k * (2 if part.gated else 1), n_embd)
     yield from _linear(part.k, part.kv_heads * part.head_dim_k, n_embd)

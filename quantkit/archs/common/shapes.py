@@ -45,6 +45,9 @@ indexer.attn_q_b    index_heads*index q_lora
 indexer.attn_k      index embd
 indexer.k_norm      index
 indexer.proj        index_heads embd
+indexer.q_proj      index_heads*index embd
+indexer.k_proj      index embd
+indexer.q_norm      index
 
 attn_qkv            conv embd
 attn_gate           inner embd

@@ -65,9 +65,7 @@ class CacheShape(NamedTuple):
     def __str__(self) -> str:
         states = f", {len(self.recurrent)} of them recurrent" if self.recurrent else ""
         devices = f" on {', '.join(name for name, *_ in self.devices)}" if self.devices else ""
-        heads = self.n_head_kv
-        if isinstance(heads, tuple):
-            heads = f"{min(heads)} to {max(heads)}"
+        heads = self.n_head_kv if isinstance(self.n_head_kv, int) else f"{min(self.n_head_kv)} to {max(self.n_head_kv)}"
         return (
             f"{self.n_layer} layers{states} of {heads} KV heads, keys of {self.head_dim_k} and values of "
             f"{self.head_dim_v} elements{devices}"

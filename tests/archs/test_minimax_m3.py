@@ -1,0 +1,81 @@
+"""MiniMax M3: published checkpoints have other names than what transformers saves; long sequences are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quantkit import archs
+from quantkit.archs.common.tensors import Shape
+from quantkit.errors import UnsupportedError
+from quantkit.runtime.loading import load
+from tests.archs.files import written
+
+ARCH = archs.get("minimax-m3")
+PUBLISHED: dict[str, Any] = {
+    key: value
+    for key, value in ARCH.EXAMPLE.items()
+    if not key.startswith("index_") and key not in ("layer_types", "mlp_layer_types")
+} | {
+    "hidden_act": "swigluoai", "moe_layer_freq": [0, 1, 1], "n_shared_experts": 2,
+    "sparse_attention_config": {
+        "sparse_num_index_heads": 2, "sparse_index_dim": 32, "sparse_block_size": 64, "sparse_topk_blocks": 4,
+        "sparse_local_block": 1, "sparse_attention_freq": [0, 1, 1],
+    },
+}  # fmt: skip
+
+
+def published_shapes() -> dict[str, Shape]:
+    found: dict[str, Shape] = {"lm_head.weight": (320, 64), "model.embed_tokens.weight": (320, 64)}
+    found["model.norm.weight"] = (64,)
+    for i in range(3):
+        layer = f"model.layers.{i}"
+        found |= {f"{layer}.{name}_layernorm.weight": (64,) for name in ("input", "post_attention")}
+        for name, rows in (("q", 128), ("k", 64), ("v", 64)):
+            found[f"{layer}.self_attn.{name}_proj.weight"] = (rows, 64)
+        found[f"{layer}.self_attn.o_proj.weight"] = (64, 128)
+        found |= {f"{layer}.self_attn.{name}_norm.weight": (32,) for name in "qk"}
+        if not i:
+            found |= gated(f"{layer}.mlp", ("gate_proj", "up_proj", "down_proj"), 96)
+            continue
+        found |= {f"{layer}.self_attn.index_{name}_norm.weight": (32,) for name in "qk"}
+        found |= {f"{layer}.self_attn.index_{name}_proj.weight": (rows, 64) for name, rows in (("q", 64), ("k", 32))}
+        moe = f"{layer}.block_sparse_moe"
+        found |= {f"{moe}.gate.weight": (8, 64), f"{moe}.e_score_correction_bias": (8,)}
+        found |= gated(f"{moe}.shared_experts", ("gate_proj", "up_proj", "down_proj"), 64)
+        for expert in range(8):
+            found |= gated(f"{moe}.experts.{expert}", ("w1", "w3", "w2"), 32)
+    return found
+
+
+def gated(prefix: str, names: tuple[str, str, str], ff: int) -> dict[str, Shape]:
+    gate, up, down = (f"{prefix}.{name}.weight" for name in names)
+    return {gate: (ff, 64), up: (ff, 64), down: (64, ff)}
+
+
+def test_published_names_and_settings() -> None:
+    assert ARCH.metadata(PUBLISHED) == ARCH.metadata(ARCH.EXAMPLE)
+    shapes = {f"language_model.{name}": shape for name, shape in published_shapes().items()}
+    found = {piece.name: piece.shape for piece in ARCH.to_gguf(PUBLISHED, shapes)}
+    assert found == {t.name: t.shape for t in ARCH.tensors(ARCH.EXAMPLE)}
+    with pytest.raises(UnsupportedError, match="swiglu_limit = 5"):
+        ARCH.metadata(PUBLISHED | {"swiglu_limit": 5.0})
+    with pytest.raises(UnsupportedError, match=r"an indexer in the layers with experts, \[2\]"):
+        ARCH.metadata(PUBLISHED | {"moe_layer_freq": [0, 0, 1]})
+
+
+def test_more_positions_than_are_selected_are_refused(tmp_path: Path) -> None:
+    model = load(written(tmp_path / "m.gguf", "minimax-m3", index_topk_blocks=1, max_position_embeddings=512))
+    assert model.n_ctx == 64
+    cache, tokens = model.new_cache(80), np.arange(60)
+    model.forward(tokens, cache)
+    for call in (
+        lambda: model.forward(tokens[:5], cache),
+        lambda: model.forward_batch([(tokens[:5], cache)]),
+        lambda: model.forward_sequences(np.zeros((1, 65), np.int64), slice(None)),
+    ):
+        with pytest.raises(UnsupportedError, match=r"selected blocks of more than 64 positions.* got 65"):
+            call()

@@ -110,7 +110,7 @@ def in_journal(out: Path) -> int:
         return 0
     pieces = len(list(provenance.row_pieces((ROWS, COLUMNS))))
     bounds = [entry["pieces"] for entries in found.pieces.values() for entry in entries]
-    return pieces * len(found.entries) + sum(stop - first for first, stop in bounds)
+    return pieces * len(found.entries) + sum(int(stop) - int(first) for first, stop in bounds)
 
 
 def kill(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -149,14 +149,15 @@ def kill(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
                             process.kill()
                             process.wait()
                             row["coordinators"] += 1
-                            row["lost"] += completed(log).total() - in_journal(out)
+                            if not out.exists():
+                                row["lost"] += completed(log).total() - in_journal(out)
                             break
                         if row["workers"] < 3:
                             pids = list(client.run(os.getpid, on_error="ignore").values())
                             if pids:
                                 os.kill(rng.choice(pids), signal.SIGKILL)
                                 row["workers"] += 1
-                if process.wait() == 0:
+                if process.wait() == 0 or out.exists():  # killed between its work and its end
                     break
                 if process.returncode != -signal.SIGKILL:
                     raise SystemExit(f"run {number}: the command failed with {process.returncode}")
@@ -191,7 +192,8 @@ def overhead(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     for _ in range(args.repeat):
         for kind, words in kinds.items():
             found[kind].append(timed(command(model, out, args.type, "--fresh", *words)))
-            print(kind, "CPU {:.1f} s, wall {:.1f} s".format(*found[kind][-1]), flush=True)
+            cpu, wall = found[kind][-1]
+            print(f"{kind}: CPU {cpu:.1f} s, wall {wall:.1f} s", flush=True)
     return {kind: {"cpu": sorted(c for c, _ in t), "wall": sorted(w for _, w in t)} for kind, t in found.items()}
 
 

@@ -94,7 +94,7 @@ def _local(processes: int) -> contextlib.AbstractContextManager[object]:
 
     from quantkit.codegen.thread_pool import available_cpus
 
-    return distributed.LocalCluster(
+    cluster: contextlib.AbstractContextManager[object] = distributed.LocalCluster(
         n_workers=processes,
         threads_per_worker=max(1, available_cpus() // processes),
         processes=True,
@@ -102,3 +102,4 @@ def _local(processes: int) -> contextlib.AbstractContextManager[object]:
         dashboard_address="127.0.0.1:0",
         silence_logs=logging.ERROR,
     )
+    return cluster

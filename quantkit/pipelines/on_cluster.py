@@ -217,7 +217,7 @@ def _open_output(place: Place) -> int:
 
 def _write(descriptor: int, place: Place, data: np.ndarray) -> None:
     """Write the bytes of a task at their place and sync them."""
-    view, offset = memoryview(data).cast("B"), place.offset
+    view, offset = data.data.cast("B"), place.offset
     with os_errors(Path(place.path), "write"):
         while len(view):
             done = os.pwrite(descriptor, view, offset)

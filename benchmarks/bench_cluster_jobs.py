@@ -129,7 +129,7 @@ def kill(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         ) as local,
         distributed.Client(local) as client,
     ):  # fmt: skip
-        seconds = 10.0
+        seconds = 2 * args.seconds
         for number in range(args.runs):
             out = folder / "out.gguf"
             for path in (log, out):
@@ -162,7 +162,6 @@ def kill(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 if process.returncode != -signal.SIGKILL:
                     raise SystemExit(f"run {number}: the command failed with {process.returncode}")
             took = time.monotonic() - started
-            seconds = took if not number else seconds
             counts = completed(log)
             row |= {"seconds": round(took, 1), "pieces": len(counts), "twice": counts.total() - len(counts)}
             row["same"] = out.read_bytes() == one.read_bytes()
@@ -257,6 +256,7 @@ def main() -> None:
     parser.add_argument("what", choices=("kill", "overhead", "memory"))
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--coordinators", type=int, default=5, help="runs in which the command is killed too")
+    parser.add_argument("--seconds", type=float, default=5, help="longest time between two kills")
     parser.add_argument("--size", type=float, default=0.1, help="GB of the input")
     parser.add_argument("--type", default="IQ4_K")
     parser.add_argument("--repeat", type=int, default=3)

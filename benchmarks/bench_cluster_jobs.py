@@ -154,9 +154,17 @@ def kill(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
                             break
                         if row["workers"] < 3:
                             pids = list(client.run(os.getpid, on_error="ignore").values())
+                            if not pids:  # dask's nannies give up on workers that die while they start
+                                local.scale(0)
+                                local.scale(2)
                             if pids:
                                 os.kill(rng.choice(pids), signal.SIGKILL)
                                 row["workers"] += 1
+                while process.poll() is None:
+                    if not client.nthreads():
+                        local.scale(0)
+                        local.scale(2)
+                    time.sleep(0.5)
                 if process.wait() == 0 or out.exists():  # killed between its work and its end
                     break
                 if process.returncode != -signal.SIGKILL:
@@ -186,7 +194,7 @@ def overhead(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """The command with and without a cluster, in turn."""
     model, out = write_model(folder / "in.gguf", args.size), folder / "out.gguf"
     on_two = ["--cluster", "local:2"]
-    kinds = {"plain": ["-t", 2], "cluster": on_two, "shared": [*on_two, "--shared-output"]}
+    kinds: dict[str, list[object]] = {"plain": ["-t", 2], "cluster": [*on_two], "shared": [*on_two, "--shared-output"]}
     found: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds}
     for _ in range(args.repeat):
         for kind, words in kinds.items():

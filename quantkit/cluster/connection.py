@@ -100,6 +100,7 @@ def _local(processes: int) -> contextlib.AbstractContextManager[object]:
         processes=True,
         memory_limit=0,  # mapped pages count as memory
         dashboard_address="127.0.0.1:0",
+        preload=["quantkit.cluster.without_interrupt"],
         silence_logs=logging.ERROR,
     )
     return cluster

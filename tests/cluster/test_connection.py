@@ -108,6 +108,17 @@ def test_a_worker_of_another_version_is_refused_by_name(dask_client: Client, tmp
     assert f"here it is {quantkit.__version__} (" in line
 
 
+def test_a_worker_that_dies_during_the_check_is_no_reason_to_refuse(
+    dask_client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from distributed.comm import CommClosedError
+
+    run = dask_client.run
+    dead = {"tcp://10.0.0.9:1": CommClosedError("Connection reset by peer")}
+    monkeypatch.setattr(dask_client, "run", lambda *arguments, **options: run(*arguments, **options) | dead)
+    cluster.require_same(dask_client, [__file__])
+
+
 def test_importing_does_not_load_distributed() -> None:
     code = "import quantkit.cluster, quantkit.cli.common.cluster, sys; print('distributed' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

@@ -13,11 +13,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quantkit.errors import OptionError, QuantkitError, UnsupportedError
+from quantkit.inputs.json_input import read_object
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -78,14 +80,23 @@ def _remote(spec: str) -> Client:
     """A client of a running scheduler, by its address or its scheduler file."""
     import distributed
 
-    where = {"address": spec} if "://" in spec else {"scheduler_file": spec}
+    address = spec if "://" in spec else read_object(Path(spec)).get("address")
+    if not isinstance(address, str):
+        raise QuantkitError(f"{spec}: not a scheduler file: its address is {address!r}")
     try:
-        return distributed.Client(**where, timeout=CONNECT_SECONDS, set_as_default=False)
-    except (OSError, ValueError, TypeError, KeyError) as error:  # of a file that is no scheduler file too
+        _require_listener(address)
+        return distributed.Client(address, timeout=CONNECT_SECONDS, set_as_default=False)
+    except (OSError, ValueError) as error:
         raise QuantkitError(
-            f"{spec}: no connection to a dask scheduler: {error}; start one with `dask scheduler`, and check the "
-            "address, the versions of distributed and, with tls://, the certificates"
+            f"{spec}: no connection to a dask scheduler at {address}: {error}; start one with `dask scheduler`, and "
+            "check the address, the versions of distributed and, with tls://, the certificates"
         ) from None
+
+
+def _require_listener(address: str) -> None:
+    """OSError if nothing listens at an address. A client that fails to connect can block the next one for a while."""
+    if match := re.fullmatch(r"(?:tcp|tls)://(.+):(\d+)", address):
+        socket.create_connection((match[1].strip("[]"), int(match[2])), timeout=CONNECT_SECONDS).close()
 
 
 def _local(processes: int) -> contextlib.AbstractContextManager[object]:

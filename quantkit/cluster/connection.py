@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from distributed import Client
 
 CONNECT_SECONDS = 15.0
+RECONNECT_SECONDS = 120.0  # for a scheduler that is restarted during a job
 WORKER_SECONDS = 60.0  # to wait for the first worker: a batch system starts them when it likes
 
 
@@ -85,7 +86,7 @@ def _remote(spec: str) -> Client:
         raise QuantkitError(f"{spec}: not a scheduler file: its address is {address!r}")
     try:
         _require_listener(address)
-        return distributed.Client(address, timeout=CONNECT_SECONDS, set_as_default=False)
+        return distributed.Client(address, timeout=RECONNECT_SECONDS, set_as_default=False)
     except (OSError, ValueError) as error:
         raise QuantkitError(
             f"{spec}: no connection to a dask scheduler at {address}: {error}; start one with `dask scheduler`, and "

@@ -14,8 +14,9 @@ started with `--memory-limit 0`; those of `local` are.
 Commands take the option `cli.common.cluster.Cluster` and open it with `cli.common.cluster.connected`; functions take
 `client: distributed.Client | None`. Tests take the fixture `dask_client`, a local cluster of two processes.
 
-Importing the package does not import distributed, which is the extra `quantkit[cluster]`. It imports `errors` and
-`codegen`. A cluster runs the code that its scheduler and clients send: `connect` only to one whose users are trusted.
+Importing the package does not import distributed, which is the extra `quantkit[cluster]`. It imports `errors`, `inputs`
+and `codegen`. A cluster runs the code that its scheduler and clients send: `connect` only to one whose users are
+trusted.
 """
 
 from quantkit.cluster.connection import connect

@@ -13,16 +13,19 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-from collections.abc import Iterator
+import socket
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quantkit.errors import OptionError, QuantkitError, UnsupportedError
+from quantkit.inputs.json_input import read_object
 
 if TYPE_CHECKING:
     from distributed import Client
 
 CONNECT_SECONDS = 15.0
+RECONNECT_SECONDS = 120.0  # for a scheduler that is restarted during a job
 WORKER_SECONDS = 60.0  # to wait for the first worker: a batch system starts them when it likes
 
 
@@ -78,27 +81,53 @@ def _remote(spec: str) -> Client:
     """A client of a running scheduler, by its address or its scheduler file."""
     import distributed
 
-    where = {"address": spec} if "://" in spec else {"scheduler_file": spec}
+    address = spec if "://" in spec else read_object(Path(spec)).get("address")
+    if not isinstance(address, str):
+        raise QuantkitError(f"{spec}: not a scheduler file: its address is {address!r}")
     try:
-        return distributed.Client(**where, timeout=CONNECT_SECONDS, set_as_default=False)
-    except (OSError, ValueError, TypeError, KeyError) as error:  # of a file that is no scheduler file too
+        _require_listener(address)
+        return distributed.Client(address, timeout=RECONNECT_SECONDS, set_as_default=False)
+    except (OSError, ValueError) as error:
         raise QuantkitError(
-            f"{spec}: no connection to a dask scheduler: {error}; start one with `dask scheduler`, and check the "
-            "address, the versions of distributed and, with tls://, the certificates"
+            f"{spec}: no connection to a dask scheduler at {address}: {error}; start one with `dask scheduler`, and "
+            "check the address, the versions of distributed and, with tls://, the certificates"
         ) from None
+
+
+def _require_listener(address: str) -> None:
+    """OSError if nothing listens at an address. A client that fails to connect can block the next one for a while."""
+    if match := re.fullmatch(r"(?:tcp|tls)://(.+):(\d+)", address):
+        socket.create_connection((match[1].strip("[]"), int(match[2])), timeout=CONNECT_SECONDS).close()
 
 
 def _local(processes: int) -> contextlib.AbstractContextManager[object]:
     """Worker processes on this machine that share its CPUs."""
+    import dask
     import distributed
 
     from quantkit.codegen.thread_pool import available_cpus
 
-    return distributed.LocalCluster(
-        n_workers=processes,
-        threads_per_worker=max(1, available_cpus() // processes),
-        processes=True,
-        memory_limit=0,  # mapped pages count as memory
-        dashboard_address="127.0.0.1:0",
-        silence_logs=logging.ERROR,
-    )
+    with dask.config.set(_worker_config(dask.config.get("distributed.nanny.pre-spawn-environ"))):
+        cluster: contextlib.AbstractContextManager[object] = distributed.LocalCluster(
+            n_workers=processes,
+            threads_per_worker=max(1, available_cpus() // processes),
+            processes=True,
+            memory_limit=0,  # mapped pages count as memory
+            dashboard_address="127.0.0.1:0",
+            preload=["quantkit.cluster.without_interrupt"],
+            silence_logs=logging.ERROR,
+        )
+    return cluster
+
+
+def _worker_config(variables: Mapping[str, object]) -> dict[str, object]:
+    """dask's configuration for workers that encode.
+
+    Its profiler looks at all threads a hundred times a second, which takes a twentieth of the time. It makes glibc
+    return freed memory at once: the system then clears the same pages for every piece. `variables`: those that it sets.
+    """
+    kept = {"MALLOC_TRIM_THRESHOLD_": 1 << 28, "MALLOC_MMAP_THRESHOLD_": 1 << 25}  # bytes; 32 MiB is glibc's largest
+    return {
+        "distributed.worker.profile.enabled": False,
+        "distributed.nanny.pre-spawn-environ": {**variables, **kept},
+    }

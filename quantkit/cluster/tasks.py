@@ -14,6 +14,8 @@ job, and results wait on the workers until they are asked for. Tasks must be det
   another worker. The first result counts.
 - A worker cannot do the task (`UnfitWorker`, an OSError such as a full disk, no memory): the task goes to another
   worker, and this one gets no more tasks of the run. Without a worker left, the run ends with an error that names all.
+- No worker is there: the run waits `_WORKER_SECONDS` for one, and then ends with an error. dask's nannies start dead
+  workers again, but give up on one that dies while it starts.
 
 An error of quantkit in the function ends the run. Leaving the loop early, by an interrupt too, cancels what is queued.
 """
@@ -43,6 +45,8 @@ _AHEAD = 2  # tasks submitted and not yet consumed, for each thread
 _POLL_SECONDS = 0.5  # between two looks at the workers
 _SLOW = 3.0  # times the mean duration after which a task is slow
 _SLOW_SECONDS = 1.0  # at least
+_NOTICE_SECONDS = 5.0  # without any worker, until that is said
+_WORKER_SECONDS = 300.0  # without any worker, until the run ends
 _MAX_DEATHS = 3  # submissions of a task that killed, or was killed with, as many workers as dask allows
 
 
@@ -134,6 +138,8 @@ class TaskRun(Generic[T, R]):
         self._is_exhausted = False
         self._ended: queue.SimpleQueue[tuple[int, Future]] = queue.SimpleQueue()
         self._looked = 0.0
+        self._with_workers = time.monotonic()  # when workers were last there
+        self._is_told = False  # that there are none
         self._is_direct = True
 
     def __iter__(self) -> Iterator[Finished[T, R]]:
@@ -194,11 +200,27 @@ class TaskRun(Generic[T, R]):
         self._looked = now
         try:
             there = self._client.nthreads()
+            self._require_workers(there, now)
             self.threads = sum(n for worker, n in there.items() if worker not in self.refused) or 1
             if self._is_exhausted and len(self._pending) < self.threads:
                 self._repeat_slow(self._client.processing(), there, now)
         except OSError:  # the scheduler is being lost; the futures will say so
             return
+
+    def _require_workers(self, there: dict[str, int], now: float) -> None:
+        """Say that no worker is there; QuantkitError if none comes."""
+        if there:
+            self._with_workers, self._is_told = now, False
+            return
+        missing = now - self._with_workers
+        if missing > _WORKER_SECONDS:
+            raise QuantkitError(
+                f"the dask scheduler has had no worker for {missing:.0f} s; what is done is kept: give the same "
+                "command again when there are workers"
+            )
+        if missing > _NOTICE_SECONDS and not self._is_told:
+            self._is_told = True
+            self._on_message(f"no worker is left; waiting up to {_WORKER_SECONDS:.0f} s for others")
 
     def _repeat_slow(self, processing: dict[str, Any], there: dict[str, int], now: float) -> None:
         """Submit slow tasks once more, to workers that have nothing to do."""

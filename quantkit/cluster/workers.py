@@ -105,10 +105,13 @@ def require_same(
 def _on_workers(
     client: Client, workers: Sequence[str] | None, function: Callable[..., Any], *arguments: object
 ) -> dict[str, Any]:
-    """The result of a function on each worker, or the exception that it raised there."""
+    """The result of a function on each worker, or the exception that it raised there.
+
+    Workers that die meanwhile are left out. Those that come in their place are checked with their first task.
+    """
     chosen = None if workers is None else list(workers)
     found: dict[str, Any] = client.run(function, *arguments, workers=chosen, on_error="return")
-    return dict(sorted(found.items()))
+    return {worker: result for worker, result in sorted(found.items()) if not isinstance(result, OSError)}
 
 
 def _unless_same(where: str, found: object, mine: str, remedy: str) -> list[str]:

@@ -36,14 +36,12 @@ from quantkit.formats.atomic import os_errors
 from quantkit.formats.owned import open_own
 from quantkit.formats.pipeline import Bar
 from quantkit.formats.stream import Layout, StreamWriter, partial
-from quantkit.pipelines.pieces import Piece, SourceTensor
+from quantkit.pipelines.pieces import Piece, QuantizeSource, SourceTensor, TensorProgress
 from quantkit.pipelines.second_moments import PreparedMoments
 from quantkit.recipe import PlannedTensor
 
 if TYPE_CHECKING:
     from distributed import Client
-
-    from quantkit.pipelines.quantize import QuantizeSource, TensorProgress
 
 _MAX_PIECES = 32  # of a task: 16 million elements
 _FIRST_PIECES = 4  # of a task, while it is not known how long a piece of its type takes
@@ -217,7 +215,7 @@ def _open_output(place: Place) -> int:
 
 def _write(descriptor: int, place: Place, data: np.ndarray) -> None:
     """Write the bytes of a task at their place and sync them."""
-    view, offset = memoryview(data).cast("B"), place.offset
+    view, offset = data.data.cast("B"), place.offset
     with os_errors(Path(place.path), "write"):
         while len(view):
             done = os.pwrite(descriptor, view, offset)

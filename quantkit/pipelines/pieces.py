@@ -7,8 +7,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -16,6 +16,7 @@ import numpy as np
 
 from quantkit.errors import DataError
 from quantkit.formats import provenance
+from quantkit.formats.gguf import Metadata
 from quantkit.formats.mapping import release
 from quantkit.recipe import PlannedTensor
 from quantkit.types import check_finite
@@ -34,6 +35,22 @@ class SourceTensor(provenance.Rows, Protocol):
     @property
     def path(self) -> Path:
         """The file that holds the tensor, for messages."""
+
+
+class QuantizeSource(Protocol):
+    """The input of `quantize_with_plan`: an open GGUF, or a checkpoint as a `CheckpointView`."""
+
+    @property
+    def metadata(self) -> Metadata:
+        """Metadata of the input, from which those of the output are made."""
+
+    @property
+    def paths(self) -> Sequence[Path]:
+        """The files of the input: no output may replace one."""
+
+    @property
+    def tensors(self) -> Mapping[str, SourceTensor]:
+        """The tensors by their names in GGUF."""
 
 
 class Encoded(NamedTuple):
@@ -110,3 +127,50 @@ class Piece:
                 f"{self._label}: row {self.start + row}, column {column} is {x[row, column]} and would become "
                 f"{back[row, column]}: too large for {self.planned.type.name}; keep this tensor in f32 or bf16"
             )
+
+
+class TensorProgress:
+    """A tensor in progress.
+
+    ranges        rows of each piece
+    missing       numbers of the pieces that earlier runs did not finish; `left` of them are not written yet
+    source, data  hashes of all source and output pieces
+    """
+
+    def __init__(self, planned: PlannedTensor, finished: Mapping[int, tuple[bytes, bytes]]):
+        """`finished`: hashes of the source and of the data of each piece that an earlier run has written."""
+        self.planned = planned
+        self.ranges = list(provenance.row_pieces(planned.shape))
+        self.missing = [number for number in range(len(self.ranges)) if number not in finished]
+        self.left = len(self.missing)
+        self.source, self.data = [b""] * len(self.ranges), [b""] * len(self.ranges)
+        for number, (source, data) in finished.items():
+            self.source[number], self.data[number] = source, data
+
+    @property
+    def done(self) -> int:
+        """Bytes that earlier runs have written."""
+        return self.planned.bytes_after - sum(self.nbytes(number) for number in self.missing)
+
+    def offset(self, number: int) -> int:
+        """The byte of the tensor at which a piece starts."""
+        return self.ranges[number][0] * self._row_bytes
+
+    def nbytes(self, number: int) -> int:
+        """The bytes of an encoded piece."""
+        start, stop = self.ranges[number]
+        return (stop - start) * self._row_bytes
+
+    @property
+    def _row_bytes(self) -> int:
+        return self.planned.type.row_bytes(self.planned.shape[-1])
+
+    def encoded(self, number: int, piece: Piece) -> np.ndarray:
+        """Encode a piece and store its hashes."""
+        data, self.source[number], self.data[number] = piece.encode()
+        return data
+
+    def record(self, expected: provenance.Record) -> provenance.Record:
+        """The record of the written tensor: `expected` with the hashes of its source and of its bytes."""
+        source = provenance.of_pieces(self.planned.source.name, self.source)
+        return replace(expected, source=source, data=provenance.of_pieces(self.planned.type.name, self.data))

@@ -16,9 +16,9 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -36,7 +36,7 @@ from quantkit.pipelines import on_cluster, resume
 from quantkit.pipelines.arrivals import Arrivals
 from quantkit.pipelines.calibration import Calibration, Stage
 from quantkit.pipelines.parts import Part
-from quantkit.pipelines.pieces import Piece, SourceTensor
+from quantkit.pipelines.pieces import Piece, QuantizeSource, TensorProgress
 from quantkit.pipelines.second_moments import PreparedMoments
 from quantkit.recipe import Plan, PlannedTensor
 from quantkit.recipe.planning.interleaving import FILE_TYPE_BEFORE, rename_repacked
@@ -94,22 +94,6 @@ class Written:
     resumed: int
     reused: int
     workers: Mapping[str, on_cluster.WorkerWork] = field(default_factory=dict)
-
-
-class QuantizeSource(Protocol):
-    """The input of `quantize_with_plan`: an open GGUF, or a checkpoint as a `CheckpointView`."""
-
-    @property
-    def metadata(self) -> Metadata:
-        """Metadata of the input, from which those of the output are made."""
-
-    @property
-    def paths(self) -> Sequence[Path]:
-        """The files of the input: no output may replace one."""
-
-    @property
-    def tensors(self) -> Mapping[str, SourceTensor]:
-        """The tensors by their names in GGUF."""
 
 
 def quantize_with_plan(
@@ -419,53 +403,6 @@ class _Countdown:
         if is_last:
             self._at_end()
         return data
-
-
-class TensorProgress:
-    """A tensor in progress.
-
-    ranges        rows of each piece
-    missing       numbers of the pieces that earlier runs did not finish; `left` of them are not written yet
-    source, data  hashes of all source and output pieces
-    """
-
-    def __init__(self, planned: PlannedTensor, finished: Mapping[int, tuple[bytes, bytes]]):
-        """`finished`: hashes of the source and of the data of each piece that an earlier run has written."""
-        self.planned = planned
-        self.ranges = list(provenance.row_pieces(planned.shape))
-        self.missing = [number for number in range(len(self.ranges)) if number not in finished]
-        self.left = len(self.missing)
-        self.source, self.data = [b""] * len(self.ranges), [b""] * len(self.ranges)
-        for number, (source, data) in finished.items():
-            self.source[number], self.data[number] = source, data
-
-    @property
-    def done(self) -> int:
-        """Bytes that earlier runs have written."""
-        return self.planned.bytes_after - sum(self.nbytes(number) for number in self.missing)
-
-    def offset(self, number: int) -> int:
-        """The byte of the tensor at which a piece starts."""
-        return self.ranges[number][0] * self._row_bytes
-
-    def nbytes(self, number: int) -> int:
-        """The bytes of an encoded piece."""
-        start, stop = self.ranges[number]
-        return (stop - start) * self._row_bytes
-
-    @property
-    def _row_bytes(self) -> int:
-        return self.planned.type.row_bytes(self.planned.shape[-1])
-
-    def encoded(self, number: int, piece: Piece) -> np.ndarray:
-        """Encode a piece and store its hashes."""
-        data, self.source[number], self.data[number] = piece.encode()
-        return data
-
-    def record(self, expected: provenance.Record) -> provenance.Record:
-        """The record of the written tensor: `expected` with the hashes of its source and of its bytes."""
-        source = provenance.of_pieces(self.planned.source.name, self.source)
-        return replace(expected, source=source, data=provenance.of_pieces(self.planned.type.name, self.data))
 
 
 # ----------------------------------------------------------------------------------------------------------- provenance

@@ -41,6 +41,7 @@ from quantkit.formats.mapping import map_file, release
 from quantkit.formats.pipeline import spread
 from quantkit.formats.provenance import Record, Rows
 from quantkit.formats.stream import Layout, StreamWriter, partial
+from quantkit.inputs.json_input import Json
 from quantkit.types import QuantType
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ def _records(found: journal.StoredJournal) -> dict[str, Record]:
     return {name: _record(entry) for name, entry in found.entries.items()}
 
 
-def _record(entry: journal.Json) -> Record:
+def _record(entry: Json) -> Record:
     """The record of a journal's entry. A field that it lacks becomes "None", which matches no other record."""
     return Record(**{key: str(entry.get(key)) for key in Record.__dataclass_fields__})
 
@@ -258,7 +259,7 @@ class ResumableJob:
         return False
 
     def _finished_pieces(
-        self, planned: PlannedTensor, source: Rows, stored: PartialTensor, entries: Sequence[journal.Json]
+        self, planned: PlannedTensor, source: Rows, stored: PartialTensor, entries: Sequence[Json]
     ) -> dict[int, tuple[bytes, bytes]]:
         """The pieces of the journal's entries whose source and bytes have the hashes noted there."""
         ranges, found = list(provenance.row_pieces(planned.shape)), dict[int, tuple[bytes, bytes]]()
@@ -384,7 +385,7 @@ def _piece_entry(
     return {**asdict(record), "pieces": [first, first + len(source)]}
 
 
-def _bounds(entry: journal.Json, count: int) -> tuple[int, int]:
+def _bounds(entry: Json, count: int) -> tuple[int, int]:
     """The first piece of a journal's entry and the one after its last; (0, 0) for what cannot be."""
     bounds = entry.get("pieces")
     if not isinstance(bounds, list) or len(bounds) != 2 or not all(isinstance(n, int) for n in bounds):

@@ -56,12 +56,15 @@ def test_other_texts_are_refused(spec: str) -> None:
         local_processes(spec)
 
 
-def test_a_scheduler_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quantkit.cluster.connection.CONNECT_SECONDS", 0.5)
-    with pytest.raises(QuantkitError, match=r"tcp://127.0.0.1:9: no connection"), cluster.connect("tcp://127.0.0.1:9"):
+def test_a_scheduler_that_is_not_there(tmp_path: Path) -> None:
+    address, file = "tcp://127.0.0.1:9", tmp_path / "scheduler.json"
+    with pytest.raises(QuantkitError, match=f"^{address}: no connection .* refused"), cluster.connect(address):
         pass
-    (tmp_path / "scheduler.json").write_text("[]")
-    with pytest.raises(QuantkitError, match="no connection"), cluster.connect(str(tmp_path / "scheduler.json")):
+    file.write_text(f'{{"address": "{address}"}}')
+    with pytest.raises(QuantkitError, match=f"scheduler.json: no connection .*{address}"), cluster.connect(str(file)):
+        pass
+    file.write_text("{}")
+    with pytest.raises(QuantkitError, match="not a scheduler file"), cluster.connect(str(file)):
         pass
 
 
@@ -106,6 +109,17 @@ def test_a_worker_of_another_version_is_refused_by_name(dask_client: Client, tmp
     (line,) = str(error.value).splitlines()[1:]
     assert line.strip().startswith(f"worker {address}: has quantkit 9.9.9 (")
     assert f"here it is {quantkit.__version__} (" in line
+
+
+def test_a_worker_that_dies_during_the_check_is_no_reason_to_refuse(
+    dask_client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from distributed.comm import CommClosedError
+
+    run = dask_client.run
+    dead = {"tcp://10.0.0.9:1": CommClosedError("Connection reset by peer")}
+    monkeypatch.setattr(dask_client, "run", lambda *arguments, **options: run(*arguments, **options) | dead)
+    cluster.require_same(dask_client, [__file__])
 
 
 def test_importing_does_not_load_distributed() -> None:

@@ -114,3 +114,21 @@ def test_a_slow_task_at_the_end_runs_elsewhere_too(dask_client: Client, tmp_path
     done = list(TaskRun(dask_client, slow_on_one, [(str(tmp_path), i) for i in range(10)]))
     assert sorted(d.result for d in done) == list(range(10))
     assert time.monotonic() - started < 15
+
+
+def test_a_cluster_without_workers_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    import distributed
+
+    from quantkit.cluster import tasks
+
+    monkeypatch.setattr(tasks, "_NOTICE_SECONDS", 0.2)
+    monkeypatch.setattr(tasks, "_WORKER_SECONDS", 1.0)
+    said: list[str] = []
+    options = {"n_workers": 0, "processes": False, "dashboard_address": "127.0.0.1:0"}
+    with (
+        distributed.LocalCluster(**options) as empty,
+        distributed.Client(empty) as client,
+        pytest.raises(QuantkitError, match="has had no worker for"),
+    ):
+        list(TaskRun(client, square, range(3), on_message=said.append))
+    assert said == ["no worker is left; waiting up to 1 s for others"]

@@ -48,7 +48,7 @@ def licences() -> Iterator[str]:
 
 def descriptions() -> Iterator[str]:
     for found in sorted(metadata.distributions(), key=lambda d: d.metadata["Name"].lower()):
-        yield found.metadata.get_payload() or ""  # type: ignore[misc]
+        yield (found.read_text("METADATA") or "").partition("\n\n")[2]
 
 
 def joined(parts: Iterable[str], characters: int, without: frozenset[str] = frozenset()) -> str:

@@ -87,12 +87,14 @@ def run(
     for number in np.unique(chosen[chosen >= 0]):
         token, rank = np.nonzero(chosen == number)
         gate, up, down = (matrix(linear, int(number)) for linear in (part.gate, part.up, part.down))
-        inputs = np.ascontiguousarray(x[token])
+        inputs, shares = np.ascontiguousarray(x[token]), weights[token, rank][:, None]
+        if part.weighs_inputs:
+            inputs *= shares
         hidden = float_ops.activate(part.activation, gate(inputs), up(inputs), threads)
         if observe is not None:
             for linear, entering in ((part.gate, inputs), (part.up, inputs), (part.down, hidden)):
                 observe(linear.weight, entering, int(number), part.count)
-        out[token] += down(hidden) * weights[token, rank][:, None]
+        out[token] += down(hidden) if part.weighs_inputs else down(hidden) * shares
     return out
 
 

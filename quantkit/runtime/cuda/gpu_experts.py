@@ -73,6 +73,9 @@ class GpuExperts:
             worker.ledger.read(worker.device.name, max_experts * matrices.nbytes)
         y = y.contiguous()
         gate, up = (self._of_experts(linear, y, ids) for linear in (part.gate, part.up))
+        if part.weighs_inputs:
+            gate, up = (product * weights[:, :, None] for product in (gate, up))
+            weights = (ids >= 0).float()
         hidden = worker.activate(part.activation, gate, up)
         self._observe(part, y, ids, hidden)
         outputs = self._of_experts(part.down, hidden, ids).contiguous()
@@ -112,9 +115,11 @@ class GpuExperts:
                 self._staged_product(linear, tensor, data, int(number))
                 for linear, tensor, data in zip(linears(part), tensors, staging.get(index))
             )
-            inputs = y[tokens[start:stop]]
+            inputs, share = y[tokens[start:stop]], shares[start:stop]
+            if part.weighs_inputs:
+                inputs, share = inputs * share, gpu.torch.ones_like(share)
             output = down(worker.activate(part.activation, gate(inputs), up(inputs)))
-            out.index_add_(0, tokens[start:stop], output * shares[start:stop])
+            out.index_add_(0, tokens[start:stop], output * share)
             staging.done(index)
             if index + 1 < len(numbers):
                 send(index + 1)

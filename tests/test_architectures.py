@@ -98,7 +98,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     },
     "gemma2": {
         "num_attention_heads": 4, "num_key_value_heads": 1, "num_hidden_layers": 26, "head_dim": 64,
-        "sliding_window": 20, "query_pre_attn_scalar": 64, "attn_logit_softcapping": 50.0,
+        "sliding_window": 300, "query_pre_attn_scalar": 64, "attn_logit_softcapping": 50.0,
         "final_logit_softcapping": 30.0,
     },
     "glm4": {

@@ -116,7 +116,8 @@ def _groups(
 
 def _attention(part: blocks.Attention, tensors: Mapping[str, TensorInfo]) -> list[SplitAxis]:
     group = part.heads // part.kv_heads
-    rows = tensors[part.q.weight].shape[0]
+    first, last = part.q.rows or (0, tensors[part.q.weight].shape[0])
+    rows = last - first
     if part.norms_across_heads:
         norm = part.q_norm or part.k_norm
         raise UnsupportedError(

@@ -287,7 +287,7 @@ Part = Attention | LatentAttention | DeltaNet | FeedForward | Experts
 class Block:
     """One layer: its number and its parts, in the order in which they are computed.
 
-    With `parallel` there are two parts with the same norm, and what both make of the layer's input is added to it.
+    With `parallel` the parts have the same norm, and what each makes of the layer's input is added to it.
     """
 
     layer: int

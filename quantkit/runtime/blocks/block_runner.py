@@ -56,8 +56,10 @@ class BlockRunner:
     def run_block(self, block: blocks.Block, x: np.ndarray, spans: list[Span]) -> np.ndarray:
         """float32[tokens, n_embd] that leaves a block."""
         if block.parallel:
-            one, other = (self.run_part(part, block.layer, x, spans) for part in block.parts)
-            return x + one + other
+            out = x
+            for part in block.parts:
+                out = out + self.run_part(part, block.layer, x, spans)
+            return out
         for part in block.parts:
             x = x + self.run_part(part, block.layer, x, spans)
         return x

@@ -335,8 +335,8 @@ class CudaWorker(Worker):
         return result
 
     def _product(self, linear: blocks.Linear, matrices: Matrices) -> Any:
-        bias, scale = float_linear.bias(self.weights, linear), float_linear.scale(self.weights, linear)
-        bias = None if bias is None else self.gpu.array(bias)
+        host_bias, scale = float_linear.bias(self.weights, linear), float_linear.scale(self.weights, linear)
+        bias = None if host_bias is None else self.gpu.array(host_bias)
 
         def run(x: Any) -> Any:
             y = matrices(x.contiguous(), self.exact)

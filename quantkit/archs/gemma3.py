@@ -28,7 +28,8 @@ _PATTERN, _LOCAL_BASE, _GLOBAL_BASE, _HEAD_DIM = 6, 10000.0, 1000000.0, 256
 _LAYERS_27B = 62
 
 
-def _norm(ours: str, theirs: str) -> TensorRule:
+def norm_rule(ours: str, theirs: str) -> TensorRule:
+    """The rule of a norm whose weight the checkpoint stores minus 1."""
     return TensorRule(ours, theirs, lambda hp: add(1), f32=True)
 
 
@@ -63,20 +64,20 @@ class Gemma3(Decoder):
     }
     rules = (
         *EMBEDDING_RULES,
-        _norm("blk.N.attn_norm", "model.layers.N.input_layernorm"),
+        norm_rule("blk.N.attn_norm", "model.layers.N.input_layernorm"),
         TensorRule("blk.N.attn_q", "model.layers.N.self_attn.q_proj", bias=True),
-        _norm("blk.N.attn_q_norm", "model.layers.N.self_attn.q_norm"),
+        norm_rule("blk.N.attn_q_norm", "model.layers.N.self_attn.q_norm"),
         TensorRule("blk.N.attn_k", "model.layers.N.self_attn.k_proj", bias=True),
-        _norm("blk.N.attn_k_norm", "model.layers.N.self_attn.k_norm"),
+        norm_rule("blk.N.attn_k_norm", "model.layers.N.self_attn.k_norm"),
         TensorRule("blk.N.attn_v", "model.layers.N.self_attn.v_proj", bias=True),
         TensorRule("blk.N.attn_output", "model.layers.N.self_attn.o_proj", bias=True),
-        _norm("blk.N.post_attention_norm", "model.layers.N.post_attention_layernorm"),
-        _norm("blk.N.ffn_norm", "model.layers.N.pre_feedforward_layernorm"),
+        norm_rule("blk.N.post_attention_norm", "model.layers.N.post_attention_layernorm"),
+        norm_rule("blk.N.ffn_norm", "model.layers.N.pre_feedforward_layernorm"),
         TensorRule("blk.N.ffn_gate", "model.layers.N.mlp.gate_proj"),
         TensorRule("blk.N.ffn_up", "model.layers.N.mlp.up_proj"),
         TensorRule("blk.N.ffn_down", "model.layers.N.mlp.down_proj"),
-        _norm("blk.N.post_ffw_norm", "model.layers.N.post_feedforward_layernorm"),
-        _norm("output_norm", "model.norm"),
+        norm_rule("blk.N.post_ffw_norm", "model.layers.N.post_feedforward_layernorm"),
+        norm_rule("output_norm", "model.norm"),
         *(rule for rule in OUTPUT_RULES if rule.gguf == "output"),
     )
     EXAMPLE = {  # noqa: RUF012  data

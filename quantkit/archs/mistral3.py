@@ -24,7 +24,7 @@ from quantkit.archs.common.base import (
     refuse,
     rope_parameters,
 )
-from quantkit.archs.common.blocks import Attention, HParams
+from quantkit.archs.common.blocks import Attention, HParams, Temperature
 from quantkit.archs.common.decoder import Decoder
 from quantkit.archs.common.tensors import LazyTensor, TensorRule
 from quantkit.archs.llama import rope_order
@@ -39,7 +39,7 @@ _MSCALE = ("mscale", "mscale_all_dim")
 class Mistral3HParams(HParams):
     """HParams with the position-dependent query scaling."""
 
-    temperature: tuple[float, int] | None = None  # (beta, original context)
+    temperature: Temperature | None = None
 
 
 class Mistral3(Decoder):
@@ -128,7 +128,7 @@ class Mistral3(Decoder):
         parameters = found.pop("rope_scaling", {"rope_type": "default"}) | {"rope_theta": found.pop("rope_theta")}
         if multiplier := keys.get("rope.scaling.yarn_log_multiplier"):
             parameters |= {"mscale": 1.0, "mscale_all_dim": shortest(multiplier)}
-        parameters["llama_4_scaling_beta"] = shortest(hp.temperature[0]) if hp.temperature else 0.0
+        parameters["llama_4_scaling_beta"] = shortest(hp.temperature.beta) if hp.temperature else 0.0
         parameters.setdefault("original_max_position_embeddings", hp.n_ctx_train)
         return found | {"rope_parameters": parameters}
 
@@ -145,7 +145,7 @@ class Mistral3(Decoder):
             )
         if beta := keys.real("attention.temperature_scale", 0.0):
             length = keys.number("rope.scaling.original_context_length")
-            found["temperature"] = beta, keys.number("attention.temperature_length", length)
+            found["temperature"] = Temperature(beta, keys.number("attention.temperature_length", length))
         return found
 
     def attention(self, hp: HParams, i: int) -> Attention:

@@ -78,6 +78,8 @@ def of_model(
     """
     selected, shardings = set(sharded), dict[str, Sharding]()
     for block in parts:
+        if block.layer in shares:
+            _require_sequential(block)
         for part in block.parts if block.layer in shares else ():
             for axes, count in _groups(part, block.layer, tensors, experts_by):
                 if axes[0][0] in selected:
@@ -114,7 +116,8 @@ def _groups(
 
 def _attention(part: blocks.Attention, tensors: Mapping[str, TensorInfo]) -> list[SplitAxis]:
     group = part.heads // part.kv_heads
-    rows = tensors[part.q.weight].shape[0]
+    first, last = part.q.rows or (0, tensors[part.q.weight].shape[0])
+    rows = last - first
     if part.norms_across_heads:
         norm = part.q_norm or part.k_norm
         raise UnsupportedError(
@@ -187,7 +190,18 @@ def _experts(part: blocks.Experts, tensors: Mapping[str, TensorInfo], by: str) -
     return axes + [(linear.bias, 1, segments) for linear in entering if linear.bias], part.ff
 
 
+def _require_sequential(block: blocks.Block) -> None:
+    """UnsupportedError for parallel parts: ranks sum up what each part adds before the next one."""
+    if block.parallel:
+        raise UnsupportedError(
+            f"blk.{block.layer}: attention and feed-forward are computed in parallel, which -sm graph cannot shard; "
+            "use -sm layer"
+        )
+
+
 def _with_bias(linear: blocks.Linear, axis: int, size: int) -> list[SplitAxis]:
+    if linear.rows is not None:
+        raise UnsupportedError(f"{linear.weight} holds several matrices, which -sm graph cannot shard; use -sm layer")
     return [_split_axis(linear.weight, axis, size), *([_split_axis(linear.bias, axis, size)] if linear.bias else [])]
 
 

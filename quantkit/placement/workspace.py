@@ -121,6 +121,11 @@ def device_bytes(shapes: Mapping[str, tuple[int, ...]], used: int, tokens: int =
     return max(layers.values(), default=0) + state + largest + logits
 
 
+def _rows(tensors: Mapping[str, TensorInfo], linear: blocks.Linear) -> int:
+    """Rows of a matrix."""
+    return tensors[linear.weight].shape[0] if linear.rows is None else linear.rows[1] - linear.rows[0]
+
+
 def _read(buffers: _Buffers, tensors: list[TensorInfo], n: int, threads: int) -> None:
     """Add the buffers for products of a batch with matrices of `n` columns: tiles of the batch, panels of weights."""
     for t in tensors:
@@ -137,13 +142,13 @@ def _attention(
     q, k, v, out = (tensors[linear.weight] for linear in (part.q, part.k, part.v, part.out))
     embd = q.shape[1]
     heads, dim_k, dim_v, group = part.heads, part.head_dim_k, part.head_dim_v, part.heads // part.kv_heads
-    widths = {"q": heads * dim_k, "k": k.shape[0], "v": v.shape[0]}
+    widths = {"q": heads * dim_k, "k": _rows(tensors, part.k), "v": _rows(tensors, part.v)}
     if part.gated:
         widths |= {"queries and gates": q.shape[0], "query gates": heads * dim_k}
     for name, width in widths.items():
         prompt.add(name, 4 * BATCH_TOKENS * width)
         step.add(name, 4 * width)
-    prompt.add("normed", 4 * BATCH_TOKENS * embd)
+    prompt.add("normed", 4 * BATCH_TOKENS * embd if part.norm else 0)
     prompt.add("attended", 4 * BATCH_TOKENS * heads * dim_v)
     _read(prompt, [q, k, v], embd, threads)
     _read(prompt, [out], heads * dim_v, threads)
@@ -157,9 +162,10 @@ def _attention(
     step.private("merged", activation_bytes(heads * dim_v), threads)
     step.add("added", 4 * embd)
     if part.norms_across_heads:
-        for name, norm, t in (("q normed", part.q_norm, q), ("k normed", part.k_norm, k)):
-            step.add(name, 4 * t.shape[0] if norm else 0)
-    _result_norms(prompt, step, part.sub_norm, heads * dim_v, part.post_norm or part.out.scale, embd, threads)
+        for name, norm, linear in (("q normed", part.q_norm, part.q), ("k normed", part.k_norm, part.k)):
+            step.add(name, 4 * _rows(tensors, linear) if norm else 0)
+    after = part.post_norm or (part.out.is_scaled or None)
+    _result_norms(prompt, step, part.sub_norm, heads * dim_v, after, embd, threads)
 
 
 def _recurrent(
@@ -273,14 +279,15 @@ def _feed_forward(
     prompt: _Buffers, step: _Buffers, tensors: Mapping[str, TensorInfo], part: blocks.FeedForward, threads: int
 ) -> None:
     gate, up, down = (tensors[linear.weight] for linear in (part.gate, part.up, part.down))
-    ff, embd = gate.shape
-    for name in ("gate", "up"):
+    ff, embd = _rows(tensors, part.gate), gate.shape[1]
+    for name in ("gate",) if part.gate == part.up else ("gate", "up"):
         prompt.add(name, 4 * BATCH_TOKENS * ff)
         step.add(name, 4 * ff)
     step.add("hidden", activation_bytes(ff))
     _read(prompt, [gate, up], embd, threads)
     _read(prompt, [down], ff, threads)
-    _result_norms(prompt, step, part.sub_norm, ff, part.post_norm or part.down.scale, embd, threads)
+    after = part.post_norm or (part.down.is_scaled or None)
+    _result_norms(prompt, step, part.sub_norm, ff, after, embd, threads)
 
 
 def _experts(

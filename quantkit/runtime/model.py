@@ -27,7 +27,7 @@ from quantkit.inputs import arguments
 from quantkit.placement.offload import Offload
 from quantkit.placement.rules import Placement
 from quantkit.runtime import repacking
-from quantkit.runtime.blocks import experts, float_linear, latent
+from quantkit.runtime.blocks import experts, float_linear, float_ops, latent
 from quantkit.runtime.blocks.block_runner import BlockRunner
 from quantkit.runtime.blocks.float_attention import AttentionOptions
 from quantkit.runtime.blocks.spans import Span, batches
@@ -486,6 +486,8 @@ class Model(BlockRunner, Locked):
             y = self.linear(self.head.output, self.norm(self.head.norm, x))
         else:
             y = self.split.project(x)
+        if self.head.softcap is not None:
+            float_ops.soft_cap(y, self.head.softcap, self.threads)
         self._require_finite(self.head.output.weight, y)
         return y
 

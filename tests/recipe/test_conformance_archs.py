@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from quantkit import archs
 from quantkit.archs.common.shapes import ExpectedTensor
 from quantkit.archs.deepseek2 import in_layout
 from quantkit.formats import imatrix
@@ -81,6 +82,11 @@ FURTHER = (
     Case("qwen35moe", QWEN35_MOE | _SMALL | _EXPERTS | {"num_hidden_layers": 16}),
     Case("qwen3next", QWEN35_MOE | _SMALL | _EXPERTS | {"architectures": ["Qwen3NextForCausalLM"]}),
     Case("qwen2-70b", GLM | _SMALL | {"architectures": ["Qwen2ForCausalLM"], "num_hidden_layers": 80}),
+    *(
+        Case(name, archs.get(name).EXAMPLE | _SMALL | {"num_hidden_layers": 16, "intermediate_size_mlp": 256})
+        for name in ("cohere2", "glm4", "granite", "granitemoe", "llama4", "phi3", "seed_oss")
+    ),
+    Case("gemma2", archs.get("gemma2").EXAMPLE | _SMALL | {"num_hidden_layers": 26}),
     Case("mixtral", GLM | _SMALL | {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8,
                                     "num_hidden_layers": 8}),
 )  # fmt: skip

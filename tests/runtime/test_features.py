@@ -19,7 +19,7 @@ from quantkit.formats import gguf
 from quantkit.recipe import from_config
 from quantkit.runtime.blocks import float_ops
 from quantkit.runtime.compiled.unsupported import unsupported_feature
-from quantkit.runtime.kernels.cpu import decode_ops
+from quantkit.runtime.kernels.cpu import decode_norms, decode_ops
 from quantkit.runtime.kernels.cpu.gated_activations import ACTIVATIONS, activation
 from quantkit.runtime.kernels.cpu.op_list import OpList
 from quantkit.runtime.loading import load
@@ -190,13 +190,17 @@ def test_other_ratios_of_every_architecture(name: str, tmp_path: Path) -> None:
     check(written(tmp_path / "m.gguf", name, **(OTHERS[name] | whole)), **one_form(name))
 
 
+SOME = ("gpt-oss", "gemma3", "hunyuan-moe", "minimax-m2", "bitnet-b1.58", "mistral3", "cohere2", "gemma2", "llama4",
+        "nemotron", "phi3")  # fmt: skip
+
+
 @pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("name", ["gpt-oss", "gemma3", "hunyuan-moe", "minimax-m2", "bitnet-b1.58", "mistral3"])
+@pytest.mark.parametrize("name", SOME)
 def test_any_number_of_threads(name: str, threads: int, tmp_path: Path) -> None:
     check(written(tmp_path / "m.gguf", name), threads=threads)
 
 
-@pytest.mark.parametrize("name", ["gpt-oss", "gemma3", "hunyuan-moe", "minimax-m2", "bitnet-b1.58", "mistral3"])
+@pytest.mark.parametrize("name", SOME)
 def test_sequences_of_their_own_lengths_go_on_together(name: str, tmp_path: Path) -> None:
     exact, fast = pair(written(tmp_path / "m.gguf", name))
     alone, caches, done = exact.logits(TOKENS), [fast.new_cache(room) for room in (90, 128, 95)], [0, 0, 0]
@@ -206,7 +210,7 @@ def test_sequences_of_their_own_lengths_go_on_together(name: str, tmp_path: Path
         assert spread(result, alone[[d - 1 for d in done]]) < 1e-5
 
 
-@pytest.mark.parametrize("name", ["gpt-oss", "gemma3"])
+@pytest.mark.parametrize("name", ["gpt-oss", "gemma3", "gemma2", "llama4"])
 def test_plain_attention(name: str, tmp_path: Path) -> None:
     check(written(tmp_path / "m.gguf", name), flash_attention=False)
 
@@ -273,7 +277,7 @@ def test_biases_of_experts(used: int, fused: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["q8_0", "f16"])
-@pytest.mark.parametrize("name", ["gpt-oss", "gemma3", "bitnet-b1.58", "bitnet"])
+@pytest.mark.parametrize("name", ["gpt-oss", "gemma3", "bitnet-b1.58", "bitnet", "cohere2", "phi3"])
 def test_quantized_weights(name: str, kind: str, tmp_path: Path) -> None:
     options = {"num_experts_per_tok": 8} if name == "gpt-oss" else {}  # all, so that rounding changes no choice
     path = rewrite(written(tmp_path / "m.gguf", name, **options), tmp_path / "q.gguf", kind)
@@ -320,3 +324,61 @@ def test_activations_are_those_that_blocks_name() -> None:
         for part in (part for block in arch.blocks(hparams) for part in block.parts):
             if isinstance(part, (blocks.FeedForward, blocks.Experts)):
                 assert part.activation in ACTIVATIONS
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("used", [1, 8])
+def test_experts_whose_inputs_are_weighted(used: int, fused: bool, tmp_path: Path) -> None:
+    check(written(tmp_path / "m.gguf", "llama4", num_experts_per_tok=used), fused_experts=fused)
+
+
+def test_soft_caps(rng: np.random.Generator) -> None:
+    """The plain kernel against numpy, the operation against it; of logits far beyond the cap too."""
+    x = rng.standard_normal((3, 77), np.float32) * 50
+    x[0, :3], x[1, 1] = [1e9, -1e9, 0], np.nan
+    expected = 30 * np.tanh(x.astype(np.float64) / 30)
+    plain, ops = x.copy(), OpList(1)
+    float_ops.soft_cap(plain, 30, 1)
+    np.testing.assert_allclose(plain, expected, rtol=1e-5, atol=1e-5)
+    parameters = decode_norms.SoftCapParameters(
+        x=ops.keep(x).ctypes.data, n=x.size, multiple=32, cap=ops.constant(30.0)
+    )
+    ops.add(decode_norms.soft_cap, parameters)
+    ops.run()
+    np.testing.assert_allclose(x, plain, rtol=2e-6)
+    assert np.isnan(plain[1, 1])
+
+
+@pytest.mark.parametrize("n", [1, 31, 33, 100])
+def test_layer_norms(n: int, rng: np.random.Generator) -> None:
+    x, weight, bias = rng.standard_normal((3, n), np.float32) + 3
+    out, wide = np.zeros(n, np.float32), x.astype(np.float64)
+    expected = (wide - wide.mean()) / np.sqrt(wide.var() + 1e-3) * weight
+    for address, added in ((0, 0), (bias.ctypes.data, bias)):
+        decode_ops.norm_into(x.ctypes.data, weight.ctypes.data, n, np.float32(1e-3), 1, address, out.ctypes.data)
+        np.testing.assert_allclose(out, expected + added, rtol=1e-4, atol=1e-4)
+
+
+def test_matrices_in_one_tensor(tmp_path: Path) -> None:
+    """Interleaved rows too. An observer sees what enters a tensor once. Rows of one group cannot be taken apart."""
+    path = written(tmp_path / "m.gguf", "phi3")
+    check(rewrite(path, tmp_path / "r8.gguf", "q8_0_r8"), 0.03)
+    model, seen = load(path), list[str]()
+    model.observer = lambda name, x, *_: seen.append(name)
+    model.logits(TOKENS[:5])
+    assert sorted(seen) == sorted({name for name in model.weights if name.endswith(("attn_qkv.weight", "ffn_up.weight",
+        "attn_output.weight", "ffn_down.weight"))} | {"output.weight"})  # fmt: skip
+    odd = rewrite(written(tmp_path / "odd.gguf", "phi3", intermediate_size=100), tmp_path / "o.gguf", "q8_0_r8")
+    assert "no whole groups of 8" in str(load(odd, numerics="fast").fallback_reason)
+
+
+def test_factors_of_long_contexts(tmp_path: Path) -> None:
+    """The size of the cache decides, in both numerics: tokens of a short sequence in a large cache differ."""
+    path = written(tmp_path / "m.gguf", "phi3", original_max_position_embeddings=100)
+    exact, fast = pair(path)
+    results = []
+    for n_ctx in (100, 101):
+        expected, found = (model.forward(TOKENS[:50], model.new_cache(n_ctx)) for model in (exact, fast))
+        assert spread(found, expected) < 1e-5
+        results.append(expected)
+    assert spread(*results) > 0.01

@@ -17,7 +17,7 @@ import numpy as np
 
 from quantkit.archs.common import checked, wrapper
 from quantkit.archs.common import mtp as mtp_layers
-from quantkit.archs.common.blocks import Block, Head, HParams, Norm
+from quantkit.archs.common.blocks import Block, Head, HParams
 from quantkit.archs.common.shapes import ExpectedTensor, Sizes, expected_tensors, has_shape
 from quantkit.archs.common.tensors import (
     LazyTensor,
@@ -343,7 +343,7 @@ class Arch(ABC):
     def head(self, hparams: HParams) -> Head:
         """The embedding, the last norm and the output matrix."""
         output = "token_embd" if hparams.tied else "output"
-        return Head("token_embd.weight", Norm("output_norm.weight", hparams.norm_eps), hparams.linear(output))
+        return Head("token_embd.weight", hparams.norm("output_norm"), hparams.linear(output))
 
 
 def _check_experts(rules: Sequence[TensorRule], names: Collection[str], hp: HParams) -> None:

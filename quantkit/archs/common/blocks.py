@@ -35,22 +35,38 @@ class Rope:
     scale: float = 1.0  # 1/factor of linear scaling, and of YaRN's interpolated part
     factors: str | None = None  # tensor float32[dim/2]
     yarn: Yarn | None = None
+    magnitude: float = 1.0  # of cos and sin, without YaRN
+    long_factors: str | None = None  # stands for `factors` where the context has more than `short_context` positions
+    short_context: int = 0
+
+    def of_context(self, n_ctx: int) -> Rope:
+        """The RoPE of a context of so many positions."""
+        if self.long_factors is None:
+            return self
+        factors = self.long_factors if n_ctx > self.short_context else self.factors
+        return replace(self, factors=factors, long_factors=None)
 
 
 @dataclass(frozen=True)
 class Norm:
-    """y = x / sqrt(mean(x^2) + eps) * weight."""
+    """y = x / sqrt(mean(x^2) + eps) * weight. With `centred`, x - mean(x) stands for x, as in LayerNorm.
+
+    Only norms of queries and keys may have no weight: "", which stands for ones.
+    """
 
     weight: str
     eps: float
+    centred: bool = False
+    bias: str | None = None  # tensor float32[n] that is added
 
 
 @dataclass(frozen=True)
 class Linear:
-    """y = factor scale x W^T + bias.
+    """y = factor (scale x W^T + bias).
 
     With `half`, W is the first (0) or second (1) half of the rows of each matrix of `weight`, and of its bias: gate or
-    up of experts that are fused in one tensor.
+    up of experts that are fused in one tensor. With `rows`, W and bias are these rows, first to last + 1, of larger
+    tensors.
     """
 
     weight: str
@@ -58,6 +74,21 @@ class Linear:
     scale: str | None = None  # tensor float32[1]
     factor: float = 1.0
     half: int | None = None
+    rows: tuple[int, int] | None = None
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether the product is multiplied by a number."""
+        return self.scale is not None or self.factor != 1
+
+
+@dataclass(frozen=True)
+class Temperature:
+    """Position-dependent query scaling: a query at position p is times 1 + beta ln(1 + floor((p + offset) / n))."""
+
+    beta: float
+    length: int  # n
+    offset: int = 0
 
 
 @dataclass(frozen=True)
@@ -87,11 +118,13 @@ class BlockIndexer:
 class Attention:
     """x + out(attention(q, k, v of norm(x))); causal, query head i reads key/value head i * kv_heads // heads.
 
+    Without a norm, q, k and v are of x itself.
+
     With `gated`, the output of q holds, for each head, the query and then a gate, both float32[head_dim_k]; the output
     of the head is multiplied by sigmoid(gate).
     """
 
-    norm: Norm
+    norm: Norm | None
     q: Linear
     k: Linear
     v: Linear
@@ -112,7 +145,9 @@ class Attention:
     gated: bool = False
     sub_norm: Norm | None = None  # of the output of the heads, before `out`; weight float32[heads * head_dim_v]
     indexer: BlockIndexer | None = None
-    temperature: tuple[float, int] | None = None  # (beta, n): queries at p times 1 + beta ln(1 + floor(p / n))
+    temperature: Temperature | None = None
+    softcap: float | None = None  # c: scores s become c tanh(s / c) before softmax
+    chunk: int | None = None  # a token attends to those before it in its own chunk of so many positions
 
 
 @dataclass(frozen=True)
@@ -247,13 +282,17 @@ class LatentAttention:
 
 @dataclass(frozen=True)
 class FeedForward:
-    """x + down(act(gate(y)) * up(y)) with y = norm(x)."""
+    """x + down(act(gate(y)) * up(y)) with y = norm(x), or y = x without a norm.
 
-    norm: Norm
+    Where gate and up are one matrix, the feed-forward has no gate, and its activation is act(z) z with z = up(y).
+    """
+
+    norm: Norm | None
     gate: Linear
     up: Linear
     down: Linear
     activation: str = "swiglu"  # act is x * sigmoid(x); "geglu": GELU in its tanh form
+    # "reglu": max(x, 0)
     # "relu2": max(x, 0)^2
     # "swiglu_oai": (1 + up) * gate * sigmoid(1.702 gate), gate clamped to at most 7, up to -7 … 7
     post_norm: Norm | None = None  # of the output of `down`, before the residual addition
@@ -272,6 +311,7 @@ class Experts:
     choice_bias   tensor float32[count] that is added to p for the selection, not in w
     groups        the experts are split into this many groups of consecutive ones, and selected from the `groups_used`
                   groups with the highest scores: the largest p of a group, with choice_bias the sum of the largest two
+    weighs_inputs the outputs are not weighted: gate_e and up_e get w_e y
     shared        shared experts: a feed-forward that is applied to every token, with the same y
     shared_gate   tensor float32[n_embd]: the output of `shared` is multiplied by sigmoid(shared_gate . y)
 
@@ -293,6 +333,7 @@ class Experts:
     choice_bias: str | None = None
     groups: int = 1
     groups_used: int = 1
+    weighs_inputs: bool = False
     shared: FeedForward | None = None
     shared_gate: str | None = None
 
@@ -312,10 +353,14 @@ Part = Attention | LatentAttention | DeltaNet | FeedForward | Experts
 
 @dataclass(frozen=True)
 class Block:
-    """One layer: its number and its parts, in the order in which they are computed."""
+    """One layer: its number and its parts, in the order in which they are computed.
+
+    With `parallel` the parts have the same norm, and what each makes of the layer's input is added to it.
+    """
 
     layer: int
     parts: tuple[Part, ...]
+    parallel: bool = False
 
 
 @dataclass(frozen=True)
@@ -326,6 +371,7 @@ class Head:
     norm: Norm
     output: Linear
     embedding_scale: float = 1.0  # factor of the rows of the embedding
+    softcap: float | None = None  # c: logits x become c tanh(x / c)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -343,6 +389,7 @@ class HParams:
     head_dim_v: int
     n_vocab: int
     norm_eps: float
+    centred_norms: bool = False  # norms are LayerNorms
     rope: Rope
     window: int | None = None
     n_expert: int = 0
@@ -404,7 +451,8 @@ class HParams:
 
     def norm(self, stem: str) -> Norm:
         """The norm with weight `stem`.weight and the model's epsilon."""
-        return Norm(f"{stem}.weight", self.norm_eps)
+        bias = f"{stem}.bias" if f"{stem}.bias" in self.tensors else None
+        return Norm(f"{stem}.weight", self.norm_eps, self.centred_norms, bias)
 
     def feed_forward(self, i: int, norm: str = "ffn_norm", suffix: str = "", ff: int | None = None) -> FeedForward:
         """The feed-forward of layer `i`; `suffix` selects that of its shared experts."""

@@ -88,18 +88,6 @@ class Flags:
 
 
 @dataclass(frozen=True)
-class Pattern:
-    """Every how many layers, or a `Flag` for each layer."""
-
-    def holds(self, value: object) -> bool:
-        """Whether a value is a whole number above 0, or a list of true, false, 1 or 0."""
-        return Flags().holds(value) if isinstance(value, list) else Count(1, 1 << 16).holds(value)
-
-    def __str__(self) -> str:
-        return f"{Count(1, 1 << 16)}, or {Flags()}"
-
-
-@dataclass(frozen=True)
 class Text:
     """A string."""
 
@@ -141,6 +129,20 @@ class Numbers:
         return f"a list of numbers, each {self.each}"
 
 
+@dataclass(frozen=True)
+class Pattern:
+    """Which layers have a sliding window: all but every n-th one, or a list of one flag for each layer."""
+
+    def holds(self, value: object) -> bool:
+        """Whether `value` is a whole number of 1 or more, or a list of flags."""
+        if isinstance(value, (list, tuple)):
+            return len(value) > 0 and all(map(Flag().holds, value))
+        return Count(1, 1 << 16).holds(value)
+
+    def __str__(self) -> str:
+        return "a whole number from 1 to 65536, or a list of true and false"
+
+
 _LAYERS = Count(1, 1 << 12)
 _WIDTH = Count(1, 1 << 24)
 _SIZE = Count(0, 1 << 24, per_layer=True)
@@ -167,7 +169,8 @@ _TABLE: tuple[tuple[str, str, Bound], ...] = (
      "expert_used_count expert_shared_count expert_group_count expert_group_used_count leading_dense_block_count "
      "nextn_predict_layers expert_gating_func",
      Count(0, 1 << 16, per_layer=True)),
-    ("intermediate_size moe_intermediate_size shared_expert_intermediate_size dense_intermediate_size "
+    ("intermediate_size intermediate_size_mlp moe_intermediate_size shared_expert_intermediate_size "
+     "dense_intermediate_size "
      "shared_intermediate_size",
      "feed_forward_length expert_feed_forward_length expert_shared_feed_forward_length", _SIZE),
     ("q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim rotary_dim",
@@ -178,20 +181,25 @@ _TABLE: tuple[tuple[str, str, Bound], ...] = (
     ("index_local_blocks", "attention.indexer.local_blocks", Count(0, 1 << 24)),
     ("", "attention.indexer.types", Flags()),
     ("n_deepstack_layers", "n_deepstack_layers", Count(0, 1 << 12)),
-    ("full_attention_interval sliding_window_pattern", "full_attention_interval", Count(1, 1 << 16)),
+    ("full_attention_interval", "full_attention_interval", Count(1, 1 << 16)),
     ("", "attention.sliding_window_pattern", Pattern()),
     ("attention_value_scale", "attention.value_scale", _STRENGTH),
-    ("sliding_window", "attention.sliding_window", Count(0, 1 << 31)),
+    ("sliding_window attention_chunk_size", "attention.sliding_window", Count(0, 1 << 31)),
+    ("interleave_moe_layer_step", "interleave_moe_layer_step", Count(1, 1 << 12)),
+    ("floor_scale", "", _POSITIONS),
     ("linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads linear_conv_kernel_dim",
      "ssm.conv_kernel ssm.state_size ssm.group_count ssm.time_step_rank ssm.inner_size", _WIDTH),
     ("", "rope.dimension_sections", Numbers(Count(0, 1 << 16))),
-    ("rms_norm_eps", "attention.layer_norm_rms_epsilon", Real(0, 0.1, open_below=True)),
+    ("rms_norm_eps layer_norm_eps norm_eps", "attention.layer_norm_rms_epsilon attention.layer_norm_epsilon",
+     Real(0, 0.1, open_below=True)),
     ("rope_theta", "rope.freq_base rope.freq_base_swa", Real(1, 1e30, open_below=True)),
     ("partial_rotary_factor", "", _PART),
     ("routed_scaling_factor", "expert_weights_scale", _STRENGTH),
-    ("", "attention.scale", _FACTOR),
-    ("", "attention.temperature_scale", _STRENGTH),
-    ("", "expert_weights_norm rope.scaling.yarn_truncate", Flag()),
+    ("", "attention.scale embedding_scale residual_scale logit_scale", _FACTOR),
+    ("attn_logit_softcapping final_logit_softcapping", "attn_logit_softcapping final_logit_softcapping",
+     Real(0, 1e6)),
+    ("attn_scale", "attention.temperature_scale", _STRENGTH),
+    ("", "attention.head_norm expert_weights_norm rope.scaling.yarn_truncate", Flag()),
     ("", "rope.scaling.type", Text()),
     ("", "rope.scaling.yarn_log_multiplier rope.scaling.yarn_ext_factor", _STRENGTH),
     ("", "rope.scaling.factor rope.scaling.attn_factor rope.scaling.yarn_attn_factor rope.scaling.yarn_beta_fast "

@@ -23,6 +23,7 @@ class Decoder(Arch):
     """The base of most architectures. `Arch` lists what to override."""
 
     rope_style: ClassVar[str]  # "norm" or "neox", see blocks.Rope
+    layer_norm_eps: ClassVar[str] = ""  # of models with LayerNorm: the name of epsilon in config.json
     biased: ClassVar[tuple[str, ...]] = (
         "attn_q",
         "attn_k",
@@ -60,7 +61,7 @@ class Decoder(Arch):
             "attention.head_count": (heads, "u32"),
             "attention.head_count_kv": (config.get("num_key_value_heads") or heads, "u32"),
             "rope.freq_base": (float(parameters["rope_theta"]), "f32"),
-            "attention.layer_norm_rms_epsilon": (float(need(config, "rms_norm_eps")), "f32"),
+            self._epsilon: (float(need(config, self.layer_norm_eps or "rms_norm_eps")), "f32"),
             "vocab_size": (need(config, "vocab_size"), "u32"),
         }
         if self.n_mtp_layers(config):
@@ -97,7 +98,7 @@ class Decoder(Arch):
             "num_key_value_heads": hp.n_head_kv,
             "max_position_embeddings": hp.n_ctx_train,
             "rope_theta": shortest(hp.rope_base),
-            "rms_norm_eps": shortest(hp.norm_eps),
+            self.layer_norm_eps or "rms_norm_eps": shortest(hp.norm_eps),
             "hidden_act": "silu",
             "tie_word_embeddings": hp.tied,
             "attention_bias": all_or_none(hp, self.biased, self.hf[0]),
@@ -106,8 +107,8 @@ class Decoder(Arch):
             found["num_nextn_predict_layers"] = hp.n_mtp_layers
         if self.rotary_fraction is not None:
             found["partial_rotary_factor"] = hp.rope_dim / hp.head_dim_k
-        if hp.rope_freq_factors:
-            factors = tensors[hp.rope_freq_factors].dequantize()
+        if hp.rope_freq_factors == rope.FREQ_FACTORS:
+            factors = tensors[rope.FREQ_FACTORS].dequantize()
             found["rope_scaling"] = rope.llama3_parameters(factors, found["rope_theta"])
         elif scaling := rope.scaling_parameters(keys):
             found["rope_scaling"] = scaling
@@ -136,11 +137,17 @@ class Decoder(Arch):
             "head_dim_k": head_dim,
             "head_dim_v": head_length(keys, "attention.value_length"),
             "n_vocab": keys.number("vocab_size", n_tokens or None),
-            "norm_eps": keys.real("attention.layer_norm_rms_epsilon"),
+            "norm_eps": keys.real(self._epsilon),
+            "centred_norms": bool(self.layer_norm_eps),
             "rope": rope.rope(keys, self.rope_style, self.rotary(keys, head_dim), tensors),
             "window": keys.number("attention.sliding_window", 0) or None,
             "tensors": frozenset(tensors),
         }
+
+    @property
+    def _epsilon(self) -> str:
+        """The GGUF key of the norms' epsilon."""
+        return "attention.layer_norm_epsilon" if self.layer_norm_eps else "attention.layer_norm_rms_epsilon"
 
     def rotary(self, keys: Keys, head_dim: int) -> int:
         """Elements of a head that get RoPE, from GGUF keys. The key is required if the default is less than all."""

@@ -17,13 +17,14 @@ ik_llama.cpp has no keys for groups: its converter writes none, and it selects a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import math
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from quantkit.archs.common import fused_experts
 from quantkit.archs.common.base import Config, Keys, need
 from quantkit.archs.common.blocks import Experts, FeedForward, HParams
-from quantkit.archs.common.tensors import TensorRule, Transform
+from quantkit.archs.common.tensors import Piece, Shape, TensorRule, Transform
 from quantkit.archs.common.transforms import GatherRows
 from quantkit.errors import FormatError, UnsupportedError
 from quantkit.formats.gguf.metadata import Entries, shortest
@@ -74,13 +75,15 @@ def routed_rules(block: str = "mlp", names: tuple[str, ...] = GATED, router: str
     return (TensorRule("blk.N.ffn_gate_inp", f"{prefix}.{router}", f32=True, layers=_has_experts), *matrices)
 
 
-def stacked_rules(block: str = "mlp") -> tuple[TensorRule, ...]:
-    """The rules of routed experts whose matrices the checkpoint stacks.
+def stacked_rules(
+    block: str = "mlp", names: tuple[str, str] = ("experts.gate_up_proj", "experts.down_proj")
+) -> tuple[TensorRule, ...]:
+    """The rules of routed experts whose matrices the checkpoint stacks, in two tensors.
 
-    gate_up_proj is [experts, 2 * ff, n_embd], of each expert the rows of gate, then of up; down_proj is
+    The first is [experts, 2 * ff, n_embd], of each expert the rows of gate, then of up; the second, of down, is
     [experts, n_embd, ff].
     """
-    prefix = f"model.layers.N.{block}.experts"
+    prefix = f"model.layers.N.{block}"
 
     def part(first: int) -> Callable[[HParams], Transform]:
         def transform(hp: HParams) -> Transform:
@@ -91,14 +94,27 @@ def stacked_rules(block: str = "mlp") -> tuple[TensorRule, ...]:
         return transform
 
     pairs = (
-        TensorRule(f"blk.N.ffn_{ours}_exps.weight", f"{prefix}.gate_up_proj", part(first), layers=_has_experts,
+        TensorRule(f"blk.N.ffn_{ours}_exps.weight", f"{prefix}.{names[0]}", part(first), layers=_has_experts,
              full_names=True, to_gguf_only=True)
         for first, ours in enumerate(_OURS[:2])
     )  # fmt: skip
     return (
         *pairs,
-        TensorRule("blk.N.ffn_down_exps.weight", f"{prefix}.down_proj", layers=_has_experts, full_names=True),
+        TensorRule("blk.N.ffn_down_exps.weight", f"{prefix}.{names[1]}", layers=_has_experts, full_names=True),
     )
+
+
+def joined(shapes: Mapping[str, Shape], gate: str, name: str) -> Piece:
+    """The checkpoint tensor `name` that holds the rows of a GGUF tensor `gate` and of the up tensor beside it.
+
+    Of experts, it has the rows of gate, then of up, of each. FormatError if one of the two is missing.
+    """
+    sources = gate, gate.replace("ffn_gate", "ffn_up")
+    if absent := [source for source in sources if source not in shapes]:
+        raise FormatError(f"this GGUF lacks {absent[0]}; a shard is missing or the file is incomplete")
+    *count, ff, columns = shapes[gate]
+    runs = [(source, i * ff, ff) for i in range(math.prod(count)) for source in range(2)]
+    return Piece(name, (*count, 2 * ff, columns), sources, GatherRows(runs, (*count, 2 * ff)), False)
 
 
 def choice_rule(

@@ -23,10 +23,10 @@ def required(
 ) -> Shapes:
     """(name, shape) of every tensor that the blocks, embedding, final norm and output name."""
     yield head.embedding, (hp.n_vocab, hp.n_embd)
-    yield head.norm.weight, (hp.n_embd,)
+    yield from _norm(head.norm, hp.n_embd)
     yield from _linear(head.output, hp.n_vocab, hp.n_embd)
     for part in (part for block in parts for part in block.parts):
-        yield part.norm.weight, (hp.n_embd,)
+        yield from _norm(part.norm, hp.n_embd)
         if isinstance(part, blocks.Attention):
             yield from _attention(part, hp.n_embd)
         elif isinstance(part, blocks.LatentAttention):
@@ -41,14 +41,11 @@ def required(
 
 def _attention(part: blocks.Attention, n_embd: int) -> Shapes:
     for norm, heads in ((part.q_norm, part.heads), (part.k_norm, part.kv_heads)):
-        if norm is not None:
-            yield norm.weight, ((heads if part.norms_across_heads else 1) * part.head_dim_k,)
+        yield from _norm(norm, (heads if part.norms_across_heads else 1) * part.head_dim_k)
     if part.sinks:
         yield part.sinks, (part.heads,)
-    if part.post_norm is not None:
-        yield part.post_norm.weight, (n_embd,)
-    if part.sub_norm is not None:
-        yield part.sub_norm.weight, (part.heads * part.head_dim_v,)
+    yield from _norm(part.post_norm, n_embd)
+    yield from _norm(part.sub_norm, part.heads * part.head_dim_v)
     if (indexer := part.indexer) is not None:
         yield from _linear(indexer.q, indexer.heads * indexer.dim, n_embd)
         yield from _linear(indexer.k, indexer.dim, n_embd)
@@ -76,9 +73,8 @@ def _latent(part: blocks.LatentAttention, n_embd: int, tensors: Mapping[str, Sha
         if linear is not None:
             stacked = linear.weight in tensors and len(tensors[linear.weight].shape) == 3
             yield linear.weight, (part.heads, count, columns) if stacked else (part.heads * count, columns)
-    if part.q_a_norm is not None:
-        yield part.q_a_norm.weight, (part.q_lora,)
-    yield part.kv_a_norm.weight, (lora,)
+    yield from _norm(part.q_a_norm, part.q_lora)
+    yield from _norm(part.kv_a_norm, lora)
     yield from _factors(part.rope)
     if (indexer := part.indexer) is not None:
         yield from _linear(indexer.q_b, indexer.heads * indexer.dim, part.q_lora)
@@ -102,7 +98,7 @@ def _delta_net(part: blocks.DeltaNet, n_embd: int) -> Shapes:
     yield part.conv, (sizes.channels, sizes.kernel)
     yield part.a, (sizes.value_heads,)
     yield part.dt, (sizes.value_heads,)
-    yield part.out_norm.weight, (sizes.head_dim_v,)
+    yield from _norm(part.out_norm, sizes.head_dim_v)
     yield from _linear(part.out, n_embd, sizes.inner)
 
 
@@ -124,21 +120,28 @@ def _experts(part: blocks.Experts, hp: blocks.HParams) -> Shapes:
 
 def _gated(part: blocks.FeedForward, hp: blocks.HParams) -> Shapes:
     ff = part.ff or hp.n_ff
-    if part.post_norm is not None:
-        yield part.post_norm.weight, (hp.n_embd,)
-    if part.sub_norm is not None:
-        yield part.sub_norm.weight, (ff,)
+    yield from _norm(part.post_norm, hp.n_embd)
+    yield from _norm(part.sub_norm, ff)
     yield from _linear(part.gate, ff, hp.n_embd)
     yield from _linear(part.up, ff, hp.n_embd)
     yield from _linear(part.down, hp.n_embd, ff)
 
 
 def _factors(rope: blocks.Rope) -> Shapes:
-    if rope.factors:
-        yield rope.factors, (rope.dim // 2,)
+    for name in (rope.factors, rope.long_factors):
+        if name:
+            yield name, (rope.dim // 2,)
+
+
+def _norm(norm: blocks.Norm | None, n: int) -> Shapes:
+    for name in (norm.weight, norm.bias) if norm is not None else ():
+        if name:
+            yield name, (n,)
 
 
 def _linear(linear: blocks.Linear, rows: int, columns: int) -> Shapes:
+    if linear.rows is not None:  # the last of the matrices in a tensor says how many rows it has
+        rows = linear.rows[1]
     yield linear.weight, (rows, columns)
     if linear.bias:
         yield linear.bias, (rows,)

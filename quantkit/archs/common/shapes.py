@@ -49,7 +49,7 @@ indexer.q_proj      index_heads*index embd
 indexer.k_proj      index embd
 indexer.q_norm      index
 
-attn_qkv            conv embd
+attn_qkv            qkv embd
 attn_gate           inner embd
 ssm_conv1d          conv kernel
 ssm_a               rank
@@ -63,7 +63,7 @@ ssm_out             embd inner
 post_ffw_norm       embd
 ffn_norm            embd
 ffn_gate            ff embd
-ffn_up              ff embd
+ffn_up              up_ff embd
 ffn_down            embd ff
 ffn_sub_norm        ff
 ffn_gate_inp        experts embd
@@ -159,6 +159,8 @@ _NUMBERS: dict[str, Callable[[Sizes], int]] = {
     "kv_heads": lambda s: s.key("attention.head_count_kv") or s["heads"],
     "key": lambda s: s.key("attention.key_length") or s["embd"] // s["heads"],
     "value": lambda s: s.key("attention.value_length") or s["embd"] // s["heads"],
+    "up_ff": lambda s: s["ff"],
+    "qkv": lambda s: s["conv"],
     "q_norm": lambda s: s["key"],
     "k_norm": lambda s: s["key"],
     "q": lambda s: s["heads"] * s["key"],

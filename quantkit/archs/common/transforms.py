@@ -171,3 +171,57 @@ class Chain(Transform):
 
     def inverse(self) -> Transform:
         return Chain(*(step.inverse() for step in reversed(self.steps)))
+
+
+class TransposedRows(Transform):
+    """Rows first … first + count of each matrix in a stack [matrices, columns, rows], as [matrices, count, columns]."""
+
+    copies_rows = False
+
+    def __init__(self, columns: int, first: int, count: int):
+        self.columns, self.first, self.count = columns, first, count
+        self.row_multiple = count
+
+    def shape(self, *sources: Shape) -> Shape:
+        matrices, columns, rows = sources[0] if len(sources[0]) == 3 else (0, 0, 0)
+        if columns != self.columns or rows < self.first + self.count:
+            raise FormatError(
+                f"experts of shape {sources[0]}; config.json makes each ({self.columns}, {self.first + self.count} or "
+                "more), transposed"
+            )
+        return (matrices, self.count, self.columns)
+
+    def rows(self, sources: Sequence[ReadRows], start: int, stop: int) -> np.ndarray:
+        first, last = start // self.count, -(-stop // self.count)
+        kept = slice(self.first, self.first + self.count)
+        matrices = [sources[0](i * self.columns, (i + 1) * self.columns)[:, kept].T for i in range(first, last)]
+        found = np.concatenate(matrices)[start - first * self.count : stop - first * self.count]
+        return np.ascontiguousarray(found)
+
+    def inverse(self) -> Transform:
+        return JoinTransposed(self.columns, (self.count,))
+
+
+class JoinTransposed(Transform):
+    """Stacks [matrices, counts[i], columns] side by side and transposed: [matrices, columns, sum of counts]."""
+
+    copies_rows = False
+
+    def __init__(self, columns: int, counts: Sequence[int]):
+        self.columns, self.counts = columns, tuple(counts)
+        self.row_multiple = columns
+
+    def shape(self, *sources: Shape) -> Shape:
+        return (sources[0][0], self.columns, sum(self.counts))
+
+    def rows(self, sources: Sequence[ReadRows], start: int, stop: int) -> np.ndarray:
+        first, last = start // self.columns, -(-stop // self.columns)
+        matrices = [
+            np.concatenate([source(i * n, (i + 1) * n) for source, n in zip(sources, self.counts)]).T
+            for i in range(first, last)
+        ]
+        return np.concatenate(matrices)[start - first * self.columns : stop - first * self.columns]
+
+    def inverse(self) -> Transform:
+        assert len(self.counts) == 1
+        return TransposedRows(self.columns, 0, self.counts[0])

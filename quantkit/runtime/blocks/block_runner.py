@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from quantkit.archs.common import blocks
+from quantkit.codegen import jit
 from quantkit.errors import DataError
 from quantkit.formats.gguf import Tensor
 from quantkit.runtime.blocks import experts, float_attention, float_linear, float_ops, latent, recurrent
@@ -51,13 +52,18 @@ class BlockRunner:
         self.observer: Observer | None = None
         self.output_observer: experts.ObserveOutputs | None = None
         self._vectors: dict[str, np.ndarray] = {}
-        self._linears: dict[str, float_linear.FloatLinear] = {}
+        self._linears: dict[blocks.Linear, float_linear.FloatLinear] = {}
         self._tables: dict[blocks.Rope, tuple[np.ndarray, np.ndarray]] = {}
         self._checking = False
         self.selections: list[np.ndarray | None] = []  # of the last block with an indexer, for each span
 
     def run_block(self, block: blocks.Block, x: np.ndarray, spans: list[Span]) -> np.ndarray:
         """float32[tokens, n_embd] that leaves a block."""
+        if block.parallel:
+            out = x
+            for part in block.parts:
+                out = out + self.run_part(part, block.layer, x, spans)
+            return out
         for part in block.parts:
             x = x + self.run_part(part, block.layer, x, spans)
         return x
@@ -72,18 +78,18 @@ class BlockRunner:
             return self.delta_net(part, layer, x, spans)
         if isinstance(part, blocks.Experts):
             return self._experts(part, x)
-        return self._gated(part, self.norm(part.norm, x))
+        return self._gated(part, self._norm_before(part.norm, x))
 
     def _attention(self, part: blocks.Attention, layer: int, x: np.ndarray, spans: list[Span]) -> np.ndarray:
-        y = self.norm(part.norm, x)
+        y = self._norm_before(part.norm, x)
         projected, k, v = (self.linear(linear, y) for linear in (part.q, part.k, part.v))
         q = self.without_gates(projected, part.heads) if part.gated else projected
         if not part.norms_after_rope:
-            q, k = self._head_norm(part.q_norm, q), self._head_norm(part.k_norm, k)
+            q, k = self._head_norms(part, q, k)
         for heads in (q, k):
             self.apply_rope(heads, part.rope, part.head_dim_k, spans)
         if part.norms_after_rope:
-            q, k = self._head_norm(part.q_norm, q), self._head_norm(part.k_norm, k)
+            q, k = self._head_norms(part, q, k)
         if part.temperature is not None:
             self.scale_queries(q, part.temperature, spans)
         y = self.append_and_attend(part, layer, q, k, v, spans)
@@ -116,18 +122,22 @@ class BlockRunner:
         """The matrices between latents and heads."""
         return latent.HeadProjections(part, self.weights, self.threads)
 
-    def _post_norm(self, norm: blocks.Norm | None, y: np.ndarray) -> np.ndarray:
-        return y if norm is None else self.norm(norm, y)
+    def _norm_before(self, norm: blocks.Norm | None, x: np.ndarray) -> np.ndarray:
+        return x if norm is None else self.norm(norm, x)
+
+    _post_norm = _norm_before
 
     def apply_rope(self, x: np.ndarray, rope: blocks.Rope, dim: int, spans: list[Span]) -> None:
         """Apply RoPE to heads of `dim` elements, in place."""
         positions = np.concatenate([np.arange(s.stop - s.start) + s.cache.length for s in spans])
+        rope = rope.of_context(max(s.cache.n_ctx for s in spans))
         tables = self._rope(rope, int(positions.max()) + 1)
         float_ops.apply_rope(x, rope.style, dim, tables, positions, self.threads)
 
     def _gated(self, part: blocks.FeedForward, y: np.ndarray) -> np.ndarray:
         """The gated feed-forward of y, which is normed: down(act(gate y) * (up y))."""
-        gate, up = self.linear(part.gate, y), self.linear(part.up, y)
+        up = self.linear(part.up, y)
+        gate = up if part.gate == part.up else self.linear(part.gate, y)
         y = self._post_norm(part.sub_norm, self.activate(part.activation, gate, up))
         return self._post_norm(part.post_norm, self.linear(part.down, y))
 
@@ -157,7 +167,11 @@ class BlockRunner:
 
     def rms_norm(self, x: np.ndarray, norm: blocks.Norm) -> np.ndarray:
         """x / sqrt(mean(x^2) + eps) * weight, by rows of the weight's length."""
-        return float_ops.rms_norm(x, self.vector(norm.weight), norm.eps, self.threads)
+        return float_ops.rms_norm(x, self.norm_weight(norm, x.shape[-1]), norm.eps, self.threads)
+
+    def centre(self, x: np.ndarray) -> np.ndarray:
+        """x minus the mean of each row."""
+        return float_ops.centre(x)
 
     def activate(self, name: str, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
         """act(gate) * up; overwrites `gate`."""
@@ -175,9 +189,9 @@ class BlockRunner:
         """Multiply attention's output by sigmoids of its gates, in place; see `float_ops.apply_gates`."""
         float_ops.apply_gates(x, projected, dim, self.threads)
 
-    def scale_queries(self, q: np.ndarray, temperature: tuple[float, int], spans: list[Span]) -> None:
+    def scale_queries(self, q: np.ndarray, temperature: blocks.Temperature, spans: list[Span]) -> None:
         """Scale queries by their position, in place; see `float_ops.scale_queries`."""
-        float_ops.scale_queries(q, *temperature, spans)
+        float_ops.scale_queries(q, temperature, spans)
 
     def append_rows(self, k: np.ndarray, v: np.ndarray | None, cache: Cache, layer: int) -> None:
         """Append keys and values of a layer to a cache, at `cache.length`."""
@@ -204,22 +218,26 @@ class BlockRunner:
 
     # ------------------------------------------------------------------------------------------------------------------
 
-    def _head_norm(self, norm: blocks.Norm | None, x: np.ndarray) -> np.ndarray:
-        """x float32[tokens, heads * dim] normed head by head; as it is without a norm."""
-        if norm is None:
-            return x
-        dim = self.weights[norm.weight].shape[0]
-        return self.norm(norm, x.reshape(-1, dim)).reshape(x.shape)
+    def _head_norms(self, part: blocks.Attention, q: np.ndarray, k: np.ndarray) -> list[np.ndarray]:
+        """Queries and keys float32[tokens, heads * dim] normed head by head, or all heads as one; or as they are."""
+        found = []
+        for norm, x in ((part.q_norm, q), (part.k_norm, k)):
+            dim = x.shape[1] if part.norms_across_heads else part.head_dim_k
+            found.append(x if norm is None else self.norm(norm, x.reshape(-1, dim)).reshape(x.shape))
+        return found
 
     def norm(self, norm: blocks.Norm, x: np.ndarray) -> np.ndarray:
         """`rms_norm` with the tensors that a block names, and the non-finite check."""
-        y = self.rms_norm(x, norm)
-        self.check(norm.weight, y)
+        y = self.rms_norm(self.centre(x) if norm.centred else x, norm)
+        if norm.bias:
+            y += self.vector(norm.bias)
+        self.check(norm.weight or "a norm without a weight", y)
         return y
 
     def linear(self, linear: blocks.Linear, x: np.ndarray) -> np.ndarray:
         """float32[tokens, rows]: the product with a weight matrix, its bias and scale, and the non-finite check."""
-        self.observe(linear.weight, x)
+        if linear.rows is None or linear.rows[0] == 0:  # once for all matrices in a tensor
+            self.observe(linear.weight, x)
         y = self._weight(linear)(x)
         self.check(linear.weight, y)
         return y
@@ -238,16 +256,20 @@ class BlockRunner:
         """Drop the vectors and products that are cached of these tensors."""
         for name in names:
             self._vectors.pop(name, None)
-            self._linears.pop(name, None)
+            for linear in [linear for linear in self._linears if name in (linear.weight, linear.bias, linear.scale)]:
+                del self._linears[linear]
 
     def _weight(self, linear: blocks.Linear) -> float_linear.FloatLinear:
-        result = self._linears.get(linear.weight)
+        result = self._linears.get(linear)
         if result is None:
-            bias = self.vector(linear.bias) if linear.bias else None
-            scale = linear.factor * (float(self.vector(linear.scale)[0]) if linear.scale else 1.0)
-            result = float_linear.FloatLinear(self.weights[linear.weight], self.numerics, self.threads, bias, scale)
-            self._linears[linear.weight] = result
+            bias, scale = float_linear.bias(self.weights, linear), float_linear.scale(self.weights, linear)
+            matrix = float_linear.matrix(self.weights, linear)
+            result = self._linears[linear] = float_linear.FloatLinear(matrix, self.numerics, self.threads, bias, scale)
         return result
+
+    def norm_weight(self, norm: blocks.Norm, n: int) -> np.ndarray:
+        """float32[n] of a norm; ones where it has no weight."""
+        return self.vector(norm.weight) if norm.weight else jit.readonly(np.ones(n, np.float32))
 
     def vector(self, name: str) -> np.ndarray:
         """float32[n] of a norm's weight, a bias or another vector, decoded once."""

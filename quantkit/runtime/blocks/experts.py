@@ -91,15 +91,17 @@ def run(
     for number in np.unique(chosen[chosen >= 0]):
         token, rank = np.nonzero(chosen == number)
         gate, up, down = (matrix(linear, int(number)) for linear in (part.gate, part.up, part.down))
-        inputs = np.ascontiguousarray(x[token])
+        inputs, shares = np.ascontiguousarray(x[token]), weights[token, rank][:, None]
+        if part.weighs_inputs:
+            inputs *= shares
         hidden = float_ops.activate(part.activation, gate(inputs), up(inputs), threads)
         if observe is not None:
             for linear in part.matrices:
                 observe(linear.weight, hidden if linear is part.down else inputs, int(number), part.count)
-        outputs, shares = down(hidden), weights[token, rank]
+        outputs = down(hidden)
         if observe_outputs is not None:
-            observe_outputs(part.down.weight, outputs, shares, int(number), part.count)
-        out[token] += outputs * shares[:, None]
+            observe_outputs(part.down.weight, outputs, shares[:, 0], int(number), part.count)
+        out[token] += outputs if part.weighs_inputs else outputs * shares
     return out
 
 

@@ -55,7 +55,9 @@ class AttentionOptions:
 class Heads(NamedTuple):
     """The heads of attention: those of a blocks.Attention. With `values_in_keys`, a value is its key's first elements.
 
-    sinks   float32[heads]
+    sinks     float32[heads]
+    softcap   c: scores s become c tanh(s / c)
+    chunk     a query sees the keys of its own chunk of so many positions
     """
 
     heads: int
@@ -66,12 +68,14 @@ class Heads(NamedTuple):
     window: int | None = None
     values_in_keys: bool = False
     sinks: np.ndarray | None = None
+    softcap: float | None = None
+    chunk: int | None = None
 
     @classmethod
     def of(cls, part: blocks.Attention, sinks: np.ndarray | None = None) -> Heads:
         """The heads of an attention block; `sinks` float32[heads] where it has them."""
         sizes = (part.heads, part.kv_heads, part.head_dim_k, part.head_dim_v)
-        return cls(*sizes, part.scale, part.window, sinks=sinks)
+        return cls(*sizes, part.scale, part.window, sinks=sinks, softcap=part.softcap, chunk=part.chunk)
 
 
 def append_rows(k: np.ndarray | None, v: np.ndarray | None, cache: Cache, layer: int) -> None:
@@ -107,9 +111,9 @@ def attend(
     max_keys = max(span.cache.length + span.stop - span.start for span in spans)
     step = max(1, options.query_rows(group, max_keys, threads) // group)
     work = [
-        (span, head, first, min(span.stop, first + step))
+        (span, head, first, stop)
         for span in spans
-        for first in reversed(range(span.start, span.stop, step))  # the most keys first, the fewest fill the gaps
+        for first, stop in reversed(_pieces(span, step, part.chunk))  # the most keys first, the fewest fill the gaps
         for head in range(part.kv_heads)
     ]
 
@@ -121,6 +125,17 @@ def attend(
     scores = part.heads * sum((s.stop - s.start) * (s.cache.length + s.stop - s.start) for s in spans)
     thread_pool.over_rows(task, len(work), threads=threads if scores > SERIAL_ELEMENTS else 1)
     return out
+
+
+def _pieces(span: Span, step: int, chunk: int | None) -> list[tuple[int, int]]:
+    """The tokens of a span in pieces of at most `step` tokens, each in one chunk of positions."""
+    found, first = [], span.start
+    while first < span.stop:
+        position = span.cache.length + first - span.start
+        left = step if chunk is None else min(step, chunk - position % chunk)
+        found.append((first, min(span.stop, first + left)))
+        first += left
+    return found
 
 
 def _attend_head(
@@ -149,10 +164,13 @@ def _attend_head(
     maximum = np.zeros(tokens * group, np.float32)
     denominator = np.zeros(tokens * group, np.float32)
     acc = np.zeros((tokens * group, part.head_dim_v), np.float32)
-    for key in range(max(0, position + 1 - window), position + tokens, key_rows):
+    seen = max(0, position + 1 - window) if part.chunk is None else position // part.chunk * part.chunk
+    for key in range(seen, position + tokens, key_rows):
         end = min(key + key_rows, position + tokens)
         keys = _decoded(span.cache.k[layer][head, key:end], span.cache.type.k, part.head_dim_k, "keys")
         scores = np.matmul(queries, keys.T, out=scratch("scores", (tokens * group, end - key)))
+        if part.softcap is not None:
+            reference.soft_cap(scores, np.float32(part.softcap))
         if span.selected is not None:
             hidden = ~span.selected[first - span.start : stop - span.start, key:end]
             scores.reshape(tokens, group, -1)[np.broadcast_to(hidden[:, None], (tokens, group, end - key))] = HIDDEN

@@ -7,19 +7,45 @@ Threads are the pool's, and each multiplies with a BLAS that keeps to its own th
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
+from quantkit.archs.common import blocks
 from quantkit.codegen import jit, thread_pool
 from quantkit.formats.gguf import Tensor
 from quantkit.runtime.blocks.float_ops import ignore_nonfinite, scratch
+from quantkit.runtime.parallel import tensor_shards
 
 FEW_TOKENS = 32  # batches up to this are bound by decoding, not by multiplying
 PANEL_ELEMENTS = 1 << 21  # decoded at a time for larger batches: 8 MiB, so that they stay in the last-level cache
 TILE_TOKENS = TILE_ROWS = 256  # multiplied at a time, by each thread
 STRIP_ELEMENTS = 1 << 17  # decoded at a time for smaller ones, by each thread: 512 KiB, for its own cache
 ROWS_TOGETHER = 16  # the largest group; matrices of all types are cut at multiples of it: repacked, they round the same
+
+
+def matrix(tensors: Mapping[str, Tensor], linear: blocks.Linear) -> Tensor:
+    """The matrix of a product: a tensor, or some rows of one."""
+    tensor = tensors[linear.weight]
+    return tensor if linear.rows is None else tensor_shards.part(tensor, 0, *linear.rows)
+
+
+def bias(tensors: Mapping[str, Tensor], linear: blocks.Linear) -> np.ndarray | None:
+    """float32[rows] that is added to a product, times its factor; None without a bias."""
+    if linear.bias is None:
+        return None
+    first, last = linear.rows or (0, None)
+    whole = vector(tensors[linear.bias])
+    return (
+        whole
+        if linear.rows is None and linear.factor == 1
+        else jit.readonly(np.ascontiguousarray(whole[first:last] * np.float32(linear.factor)))
+    )
+
+
+def scale(tensors: Mapping[str, Tensor], linear: blocks.Linear) -> float:
+    """The number that a product is multiplied by."""
+    return linear.factor * (float(vector(tensors[linear.scale])[0]) if linear.scale else 1.0)
 
 
 def vector(tensor: Tensor) -> np.ndarray:

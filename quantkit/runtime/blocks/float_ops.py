@@ -53,16 +53,29 @@ def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float, threads: int) -> np.
     return out
 
 
+def centre(x: np.ndarray) -> np.ndarray:
+    """x minus the mean of each row, of rows float32[rows, n]."""
+    with ignore_nonfinite():
+        result: np.ndarray = x - x.mean(1, keepdims=True, dtype=np.float64).astype(np.float32)
+        return result
+
+
+def soft_cap(x: np.ndarray, cap: float, threads: int) -> None:
+    """cap * tanh(x / cap) of float32[tokens, n], in place."""
+    _over_tokens(lambda a, b: reference.soft_cap(x[a:b], np.float32(cap)), x, threads)
+
+
 ACTIVATIONS = {
     "swiglu": reference.swiglu,
     "geglu": reference.geglu,
+    "reglu": reference.reglu,
     "relu2": reference.relu2,
     "swiglu_oai": reference.swiglu_oai,
 }
 
 
 def activate(name: str, gate: np.ndarray, up: np.ndarray, threads: int) -> np.ndarray:
-    """act(gate) * up as blocks name it; overwrites `gate`."""
+    """act(gate) * up as blocks name it; overwrites `gate`, which may be `up`."""
     kernel = ACTIVATIONS[name]
     _over_tokens(lambda a, b: kernel(gate[a:b], up[a:b]), gate, threads)
     return gate
@@ -96,7 +109,7 @@ def rope_tables(rope: blocks.Rope, n_ctx: int, factors: np.ndarray | None = None
     frequency = rope.base ** (-2.0 * pair / rope.dim)
     if factors is not None:
         frequency = frequency / factors
-    magnitude = 1.0
+    magnitude = rope.magnitude
     if rope.yarn is None:
         frequency = frequency * rope.scale
     else:
@@ -128,14 +141,15 @@ def apply_rope(
     _over_tokens(lambda a, b: reference.rope(x[a:b], head_dim, cos, sin, positions[a:b], step, stride), x, threads)
 
 
-def scale_queries(q: np.ndarray, beta: float, length: int, spans: Sequence[Span]) -> None:
-    """Multiply queries float32[tokens, n] at position p by 1 + beta ln(1 + floor(p / length)), in place."""
+def scale_queries(q: np.ndarray, temperature: blocks.Temperature, spans: Sequence[Span]) -> None:
+    """Multiply queries float32[tokens, n] by the factors of their positions, in place; see blocks.Temperature."""
     for span in spans:
         position = np.arange(span.cache.length, span.cache.length + span.stop - span.start)
-        q[span.start : span.stop] *= query_factors(beta, length, position)[:, None]
+        q[span.start : span.stop] *= query_factors(temperature, position)[:, None]
 
 
-def query_factors(beta: float, length: int, positions: np.ndarray) -> np.ndarray:
-    """float32[n]: 1 + beta ln(1 + floor(p / length)) of int[n] positions p, computed in float64."""
-    factors: np.ndarray = jit.readonly((1 + beta * np.log1p(np.floor(positions / length))).astype(np.float32))
+def query_factors(temperature: blocks.Temperature, positions: np.ndarray) -> np.ndarray:
+    """float32[n]: the factors of queries at int[n] positions, computed in float64."""
+    steps = np.floor((positions + temperature.offset) / temperature.length)
+    factors: np.ndarray = jit.readonly((1 + temperature.beta * np.log1p(steps)).astype(np.float32))
     return factors

@@ -24,6 +24,7 @@ class Projected(NamedTuple):
     rope        `rope_fields`
     gates       address of float32[tokens, heads, dim] by whose sigmoid a token's results are multiplied, or 0
     sinks       address of float32[heads], or 0
+    softcap     c: scores s become c tanh(s / c) before softmax; or None
     """
 
     heads: KernelHeads
@@ -36,6 +37,7 @@ class Projected(NamedTuple):
     rope: dict[str, int]
     gates: int = 0
     sinks: int = 0
+    softcap: float | None = None
 
     @property
     def query_heads(self) -> int:
@@ -61,6 +63,7 @@ def attend_token(ops: TokenOps, shape: PlannedCaches, x: Projected) -> Activatio
         partial=partial,
         scratch=scratch,
         private_stride=stride,
+        softcap=0 if x.softcap is None else ops.constant(x.softcap),
         **x.rope,
     )
     ops.add(decode_attention.attention(heads), attention, barrier=True)
@@ -106,5 +109,6 @@ def attend_batch(ops: BatchOps, shape: PlannedCaches, x: Projected, out: int) ->
         scratch=scratch,
         private_stride=stride,
         sinks=x.sinks,
+        softcap=0 if x.softcap is None else ops.constant(x.softcap),
     )
     ops.add(prefill_attention.attention(heads, tokens), attention, barrier=True)

@@ -8,6 +8,7 @@ Operations per block, with barriers where | stands:
     feed-forward    norm, gate, up, activation | down, add to x |
     experts         norm, router | select, gate, up, activation | down, add to x |
 
+In parallel blocks both parts take one norm, of the layer's input.
 A shared expert runs as a feed-forward before the routed ones, on the same norm. A norm of a block's result has a
 barrier before and after it, as has a norm of queries and keys over all heads.
 """
@@ -65,8 +66,9 @@ class DecodePlan(CompiledPlan):
     def _build(self, shape: PlannedCaches) -> PlanOps:
         ops = DecodeOps(self.model, self._x, self._position)
         for block in self.model.block_list:
+            normed = ops.norm(block.parts[0].norm) if block.parallel else None
             for part in block.parts:
-                add_part(ops, block.layer, part, shape)
+                add_part(ops, block.layer, part, shape, normed)
         add_head(ops, self._logits)
         return ops
 
@@ -89,31 +91,34 @@ class DecodeOps(TokenOps):
         self.x, self.position = self.keep(x).ctypes.data, self.keep(position).ctypes.data
         self.n_embd = model.n_embd
 
-    def norm(self, norm: blocks.Norm) -> Activations:
-        """Append the norm of x."""
+    def norm(self, norm: blocks.Norm | None) -> Activations:
+        """Append the norm of x, or x itself, as products take it."""
         return self.norm_of(norm, Activations(self.x, 0), self.n_embd, "normed")
 
     def sub_norm(self, norm: blocks.Norm | None, x: Activations, n: int) -> Activations:
         """Append a norm of float32[n] before a product; x as it is without one."""
         return x if norm is None else self.norm_of(norm, x, n, "sub normed")
 
-    def norm_of(self, norm: blocks.Norm, x: Activations, n: int, name: str) -> Activations:
-        """Append the norm of float32[n], quantized, in a buffer of that name for each thread."""
+    def norm_of(self, norm: blocks.Norm | None, x: Activations, n: int, name: str) -> Activations:
+        """Append the norm of float32[n], or x itself, quantized, in a buffer of that name for each thread."""
         buffer, stride = self.private_buffer(name, activation_bytes(n))
         parameters = decode_ops.NormParameters(
             x=x.address,
-            weight=self.vector(norm.weight),
+            weight=0 if norm is None else self.vector(norm.weight),
             n=n,
-            eps=self.constant(norm.eps),
+            eps=self.constant(norm.eps if norm else 0.0),
             buffer=buffer,
             private_stride=stride,
             x_stride=x.stride,
+            centred=int(norm is not None and norm.centred),
+            bias=self.vector(norm.bias) if norm else 0,
         )
         self.add(decode_ops.norm, parameters)
         return Activations(buffer, stride)
 
     def norm_rows(self, norm: blocks.Norm, x: int, n: int, out: int, *, add: bool = False) -> None:
         """Append out (+)= norm(x), float32[n], of what all threads computed."""
+        assert not norm.centred, f"{norm.weight}: norms of shared vectors are RMS norms"
         parameters = decode_norms.NormRowsParameters(
             x=x,
             weight=self.vector(norm.weight),
@@ -129,7 +134,7 @@ class DecodeOps(TokenOps):
         self, linear: blocks.Linear, x: Activations, out: int, *, barrier: bool = False, multiple: int = SPLIT_ROWS,
         residual: int = 0,
     ) -> None:  # fmt: skip
-        """Append out = W x (* scale) (+ bias); `residual`, if given, is the address of what that is added to."""
+        """Append out = factor * (scale W x + bias); `residual`, if given, is the address of what that is added to."""
         rows, n = self.tensor(linear).shape
         parameters = decode_ops.MatvecParameters(
             product=self.matvec_function(linear),
@@ -140,9 +145,9 @@ class DecodeOps(TokenOps):
             buffer=x.address,
             stride=x.stride,
             out=out,
-            bias=self.vector(linear.bias),
+            bias=self.bias(linear),
             residual=residual,
-            scale=self.scale_of(linear),
+            scale=self.scale(linear),
         )
         self.add(decode_ops.matvec, parameters, barrier)
 
@@ -158,10 +163,12 @@ class DecodeOps(TokenOps):
 # --------------------------------------------------------------------------------------------------------------- blocks
 
 
-def add_part(ops: DecodeOps, layer: int, part: blocks.Part, shape: PlannedCaches) -> None:
-    """Append the operations of a part of a block."""
+def add_part(
+    ops: DecodeOps, layer: int, part: blocks.Part, shape: PlannedCaches, normed: Activations | None = None
+) -> None:
+    """Append the operations of a part of a block; `normed`, if given, is its input, whose norm is computed."""
     if isinstance(part, blocks.Attention):
-        add_attention(ops, layer, part, shape)
+        add_attention(ops, layer, part, shape, normed)
     elif isinstance(part, blocks.DeltaNet):
         delta_net.add_decode(ops, layer, part)
     elif isinstance(part, blocks.LatentAttention):
@@ -169,20 +176,27 @@ def add_part(ops: DecodeOps, layer: int, part: blocks.Part, shape: PlannedCaches
     elif isinstance(part, blocks.Experts):
         add_experts(ops, part)
     elif isinstance(part, blocks.FeedForward):
-        add_gated(ops, part, ops.norm(part.norm))
+        add_gated(ops, part, normed or ops.norm(part.norm))
     else:
         raise AssertionError(f"layer {layer}: the decode plan has no operations for {type(part).__name__}")
 
 
 def add_head(ops: DecodeOps, logits: Array) -> None:
     """Append the output norm and the product that gives the logits."""
-    head = ops.model.head
-    ops.matvec(head.output, ops.norm(head.norm), ops.keep(logits).ctypes.data, barrier=True)
+    head, out = ops.model.head, ops.keep(logits).ctypes.data
+    ops.matvec(head.output, ops.norm(head.norm), out, barrier=head.softcap is None)
+    if head.softcap is not None:
+        cap = decode_norms.SoftCapParameters(
+            x=out, n=ops.rows(head.output), multiple=SPLIT_ROWS, cap=ops.constant(head.softcap)
+        )
+        ops.add(decode_norms.soft_cap, cap, barrier=True)
 
 
-def add_attention(ops: DecodeOps, layer: int, part: blocks.Attention, shape: PlannedCaches) -> None:
+def add_attention(
+    ops: DecodeOps, layer: int, part: blocks.Attention, shape: PlannedCaches, normed: Activations | None = None
+) -> None:
     """Append attention with its norm: projections, RoPE, cache, softmax, output; the result is added to x."""
-    normed, view = ops.norm(part.norm), ops.layer_view(layer, part)
+    normed, view = normed or ops.norm(part.norm), ops.layer_view(layer, part)
     width = part.heads * part.head_dim_k
     q, k, v = (ops.buffer(name, 4 * n) for name, n in zip("qkv", (width, ops.rows(part.k), ops.rows(part.v))))
     query_gates = ops.buffer("query gates", 4 * width) if part.gated else 0
@@ -196,6 +210,7 @@ def add_attention(ops: DecodeOps, layer: int, part: blocks.Attention, shape: Pla
     projected = Projected(
         shape.heads(part), part.kv_heads, q, k, v, part.scale, view,
         rope_fields(part, is_applied=part.norms_after_rope), query_gates, ops.vector(part.sinks),
+        part.softcap,
     )  # fmt: skip
     merged = attend_token(ops, shape, projected)
     width = part.heads * part.head_dim_v
@@ -237,7 +252,7 @@ def _add_heads(
         return
     parameters = decode_ops.HeadNormParameters(
         x=out,
-        weight=ops.vector(norm.weight),
+        weight=ops.norm_weight(norm, part.head_dim_k),
         rows=rows,
         dim=part.head_dim_k,
         eps=ops.constant(norm.eps),
@@ -259,9 +274,11 @@ def _norm_across_heads(ops: DecodeOps, linear: blocks.Linear, norm: blocks.Norm 
 def add_gated(ops: DecodeOps, part: blocks.FeedForward, normed: Activations, shared_gate: str | None = None) -> None:
     """Append a gated feed-forward, or a shared expert with its gate if it has one, whose norm is computed."""
     n_ff = ops.rows(part.gate)
-    gate, up = ops.buffer("gate", 4 * n_ff), ops.buffer("up", 4 * n_ff)
+    gate = up = ops.buffer("gate", 4 * n_ff)
     ops.matvec(part.gate, normed, gate)
-    ops.matvec(part.up, normed, up)
+    if part.up != part.gate:
+        up = ops.buffer("up", 4 * n_ff)
+        ops.matvec(part.up, normed, up)
     if shared_gate is not None:
         gate_shared = gates.SharedGateParameters(
             x=normed.address,
@@ -320,6 +337,7 @@ def add_experts(ops: DecodeOps, part: blocks.Experts) -> None:
         hidden_bytes=hidden_bytes,
         gate_bias=ops.expert_biases(part.gate),
         up_bias=ops.expert_biases(part.up),
+        weighted=part.used if part.weighs_inputs else 0,
     )
     steps = (decode_experts.GATE, decode_experts.UP, decode_experts.ACTIVATE)
     for step in (sum(steps),) if ops.model.expert_options.fused else steps:
@@ -340,5 +358,6 @@ def add_experts(ops: DecodeOps, part: blocks.Experts) -> None:
         out=ops.buffer("added", 4 * ops.n_embd),
         residual=ops.x,
         bias=ops.expert_biases(part.down),
+        weighted=int(not part.weighs_inputs),
     )
     ops.add(decode_experts.down, down_parameters, barrier=True)

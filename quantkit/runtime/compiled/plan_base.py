@@ -142,8 +142,8 @@ class PlanOps(OpList):
         self.states_views: list[tuple[int, StoredRecord]] = []  # a StatesView per recurrent layer
 
     def tensor(self, linear: blocks.Linear) -> Tensor:
-        """The tensor that holds a matrix."""
-        return self.model.weights[linear.weight]
+        """The matrix of a product: a tensor, or some rows of one."""
+        return float_linear.matrix(self.model.weights, linear)
 
     def rows(self, linear: blocks.Linear) -> int:
         """Output features of a matrix."""
@@ -157,12 +157,18 @@ class PlanOps(OpList):
         """Address of a norm's weight, a bias, sinks or a scale as float32; 0 for None."""
         return self.keep(float_linear.vector(self.model.weights[name])).ctypes.data if name else 0
 
-    def scale_of(self, linear: blocks.Linear) -> int:
-        """Address of the factor of a product as float32; 0 for none."""
-        if linear.factor == 1:
-            return self.vector(linear.scale)
-        scale = float(float_linear.vector(self.model.weights[linear.scale])[0]) if linear.scale else 1.0
-        return self.constant(linear.factor * scale)
+    def bias(self, linear: blocks.Linear) -> int:
+        """Address of the bias of a product, or 0."""
+        bias = float_linear.bias(self.model.weights, linear)
+        return 0 if bias is None else self.keep(bias).ctypes.data
+
+    def scale(self, linear: blocks.Linear) -> int:
+        """Address of the number that a product is multiplied by, or 0."""
+        return self.constant(float_linear.scale(self.model.weights, linear)) if linear.is_scaled else 0
+
+    def norm_weight(self, norm: blocks.Norm, n: int) -> int:
+        """Address of a norm's weight float32[n]; ones where it has none."""
+        return self.vector(norm.weight) if norm.weight else self.keep(np.ones(n, np.float32)).ctypes.data
 
     def activation(self, name: str) -> int:
         """Address of the function of kernels/cpu/gated_activations.py for the activation of a block."""
@@ -230,12 +236,12 @@ class TokenOps(PlanOps, ABC):
     n_embd: int
 
     @abstractmethod
-    def norm(self, norm: blocks.Norm) -> Activations:
-        """Append the norm of x."""
+    def norm(self, norm: blocks.Norm | None) -> Activations:
+        """Append the norm of x, or x itself, as products take it."""
 
     @abstractmethod
-    def norm_of(self, norm: blocks.Norm, x: Activations, n: int, name: str) -> Activations:
-        """Append the norm of float32[n], quantized, in a buffer of that name for each thread."""
+    def norm_of(self, norm: blocks.Norm | None, x: Activations, n: int, name: str) -> Activations:
+        """Append the norm of float32[n], or x itself, quantized, in a buffer of that name for each thread."""
 
     @abstractmethod
     def matvec(
@@ -261,8 +267,8 @@ class BatchOps(PlanOps, ABC):
         """Address of a buffer float32[BATCH_TOKENS, n]."""
 
     @abstractmethod
-    def norm(self, norm: blocks.Norm, readers: Sequence[blocks.Linear]) -> ProductRows:
-        """Append the norm of x and a barrier, as the matrices `readers` multiply it."""
+    def norm(self, norm: blocks.Norm | None, readers: Sequence[blocks.Linear]) -> ProductRows:
+        """Append the norm of x, or x itself, and a barrier, as the matrices `readers` multiply it."""
 
     @abstractmethod
     def norm_of(self, norm: blocks.Norm, x: int, n: int, out: int) -> None:
@@ -315,7 +321,7 @@ class CompiledPlan(ABC):
         self._states: list[LayerState] = []  # of their recurrent layers: `Cache.state` may exchange one
         self._cache_records: list[Array] = []  # per layer, a LayerCache or LayerStates per cache
         self._rope_tables: dict[blocks.Rope, tuple[Array, Array]] = {}
-        self._query_factors: dict[tuple[float, int], Array] = {}
+        self._query_factors: dict[blocks.Temperature, Array] = {}
 
     @abstractmethod
     def _build(self, shape: PlannedCaches) -> PlanOps:
@@ -343,7 +349,7 @@ class CompiledPlan(ABC):
             np.array([_record_of(cache, layer) for cache in caches], np.int64) for layer in range(len(caches[0].k))
         ]
         for layer, part, view in ops.views:
-            cos, sin = self._tables(part.rope, n_ctx)
+            cos, sin = self._tables(part.rope.of_context(n_ctx), n_ctx)
             factors = self._factors(part.temperature, n_ctx) if isinstance(part, blocks.Attention) else None
             view.set(
                 cos=cos.ctypes.data,
@@ -351,6 +357,7 @@ class CompiledPlan(ABC):
                 caches=self._cache_records[layer].ctypes.data,
                 window=part.window or n_ctx if isinstance(part, blocks.Attention) else n_ctx,
                 query_factors=0 if factors is None else factors.ctypes.data,
+                chunk=(part.chunk or 0) if isinstance(part, blocks.Attention) else 0,
             )
         for layer, states_view in ops.states_views:
             states_view.set(states=self._cache_records[layer].ctypes.data)
@@ -370,13 +377,13 @@ class CompiledPlan(ABC):
             tables = self._rope_tables[rope] = float_ops.rope_tables(rope, n_ctx, factors)
         return tables
 
-    def _factors(self, temperature: tuple[float, int] | None, n_ctx: int) -> Array | None:
+    def _factors(self, temperature: blocks.Temperature | None, n_ctx: int) -> Array | None:
         """float32[positions]: factors of queries, for at least n_ctx positions; None where queries have none."""
         if temperature is None:
             return None
         factors = self._query_factors.get(temperature)
         if factors is None or len(factors) < n_ctx:
-            factors = self._query_factors[temperature] = float_ops.query_factors(*temperature, np.arange(n_ctx))
+            factors = self._query_factors[temperature] = float_ops.query_factors(temperature, np.arange(n_ctx))
         return factors
 
     @property

@@ -76,8 +76,9 @@ class PrefillPlan(CompiledPlan):
     def _build(self, shape: PlannedCaches) -> PlanOps:
         ops = PrefillOps(self.model, self._x, self._state)
         for block in self.model.block_list:
+            normed = ops.norm(block.parts[0].norm, ()).floats if block.parallel else 0
             for part in block.parts:
-                add_part(ops, block.layer, part, shape)
+                add_part(ops, block.layer, part, shape, normed)
         return ops
 
     @property
@@ -102,8 +103,10 @@ class PrefillOps(BatchOps):
         """Whether products with a matrix read tiles."""
         return dispatch.batch(self.tensor(linear).type).quantized
 
-    def norm(self, norm: blocks.Norm, readers: Sequence[blocks.Linear]) -> ProductRows:
-        """Append the norm of x, as the matrices `readers` multiply it."""
+    def norm(self, norm: blocks.Norm | None, readers: Sequence[blocks.Linear]) -> ProductRows:
+        """Append the norm of x, or x itself, as the matrices `readers` multiply it."""
+        if norm is None:
+            return self.quantize(self.x, self.n_embd, readers)
         out = self.floats("normed", self.n_embd)
         self.norm_of(norm, self.x, self.n_embd, out)
         return self.quantize(out, self.n_embd, readers)
@@ -116,7 +119,14 @@ class PrefillOps(BatchOps):
     def norm_of(self, norm: blocks.Norm, x: int, n: int, out: int) -> None:
         """Append out = norm(x), float32[tokens, n]; out may be x."""
         parameters = prefill_ops.NormParameters(
-            state=self.state, x=x, weight=self.vector(norm.weight), n=n, eps=self.constant(norm.eps), out=out
+            state=self.state,
+            x=x,
+            weight=self.vector(norm.weight),
+            n=n,
+            eps=self.constant(norm.eps),
+            out=out,
+            centred=int(norm.centred),
+            bias=self.vector(norm.bias),
         )
         self.add(prefill_ops.norm, parameters)
 
@@ -133,10 +143,8 @@ class PrefillOps(BatchOps):
     def multiply(
         self, linear: blocks.Linear, x: ProductRows, out: int, *, add: bool = False, barrier: bool = False
     ) -> None:
-        """Append out (+)= W x (* scale) (+ bias)."""
-        assert not (add and (linear.scale or linear.factor != 1)), (
-            f"{linear.weight}: a scaled product cannot be added to what is there"
-        )
+        """Append out (+)= factor * (scale W x + bias)."""
+        assert not (add and linear.is_scaled), f"{linear.weight}: a scaled product cannot be added to what is there"
         rows, n = self.tensor(linear).shape
         batch = dispatch.batch(self.tensor(linear).type)
         scratch, stride = self.private_buffer("panels", batch.scratch_bytes(n))
@@ -147,18 +155,19 @@ class PrefillOps(BatchOps):
             tokens=self.token_count,
             x=x.tiles if batch.quantized else x.floats,
             out=out,
-            bias=self.vector(linear.bias),
+            bias=self.bias(linear),
             scratch=scratch,
             private_stride=stride,
-            scale=self.scale_of(linear),
+            scale=self.scale(linear),
         )
         self.add(batch.kernel(int(add)), parameters, barrier)
 
     def add_to_residual(self, linear: blocks.Linear, x: ProductRows, post_norm: blocks.Norm | None = None) -> None:
         """Append x += W x', the end of a block, or x += norm(W x')."""
-        if post_norm is None and not linear.scale and linear.factor == 1:
+        if post_norm is None and not linear.is_scaled:
             self.multiply(linear, x, self.x, add=True, barrier=True)
             return
+        assert post_norm is None or not (post_norm.centred or post_norm.bias), f"{linear.weight}: RMS norms follow"
         added = self.floats("added", self.n_embd)
         self.multiply(linear, x, added, barrier=True)
         weight, eps = (self.vector(post_norm.weight), self.constant(post_norm.eps)) if post_norm else (0, 0)
@@ -171,10 +180,10 @@ class PrefillOps(BatchOps):
 # --------------------------------------------------------------------------------------------------------------- blocks
 
 
-def add_part(ops: PrefillOps, layer: int, part: blocks.Part, shape: PlannedCaches) -> None:
-    """Append the operations of a part of a block."""
+def add_part(ops: PrefillOps, layer: int, part: blocks.Part, shape: PlannedCaches, normed: int = 0) -> None:
+    """Append the operations of a part of a block; `normed`, if given, is the address of its input's norm."""
     if isinstance(part, blocks.Attention):
-        add_attention(ops, layer, part, shape)
+        add_attention(ops, layer, part, shape, normed)
     elif isinstance(part, blocks.DeltaNet):
         delta_net.add_prefill(ops, layer, part)
     elif isinstance(part, blocks.LatentAttention):
@@ -182,14 +191,21 @@ def add_part(ops: PrefillOps, layer: int, part: blocks.Part, shape: PlannedCache
     elif isinstance(part, blocks.Experts):
         add_experts(ops, part)
     elif isinstance(part, blocks.FeedForward):
-        add_gated(ops, part, ops.norm(part.norm, (part.gate, part.up)))
+        add_gated(ops, part, _normed(ops, part.norm, normed, (part.gate, part.up)))
     else:
         raise AssertionError(f"layer {layer}: the prefill plan has no operations for {type(part).__name__}")
 
 
-def add_attention(ops: PrefillOps, layer: int, part: blocks.Attention, shape: PlannedCaches) -> None:
+def _normed(ops: PrefillOps, norm: blocks.Norm | None, normed: int, readers: Sequence[blocks.Linear]) -> ProductRows:
+    """The norm of x for these matrices: computed here, or at `normed` already."""
+    return ops.quantize(normed, ops.n_embd, readers) if normed else ops.norm(norm, readers)
+
+
+def add_attention(
+    ops: PrefillOps, layer: int, part: blocks.Attention, shape: PlannedCaches, normed_at: int = 0
+) -> None:
     """Append attention with its norm: projections, RoPE, caches, softmax, output; the result is added to x."""
-    normed = ops.norm(part.norm, (part.q, part.k, part.v))
+    normed = _normed(ops, part.norm, normed_at, (part.q, part.k, part.v))
     width_q = part.heads * part.head_dim_k
     q, k, v = (ops.floats(name, n) for name, n in zip("qkv", (width_q, ops.rows(part.k), ops.rows(part.v))))
     projected, query_gates = q, 0
@@ -217,6 +233,7 @@ def add_attention(ops: PrefillOps, layer: int, part: blocks.Attention, shape: Pl
     attending = Projected(
         shape.heads(part), part.kv_heads, q, k, v, part.scale, view,
         rope_fields(part, is_applied=part.norms_after_rope), sinks=ops.vector(part.sinks),
+        softcap=part.softcap,
     )  # fmt: skip
     attend_batch(ops, shape, attending, out)
     if part.gated:
@@ -242,7 +259,7 @@ def _add_head_norm(
     parameters = prefill_ops.HeadNormParameters(
         state=ops.state,
         x=x,
-        weight=ops.vector(norm.weight),
+        weight=ops.norm_weight(norm, part.head_dim_k * together),
         heads=heads // together,
         dim=part.head_dim_k * together,
         eps=ops.constant(norm.eps),
@@ -253,9 +270,11 @@ def _add_head_norm(
 def add_gated(ops: PrefillOps, part: blocks.FeedForward, normed: ProductRows, shared_gate: str | None = None) -> None:
     """Append a gated feed-forward, or a shared expert with its gate if it has one, whose norm is computed."""
     n_ff = ops.rows(part.gate)
-    gate, up = ops.floats("gate", n_ff), ops.floats("up", n_ff)
-    ops.multiply(part.gate, normed, gate)
-    ops.multiply(part.up, normed, up, barrier=True)
+    gate = up = ops.floats("gate", n_ff)
+    ops.multiply(part.gate, normed, gate, barrier=part.up == part.gate)
+    if part.up != part.gate:
+        up = ops.floats("up", n_ff)
+        ops.multiply(part.up, normed, up, barrier=True)
     if shared_gate is not None:
         gate_shared = gates.BatchSharedGateParameters(
             tokens=ops.token_count, x=normed.floats, weight=ops.vector(shared_gate), n=ops.n_embd, up=up, rows=n_ff
@@ -360,6 +379,7 @@ def add_experts(ops: PrefillOps, part: blocks.Experts) -> None:
         max_entries=entries,
         quantized=int(down.quantized),
         bias=ops.expert_biases(part.down),
+        weighted=int(not part.weighs_inputs),
     )
     ops.add(prefill_experts.add_down, add_down, barrier=True)
     if part.shared is not None:  # the norm is still there, but its tiles may have been overwritten
@@ -382,6 +402,7 @@ def _add_gate_up(
             activation=ops.activation(part.activation),
             gate_bias=ops.expert_biases(part.gate),
             up_bias=ops.expert_biases(part.up),
+            weighted=entries if part.weighs_inputs else 0,
         )
         ops.add(prefill_experts.gate_up, gate_up, barrier=True)
         return
@@ -399,7 +420,7 @@ def _add_gate_up(
     ops.add_barrier()
     activate = prefill_experts.ActivateParameters(
         assignment=assignment, gate=products[0], up=products[1], ff=part.ff, hidden=target.address,
-        activation=ops.activation(part.activation),
+        activation=ops.activation(part.activation), experts=part.count, weighted=entries if part.weighs_inputs else 0,
     )  # fmt: skip
     ops.add(prefill_experts.activate, activate, barrier=True)
 

@@ -67,8 +67,10 @@ def _in_latent_attention(part: blocks.LatentAttention) -> str | None:
 def _in_experts(part: blocks.Experts) -> str | None:
     # Rows of experts are the columns of another matrix, so `_in_matrix` makes sure that they fill whole units of work.
     for linear in (part.gate, part.up, part.down):
-        if linear.scale:
-            return f"no operation scales the products of experts ({linear.scale})"
+        if linear.bias and part.weighs_inputs:
+            return f"no operation adds biases of experts to products of weighted inputs ({linear.bias})"
+        if linear.is_scaled:
+            return f"no operation scales the products of experts ({linear.weight})"
     return None
 
 
@@ -78,6 +80,8 @@ def _in_matrix(weights: Weights, linear: blocks.Linear) -> str | None:
         return f"no kernel for {tensor.type.name} ({linear.weight})"
     if tensor.shape[-1] % 32:
         return f"rows of {tensor.shape[-1]} columns are not a multiple of 32 ({linear.weight})"
+    if linear.rows is not None and any(row % tensor.type.interleave for row in linear.rows):
+        return f"rows {linear.rows} of {linear.weight} are no whole groups of {tensor.type.interleave}"
     if tensor.shape[-2] % tensor.type.interleave:
         return f"{tensor.shape[-2]} rows are not a multiple of {tensor.type.interleave} ({linear.weight})"
     return None

@@ -1,7 +1,8 @@
 """Attention on a GPU: appending to its KV cache, and attending over it.
 
 Prompts over f32, f16 and bf16 caches attend with torch, in the cache's type: torch's kernels use tensor cores. A few
-tokens, and all other caches, use `kernels/cuda/attention.py`.
+tokens, and all other caches, use `kernels/cuda/attention.py`. Soft-capped scores, and attention in chunks of
+positions, are computed with torch, in float32.
 """
 
 from __future__ import annotations
@@ -63,6 +64,8 @@ def attend(worker: GpuContext, heads: Heads, layer: int, q: torch.Tensor, cache:
 
     The cache holds the keys and values of these tokens already.
     """
+    if heads.softcap is not None or heads.chunk is not None:
+        return _attend_in_float32(worker, heads, layer, q, cache)
     plain = heads.sinks is None and not heads.values_in_keys
     if plain and len(q) > cuda_device.MAX_PACKED_VECTORS and {cache.type.k, cache.type.v} <= TORCH_DTYPES.keys():
         return _attend_with_torch(worker, heads, layer, q, cache)
@@ -93,10 +96,9 @@ def _attend_with_torch(worker: GpuContext, heads: Heads, layer: int, q: torch.Te
     """`attend` of many tokens over a cache of floats."""
     library, torch_device = worker.gpu.torch, worker.gpu.torch_device
     tokens, first = len(q), cache.length
-    key_count, group = first + tokens, heads.heads // heads.kv_heads
-    stored = (cache.k[layer], cache.type.k), (cache.v[layer], cache.type.v)
-    k, v = (x.view(getattr(library, TORCH_DTYPES[kind]))[None, :, :key_count] for x, kind in stored)
-    k, v = (x.to(k.dtype).repeat_interleave(group, dim=1) for x in (k, v))
+    key_count = first + tokens
+    k, v = _keys_and_values(worker, heads, layer, cache, key_count)
+    v = v.to(k.dtype)
     q = q.view(tokens, heads.heads, -1).transpose(0, 1)[None].to(k.dtype)
     mask, window = None, heads.window or key_count
     if first or window < tokens:
@@ -108,3 +110,38 @@ def _attend_with_torch(worker: GpuContext, heads: Heads, layer: int, q: torch.Te
     attended = attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=heads.scale)
     result: torch.Tensor = attended[0].transpose(0, 1).reshape(tokens, -1).float()
     return result
+
+
+def _attend_in_float32(worker: GpuContext, heads: Heads, layer: int, q: torch.Tensor, cache: Cache) -> torch.Tensor:
+    """`attend` with soft-capped scores, or in chunks, over a cache of floats. UnsupportedError for other caches."""
+    if not {cache.type.k, cache.type.v} <= TORCH_DTYPES.keys():
+        raise UnsupportedError(
+            f"{worker.device.name}: soft-capped or chunked attention over a {cache.type} cache has no kernel; take "
+            "-ctk f16 -ctv f16"
+        )
+    library, tokens, first = worker.gpu.torch, len(q), cache.length
+    key_count = first + tokens
+    k, v = (x[0].float() for x in _keys_and_values(worker, heads, layer, cache, key_count))
+    scores = q.view(tokens, heads.heads, -1).transpose(0, 1) @ k.transpose(1, 2) * heads.scale
+    if heads.softcap is not None:
+        scores = heads.softcap * library.tanh(scores / heads.softcap)
+    positions = library.arange(key_count, device=worker.gpu.torch_device)
+    distance = positions[first:, None] - positions
+    visible = (distance >= 0) & (distance < (heads.window or key_count))
+    if heads.chunk is not None:
+        chunks = positions // heads.chunk
+        visible &= chunks[first:, None] == chunks
+    weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+    result: torch.Tensor = (weights @ v).transpose(0, 1).reshape(tokens, -1)
+    return result
+
+
+def _keys_and_values(
+    worker: GpuContext, heads: Heads, layer: int, cache: Cache, count: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first `count` keys and values of a cache of floats, [1, heads, count, dim], one for each query head."""
+    stored = (cache.k[layer], cache.type.k), (cache.v[layer], cache.type.v)
+    group, library = heads.heads // heads.kv_heads, worker.gpu.torch
+    views = (x.view(getattr(library, TORCH_DTYPES[kind]))[None, :, :count] for x, kind in stored)
+    k, v = (x.repeat_interleave(group, dim=1) for x in views)
+    return k, v

@@ -77,6 +77,9 @@ class GpuExperts:
         y = y.contiguous()
         entering = [self._of_experts(linear, y, ids) for linear in part.matrices[:-1]]
         gate, up = _half(part.gate, entering[0]), _half(part.up, entering[-1])
+        if part.weighs_inputs:
+            gate, up = (product * weights[:, :, None] for product in (gate, up))
+            weights = (ids >= 0).float()
         hidden = worker.activate(part.activation, gate, up)
         self._observe(part, y, ids, hidden)
         outputs = self._of_experts(part.down, hidden, ids).contiguous()
@@ -116,11 +119,13 @@ class GpuExperts:
                 self._staged_product(linear, tensor, data, int(number))
                 for linear, tensor, data in zip(part.matrices, tensors, staging.get(index))
             )
-            inputs = y[tokens[start:stop]]
+            inputs, share = y[tokens[start:stop]], shares[start:stop]
+            if part.weighs_inputs:
+                inputs, share = inputs * share, gpu.torch.ones_like(share)
             products = [product(inputs) for product in entering]
             gate, up = _half(part.gate, products[0]), _half(part.up, products[-1])
             output = down(worker.activate(part.activation, gate, up))
-            out.index_add_(0, tokens[start:stop], output * shares[start:stop])
+            out.index_add_(0, tokens[start:stop], output * share)
             staging.done(index)
             if index + 1 < len(numbers):
                 send(index + 1)

@@ -225,20 +225,25 @@ class CudaWorker(Worker):
 
         from quantkit.runtime.kernels.cuda import elementwise
 
-        x, weight = x.contiguous(), self.vector(norm.weight)
+        x = x.contiguous()
+        weight = self.vector(norm.weight) if norm.weight else self.gpu.torch.ones(x.shape[-1], device=x.device)
         out, n = self.gpu.torch.empty_like(x), x.shape[-1]
         self.gpu.launch(elementwise.rms_norm(), x.numel() // n, elementwise.THREADS, x, weight, n,
                         np.float32(norm.eps), out)  # fmt: skip
         return out
 
+    def centre(self, x: Any) -> Any:
+        """As `BlockRunner.centre`."""
+        return x - x.mean(-1, keepdim=True)
+
     def activate(self, name: str, gate: Any, up: Any) -> Any:
-        """As `BlockRunner.activate`, by a kernel; relu2 by torch."""
+        """As `BlockRunner.activate`, by a kernel; reglu and relu2 by torch."""
 
         from quantkit.runtime.kernels.cuda import elementwise
 
-        if name not in elementwise.ACTIVATIONS:  # relu2
-            assert name == "relu2"
-            return gate.relu().square() * up
+        if name not in elementwise.ACTIVATIONS:  # reglu and relu2
+            assert name in ("reglu", "relu2")
+            return (gate.relu() if name == "reglu" else gate.relu().square()) * up
         gate, up = gate.contiguous(), up.contiguous()
         self.gpu.launch_each(elementwise.activate(name), gate.numel(), elementwise.THREADS, gate, up, gate.numel())
         return gate
@@ -257,10 +262,10 @@ class CudaWorker(Worker):
         gates = projected.view(len(x), -1, 2, dim)[:, :, 1]
         x.mul_(gates.reshape(len(x), -1).sigmoid())
 
-    def scale_queries(self, q: Any, temperature: tuple[float, int], spans: list[Span]) -> None:
+    def scale_queries(self, q: Any, temperature: blocks.Temperature, spans: list[Span]) -> None:
         """As `float_ops.scale_queries`; the host computes the factors."""
         factors = np.ones((len(q), 1), np.float32)
-        float_ops.scale_queries(factors, *temperature, spans)
+        float_ops.scale_queries(factors, temperature, spans)
         q.mul_(self.gpu.array(factors))
 
     def apply_rope(self, x: Any, rope: blocks.Rope, dim: int, spans: list[Span]) -> None:
@@ -268,6 +273,7 @@ class CudaWorker(Worker):
 
         from quantkit.runtime.kernels.cuda import elementwise
 
+        rope = rope.of_context(max(s.cache.n_ctx for s in spans))
         positions, max_position = self._positions(spans)
         host = self._rope(rope, max_position + 1)
         tables = self._ropes.get(rope)
@@ -318,14 +324,19 @@ class CudaWorker(Worker):
     # ------------------------------------------------------------------------------------------------------- products
 
     def _weight(self, linear: blocks.Linear) -> Any:
-        result: Any = self._linears.get(linear.weight)
+        result: Any = self._linears.get(linear)
         if result is None:
-            result = self._linears[linear.weight] = self._product(linear, self.matrices(linear.weight))
+            if linear.rows is None:
+                matrices = self.matrices(linear.weight)
+            else:
+                tensor = float_linear.matrix(self.weights, linear)
+                matrices = self.gpu.matrices(tensor.data, tensor.type, *tensor.shape)
+            result = self._linears[linear] = self._product(linear, matrices)
         return result
 
     def _product(self, linear: blocks.Linear, matrices: Matrices) -> Any:
-        bias = self.vector(linear.bias) if linear.bias else None
-        scale = linear.factor * (float(float_linear.vector(self.weights[linear.scale])[0]) if linear.scale else 1.0)
+        host_bias, scale = float_linear.bias(self.weights, linear), float_linear.scale(self.weights, linear)
+        bias = None if host_bias is None else self.gpu.array(host_bias)
 
         def run(x: Any) -> Any:
             y = matrices(x.contiguous(), self.exact)

@@ -1,10 +1,12 @@
 """Plain float32 kernels of a forward pass, except matrix products: the reference implementations for all others.
 
     rms_norm      y = x / sqrt(mean(x^2) + eps) * weight
+    reglu         y = max(gate, 0) * up
     swiglu        y = gate * sigmoid(gate) * up
     geglu         y = gelu(gate) * up, gelu in its tanh form
     swiglu_oai    y = gate * sigmoid(1.702 gate) * (1 + up), both clamped
     rope          rotates pairs of elements of each head by the angles of their positions
+    soft_cap      y = c tanh(x / c)
     softmax_step  one block of keys of the streaming softmax
     route         which experts a token goes to, and their weights
     short_conv    a causal convolution over the last few tokens, each channel by itself, then x * sigmoid(x)
@@ -53,6 +55,15 @@ def swiglu(gate, up):
         for i in range(n):
             g = gate[t, i]
             gate[t, i] = g / (np.float32(1) + exp(-g)) * up[t, i]
+
+
+@kernel
+def reglu(gate, up):
+    """max(gate, 0) * up, element by element, in place of `gate`, which may be `up`; float32[tokens, n]."""
+    tokens, n = gate.shape
+    for t in range(tokens):
+        for i in range(n):
+            gate[t, i] = max(gate[t, i], np.float32(0)) * up[t, i]
 
 
 @kernel
@@ -115,6 +126,15 @@ def rope(x, head_dim, cos, sin, positions, step, stride):
                 a, b = x[t, i], x[t, i + stride]
                 x[t, i] = a * cos[position, j] - b * sin[position, j]
                 x[t, i + stride] = a * sin[position, j] + b * cos[position, j]
+
+
+@kernel
+def soft_cap(x, cap):
+    """cap * tanh(x / cap), element by element, in place; float32[rows, n]. NaN stays NaN."""
+    rows, n = x.shape
+    for r in range(rows):
+        for i in range(n):
+            x[r, i] = cap - np.float32(2) * cap / (exp(x[r, i] * (np.float32(2) / cap)) + np.float32(1))
 
 
 @kernel(fastmath=True)

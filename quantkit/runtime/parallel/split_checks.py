@@ -43,7 +43,7 @@ def tensor_names(block: blocks.Block) -> Iterator[str]:
     while pending:
         part = pending.pop()
         for value in vars(part).values():
-            if isinstance(value, (blocks.Linear, blocks.Norm)):
+            if isinstance(value, (blocks.Linear, blocks.Norm)) and value.weight:
                 yield value.weight
             elif isinstance(value, blocks.FeedForward):
                 pending.append(value)

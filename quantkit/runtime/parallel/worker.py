@@ -155,7 +155,7 @@ class Worker(BlockRunner):
 
     def norm(self, norm: blocks.Norm, x: np.ndarray) -> np.ndarray:
         """As `BlockRunner.norm`, on the device of the norm's weight."""
-        other = self._of(norm.weight)
+        other = self._of(norm.weight) if norm.weight else self
         if other is not self:
             return self._run_on(other, lambda x: other.norm(norm, x), x)
         with self._timed("norms"):

@@ -25,6 +25,8 @@ SMALL: dict[str, dict[str, Any]] = {
     "llama": {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1},
     "qwen3moe": {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1},
     "gpt-oss": {"sliding_window": 4},
+    "gemma2": {"sliding_window": 4},
+    "llama4": {"attention_chunk_size": 3},
 }
 Make = Callable[..., Path]
 
@@ -202,6 +204,11 @@ def test_steps_of_architectures_are_replayed(arch: str, gpus: int, make: Make) -
         ("qwen35moe", {}),
         ("qwen3next", {"gpu_layers": 2}),
         ("gpt-oss", {}),
+        ("cohere2", {}),
+        ("gemma2", {}),
+        ("llama4", {}),
+        ("llama4", {"n_cpu_moe": 5}),
+        ("phi3", {}),
         ("deepseek2", {"override_tensor": "_exps=CPU"}),
     ],
     ids=str,

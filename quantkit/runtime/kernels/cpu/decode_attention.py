@@ -101,6 +101,16 @@ def span_scores(
 
 
 @simd_intrinsic("void")
+def cap_scores(ir: IrBuilder, scores: Value, row: Value, count: Value, group: Value, cap: float) -> None:
+    """scores[g, i] become cap * tanh(scores[g, i] / cap), whole vectors of them; `row` as for `span_scores`."""
+    limit = ir.splat(cap, 16)  # type: ignore[arg-type]  # float is what kernels pass
+    with ir.loop(0, group) as g, ir.loop(0, count, 16) as i:
+        address = scores + row * g + i * 4
+        e = ir.exp(ir.load(_FLOATS16, address) * (ir.constant(_FLOATS16, 2.0) / limit))
+        ir.store(limit - limit * 2.0 / (e + 1.0), address)
+
+
+@simd_intrinsic("void")
 def span_softmax(ir: IrBuilder, scores: Value, row: Value, count: Value, group: int, dim: int, out: Value) -> None:
     """Online-softmax update: scores become e^(score - maximum); out float32[group, dim + 2] is rescaled to match.
 
@@ -173,6 +183,7 @@ class AttentionParameters(NamedTuple):
     partial: int  # float32[threads, heads, dim_v + 2], dim_v rounded up to whole vectors
     scratch: int  # kernel_sizes.decode_attention_bytes per thread
     private_stride: int
+    softcap: int = 0  # address of a float32 that scores are capped by, or 0
 
 
 @functools.cache
@@ -210,7 +221,7 @@ def attention(shape: KernelHeads) -> Callback:
                 row = head * cache.n_ctx + position
                 store_row(k_type, p.k + head * dim_k * 4, dim_k, cache.k + row * k_bytes)
                 store_row(v_type, p.v + head * dim_v * 4, dim_v, cache.v + row * v_bytes)
-        first = max(0, position + 1 - view.window)
+        first = max(0, position + 1 - view.window) if view.chunk == 0 else position // view.chunk * view.chunk
         count = position + 1 - first
         begin, end = first + count * thread // threads, first + count * (thread + 1) // threads
         partial = p.partial + thread * heads * (padded_v + 2) * 4
@@ -225,6 +236,8 @@ def attention(shape: KernelHeads) -> Callback:
                 count_of_positions, row = min(span, end - start), head * cache.n_ctx + start
                 keys, values = cache.k + row * k_bytes, cache.v + row * v_bytes
                 span_scores(head_queries, keys, k_bytes, count_of_positions, group, dim_k, k_type, scores, span * 4)
+                if p.softcap != 0:
+                    cap_scores(scores, span * 4, count_of_positions, group, load_float(p.softcap))
                 span_softmax(scores, span * 4, count_of_positions, group, padded_v, result)
                 span_values(scores, span * 4, values, v_bytes, count_of_positions, group, dim_v, v_type, result)
 

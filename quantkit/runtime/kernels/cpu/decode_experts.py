@@ -20,6 +20,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
+
 from quantkit.codegen.callbacks import callback
 from quantkit.codegen.jit import kernel
 from quantkit.codegen.simd import call6, floats, integers, load_float, load_int, store_int
@@ -76,6 +78,14 @@ def select_experts(parameters, thread, threads):
     store_int(count, selected)
 
 
+@kernel
+def scale_range(x, first, last, factor):
+    """x *= factor for elements first .. last - 1 of float32."""
+    y = floats(x, last)
+    for i in range(first, last):
+        y[i] *= factor
+
+
 GATE, UP, ACTIVATE = 1, 2, 4  # the steps of `gate_up`
 
 
@@ -102,6 +112,7 @@ class GateUpParameters(NamedTuple):
     hidden_bytes: int
     gate_bias: int = 0  # float32[experts, ff], or 0
     up_bias: int = 0
+    weighted: int = 0  # experts that a token may have, where gate and up get w x; 0: they get x
 
 
 @callback(OPERATION)
@@ -129,6 +140,10 @@ def gate_up(parameters, thread, threads):
             if p.up_bias != 0:
                 add_range(p.up_bias + expert * ff * 4, gate + ff * 4, begin, end)
         if steps & ACTIVATE:
+            if p.weighted != 0:
+                weight = load_float(selected + 8 + 8 * p.weighted + 4 * i)
+                scale_range(gate, begin, end, weight)
+                scale_range(gate + ff * 4, begin, end, weight)
             call6(p.activation, gate, gate + ff * 4, begin, end, hidden, 0)
             quantize_range(hidden, ff, begin, end)
         first += end - begin
@@ -151,6 +166,7 @@ class DownParameters(NamedTuple):
     out: int  # float32[rows], scratch
     residual: int  # float32[rows]
     bias: int = 0  # float32[experts, rows], or 0
+    weighted: int = 1  # 0: add the outputs as they are
 
 
 @callback(OPERATION)
@@ -167,6 +183,6 @@ def down(parameters, thread, threads):
         call6(p.product, matrix, p.n, first, last, p.hidden + i * p.hidden_bytes, p.out)
         if p.bias != 0:
             add_range(p.bias + expert * rows * 4, p.out, first, last)
-        weight = weights[i]
+        weight = weights[i] if p.weighted != 0 else np.float32(1)
         for row in range(first, last):
             residual[row] += weight * out[row]

@@ -1,4 +1,5 @@
-"""Operations of the decode plan that some architectures need: norms of whole vectors that threads share, RoPE of heads.
+"""Operations of the decode plan that some architectures need: norms of whole vectors that threads share, RoPE of heads,
+soft-capped logits.
 
 `norm_rows` has a norm over elements that several threads computed, so a barrier comes before it. `rope_heads` applies
 RoPE where a norm follows (otherwise attention does it); like `decode_ops.head_norm` it takes the heads that the thread
@@ -17,6 +18,7 @@ from quantkit.runtime.kernels.cpu.decode_attention import apply_rope
 from quantkit.runtime.kernels.cpu.decode_ops import rms_scale
 from quantkit.runtime.kernels.cpu.kv_rows import LayerView
 from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record, split
+from quantkit.runtime.kernels.reference import exp
 
 
 class NormRowsParameters(NamedTuple):
@@ -44,6 +46,25 @@ def norm_rows(parameters, thread, threads):
     else:
         for i in range(first, last):
             out[i] = x[i] * scale * weight[i]
+
+
+class SoftCapParameters(NamedTuple):
+    """Parameters of `soft_cap`."""
+
+    x: int  # float32[n], overwritten
+    n: int
+    multiple: int
+    cap: int  # address of a float32
+
+
+@callback(OPERATION)
+def soft_cap(parameters, thread, threads):
+    """x = cap * tanh(x / cap), of the elements that the thread computed."""
+    p = load_record(SoftCapParameters, parameters)
+    first, last = split(p.n, p.multiple, thread, threads), split(p.n, p.multiple, thread + 1, threads)
+    cap, x = load_float(p.cap), floats(p.x, p.n)
+    for i in range(first, last):
+        x[i] = cap - np.float32(2) * cap / (exp(x[i] * (np.float32(2) / cap)) + np.float32(1))
 
 
 class RopeHeadsParameters(NamedTuple):

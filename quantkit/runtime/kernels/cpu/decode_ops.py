@@ -37,6 +37,18 @@ def sum_of_squares(ir, x, n):
     return ir.sum(lanes.get()) + remainder.get()
 
 
+@simd_intrinsic("float32")
+def sum_of(ir, x, n):
+    """Sum of float32[n], in a fixed order on every CPU: 32 lanes, then the rest."""
+    kind, vector_end = vector(32, F32), n & -32
+    lanes, remainder = ir.variable(ir.zero(kind)), ir.variable(ir.constant(F32, 0.0))
+    with ir.loop(0, vector_end, 32) as i:
+        lanes.set(lanes.get() + ir.load(kind, x + i * 4))
+    with ir.loop(vector_end, n) as i:
+        remainder.set(remainder.get() + ir.load(F32, x + i * 4))
+    return ir.sum(lanes.get()) + remainder.get()
+
+
 @kernel
 def rms_scale(x, n, eps):
     """1 / sqrt(mean(x^2) + eps) of float32[n]."""
@@ -52,24 +64,43 @@ def rms_norm_into(x, weight, n, eps, out):
         y[i] = x[i] * scale * weight[i]
 
 
+@kernel
+def norm_into(x, weight, n, eps, centred, bias, out):
+    """out = norm(x) (+ bias), float32[n]; with `centred` of x - mean(x). Without a weight, out = x."""
+    if weight == 0:
+        floats(out, n)[:] = floats(x, n)
+        return
+    source = x
+    if centred != 0:
+        mean, centre, y = sum_of(x, n) / np.float32(n), floats(x, n), floats(out, n)
+        for i in range(n):
+            y[i] = centre[i] - mean
+        source = out
+    rms_norm_into(source, weight, n, eps, out)
+    if bias != 0:
+        add_range(bias, out, 0, n)
+
+
 class NormParameters(NamedTuple):
     """Parameters of `norm`."""
 
     x: int  # float32[n]
-    weight: int  # float32[n]
+    weight: int  # float32[n], or 0: x itself is quantized
     n: int
     eps: int  # address of a float32
     buffer: int  # activation buffer
     private_stride: int
     x_stride: int = 0  # where each thread has an x of its own
+    centred: int = 0  # 1: x - mean(x) stands for x
+    bias: int = 0  # float32[n], or 0
 
 
 @callback(OPERATION)
 def norm(parameters, thread, threads):
-    """Write norm(x), quantized, to the thread's activation buffer."""
+    """Write norm(x) (+ bias), or x itself, quantized, to the thread's activation buffer."""
     p = load_record(NormParameters, parameters)
     buffer = p.buffer + thread * p.private_stride
-    rms_norm_into(p.x + thread * p.x_stride, p.weight, p.n, load_float(p.eps), buffer)
+    norm_into(p.x + thread * p.x_stride, p.weight, p.n, load_float(p.eps), p.centred, p.bias, buffer)
     quantize(buffer, p.n)
 
 

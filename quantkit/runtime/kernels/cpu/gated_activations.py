@@ -35,6 +35,10 @@ def _geglu(ir: IrBuilder, gate: Value, up: Value) -> Value:
     return _times_sigmoid(ir, gate, u * -2.0) * up
 
 
+def _reglu(ir: IrBuilder, gate: Value, up: Value) -> Value:
+    return ir.max(gate, ir.zero(_FLOATS16)) * up
+
+
 def _relu2(ir: IrBuilder, gate: Value, up: Value) -> Value:
     positive = ir.max(gate, ir.zero(_FLOATS16))
     return positive * positive * up
@@ -49,6 +53,7 @@ def _swiglu_oai(ir: IrBuilder, gate: Value, up: Value) -> Value:
 ACTIVATIONS: dict[str, Callable[[IrBuilder, Value, Value], Value]] = {
     "swiglu": _swiglu,
     "geglu": _geglu,
+    "reglu": _reglu,
     "relu2": _relu2,
     "swiglu_oai": _swiglu_oai,
 }

@@ -40,6 +40,7 @@ class LayerView(NamedTuple):
     caches: int  # LayerCache of each sequence
     window: int  # positions that a token sees, its own included
     query_factors: int = 0  # float32[positions]: queries are multiplied by their position's, or 0
+    chunk: int = 0  # a token sees its own chunk of so many positions; 0: the window
 
 
 class KernelHeads(NamedTuple):

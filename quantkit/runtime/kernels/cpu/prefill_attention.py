@@ -16,6 +16,7 @@ from quantkit.codegen.callbacks import Callback, callback
 from quantkit.codegen.jit import kernel
 from quantkit.codegen.simd import F32, IrBuilder, Value, atomic_add, floats, load_float, simd_intrinsic, vector
 from quantkit.placement.kernel_sizes import FLOAT_TILE_TOKENS, KEY_BLOCK, piece_rows
+from quantkit.runtime.kernels.cpu.decode_attention import cap_scores
 from quantkit.runtime.kernels.cpu.float_gemm import float_tile, panel_rows, transpose_block
 from quantkit.runtime.kernels.cpu.kv_rows import CACHE_BYTES, KernelHeads, LayerCache, LayerView, rotate, row_floats
 from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record
@@ -139,6 +140,7 @@ class AttentionParameters(NamedTuple):
     scratch: int  # kernel_sizes.prefill_attention_bytes per thread
     private_stride: int
     sinks: int = 0  # float32[heads]: an extra score of each head, whose value is 0; or 0
+    softcap: int = 0  # address of a float32 that scores are capped by, or 0
 
 
 @functools.cache
@@ -156,7 +158,7 @@ def attention(shape: KernelHeads, tokens: int) -> Callback:
     def run(parameters, thread, threads):
         p = load_record(AttentionParameters, parameters)
         view, spans = load_record(LayerView, p.layer_view), load_record(BatchState, p.state).spans
-        kv_heads, window, step = p.kv_heads, view.window, p.span
+        kv_heads, window, chunk, step = p.kv_heads, view.window, view.chunk, p.span
         decoded = p.scratch + thread * p.private_stride
         keys = decoded + KEY_BLOCK * padded_k * 4
         values = keys + KEY_BLOCK * padded_k * 4
@@ -177,7 +179,8 @@ def attention(shape: KernelHeads, tokens: int) -> Callback:
             x, stride = p.q + first_group * group * dim_k * 4, kv_heads * group * dim_k * 4
             _start_piece(x, stride, token_count, queries, group * dim_k, results, rows * width, softmax_states, rows)
             used = -(-token_count * group // FLOAT_TILE_TOKENS) * FLOAT_TILE_TOKENS
-            for start in range(max(0, position + 1 - window) // KEY_BLOCK * KEY_BLOCK, position + token_count, step):
+            seen = max(0, position + 1 - window) if chunk == 0 else position // chunk * chunk
+            for start in range(seen // KEY_BLOCK * KEY_BLOCK, position + token_count, step):
                 stop = min(start + step, position + token_count)
                 for block_start in range(start, stop, KEY_BLOCK):
                     block_keys, block_scores = min(KEY_BLOCK, stop - block_start), scores + (block_start - start) * 4
@@ -191,6 +194,10 @@ def attention(shape: KernelHeads, tokens: int) -> Callback:
                     visible_end, columns = position + row // group + 1 - start, -(-(stop - start) // 32) * 32
                     row_scores, result = scores + row * step * 4, results + row * width * 4
                     visible_start = max(0, visible_end - window)
+                    if chunk != 0:
+                        visible_start = max(0, (position + row // group) // chunk * chunk - start)
+                    if p.softcap != 0:
+                        cap_scores(row_scores, 0, columns, 1, load_float(p.softcap))
                     softmax_update(
                         row_scores, columns, visible_start, visible_end, dim_v, result, softmax_states + row * 8
                     )

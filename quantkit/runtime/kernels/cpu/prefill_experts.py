@@ -23,6 +23,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
+
 from quantkit.codegen.callbacks import callback
 from quantkit.codegen.jit import kernel
 from quantkit.codegen.simd import (
@@ -41,7 +43,7 @@ from quantkit.codegen.simd import (
 )
 from quantkit.placement.kernel_sizes import ASSIGNMENT_HEADER, EXPERT_ROWS, FEW_TOKENS, RECORD_BYTES, RUN_BYTES
 from quantkit.runtime.kernels.cpu.activations import quantize_range
-from quantkit.runtime.kernels.cpu.decode_experts import Routing, route_token
+from quantkit.runtime.kernels.cpu.decode_experts import Routing, route_token, scale_range
 from quantkit.runtime.kernels.cpu.gemm import quantize_token, token_share
 from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record, offset_of, record_bytes
 
@@ -296,6 +298,7 @@ class GateUpParameters(NamedTuple):
     activation: int  # function of gated_activations.py
     gate_bias: int = 0  # float32[experts, ff], or 0
     up_bias: int = 0
+    weighted: int = 0  # entries of the assignment at most, where gate and up get w x; 0: they get x
 
 
 @callback(OPERATION)
@@ -307,6 +310,7 @@ def gate_up(parameters, thread, threads):
     blocks, panel_bytes = ff // EXPERT_ROWS, n // 32 * m.panel_bytes
     panels = m.scratch + thread * m.private_stride
     results, result_bytes = panels + 2 * panel_bytes, tokens * EXPERT_ROWS * 4
+    weight_of = _weights_of(m.assignment, m.experts, p.weighted)
     units = _run_count(m.assignment) * blocks
     while True:
         unit = atomic_add(1, m.assignment + NEXT_GATE)
@@ -330,6 +334,9 @@ def gate_up(parameters, thread, threads):
                     results + t * EXPERT_ROWS * 4,
                     target.vectors + (i * FEW_TOKENS + t) * target.vector_bytes,
                 )
+                if p.weighted != 0:
+                    scale_range(result, 0, EXPERT_ROWS, weight_of[run.first + t])
+                    scale_range(result + result_bytes, 0, EXPERT_ROWS, weight_of[run.first + t])
                 call6(p.activation, result, result + result_bytes, 0, EXPERT_ROWS, buffer + row * 4, 0)
                 quantize_range(buffer, ff, row, row + EXPERT_ROWS)
             continue
@@ -347,6 +354,9 @@ def gate_up(parameters, thread, threads):
                 _add_bias(p.up_bias + bias_at, results + result_bytes, tokens, EXPERT_ROWS * 4)
             for t in range(min(tokens, run.first + run.tokens - entry)):
                 result = results + t * EXPERT_ROWS * 4
+                if p.weighted != 0:
+                    scale_range(result, 0, EXPERT_ROWS, weight_of[entry + t])
+                    scale_range(result + result_bytes, 0, EXPERT_ROWS, weight_of[entry + t])
                 call6(p.activation, result, result + result_bytes, 0, EXPERT_ROWS, result, 0)
                 _store_hidden(result, target.hidden, ff, entry + t, row, target.tile_tokens)
 
@@ -400,6 +410,8 @@ class ActivateParameters(NamedTuple):
     ff: int
     hidden: int  # address of HiddenBuffers
     activation: int  # function of gated_activations.py
+    experts: int
+    weighted: int = 0  # entries of the assignment at most, where gate and up get w x; 0: they get x
 
 
 @callback(OPERATION)
@@ -407,10 +419,14 @@ def activate(parameters, thread, threads):
     """hidden = act(gate) * up for all entries."""
     p = load_record(ActivateParameters, parameters)
     target, ff = load_record(HiddenBuffers, p.hidden), p.ff
+    weight_of = _weights_of(p.assignment, p.experts, p.weighted)
     for i in range(_run_count(p.assignment)):
         run = _run(p.assignment, i)
         for entry in range(run.first + thread, run.first + run.tokens, threads):
             gate, up = p.gate + entry * ff * 4, p.up + entry * ff * 4
+            if p.weighted != 0:
+                scale_range(gate, 0, ff, weight_of[entry])
+                scale_range(up, 0, ff, weight_of[entry])
             if run.tokens <= FEW_TOKENS:
                 buffer = target.vectors + (i * FEW_TOKENS + entry - run.first) * target.vector_bytes
                 call6(p.activation, gate, up, 0, ff, buffer, 0)
@@ -430,6 +446,7 @@ class AddDownParameters(NamedTuple):
     max_entries: int
     quantized: int  # 1: x of the matrix is tiles of gemm.py; 0: float32 rows one after another
     bias: int = 0  # float32[experts, rows], or 0
+    weighted: int = 1  # 0: add the outputs as they are
 
 
 @callback(OPERATION)
@@ -467,4 +484,5 @@ def add_down(parameters, thread, threads):
                     _add_bias(p.bias + (run.expert * rows + row) * 4, results, tokens, EXPERT_ROWS * 4)
                 for t in range(min(tokens, run.first + run.tokens - entry)):
                     target = p.out + (token_of[entry + t] * rows + row) * 4
-                    _add_scaled(results + t * EXPERT_ROWS * 4, weight_of[entry + t], target)
+                    weight = weight_of[entry + t] if p.weighted != 0 else np.float32(1)
+                    _add_scaled(results + t * EXPERT_ROWS * 4, weight, target)

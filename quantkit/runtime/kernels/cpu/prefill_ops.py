@@ -20,7 +20,7 @@ import numpy as np
 from quantkit.codegen.callbacks import Callback, callback
 from quantkit.codegen.simd import call6, floats, load_float, store_int
 from quantkit.runtime.kernels.cpu.decode_attention import apply_rope
-from quantkit.runtime.kernels.cpu.decode_ops import rms_norm_into
+from quantkit.runtime.kernels.cpu.decode_ops import norm_into, rms_norm_into
 from quantkit.runtime.kernels.cpu.gemm import token_share
 from quantkit.runtime.kernels.cpu.kv_rows import CACHE_BYTES, KernelHeads, LayerCache, LayerView, rotate, store_row
 from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record, offset_of, record_bytes
@@ -55,16 +55,19 @@ class NormParameters(NamedTuple):
     n: int
     eps: int  # address of a float32
     out: int  # float32[tokens, n]
+    centred: int = 0  # 1: x - mean(x) stands for x
+    bias: int = 0  # float32[n], or 0
 
 
 @callback(OPERATION)
 def norm(parameters, thread, threads):
-    """out = x / sqrt(mean(x^2) + eps) * weight, for each token."""
+    """out = x / sqrt(mean(x^2) + eps) * weight (+ bias), for each token."""
     p = load_record(NormParameters, parameters)
     eps = load_float(p.eps)
     first, last = token_share(load_record(BatchState, p.state).tokens, thread, threads)
     for token in range(first, last):
-        rms_norm_into(p.x + token * p.n * 4, p.weight, p.n, eps, p.out + token * p.n * 4)
+        x, out = p.x + token * p.n * 4, p.out + token * p.n * 4
+        norm_into(x, p.weight, p.n, eps, p.centred, p.bias, out)
 
 
 class HeadNormParameters(NamedTuple):

@@ -1,0 +1,122 @@
+"""cohere2: Command R7B and Command A. Attention and feed-forward are computed in parallel, from one LayerNorm.
+
+Norms subtract the mean and have no bias. Three of four layers have a sliding window and RoPE, which rotates
+neighbouring elements, the order of checkpoints; the others attend to all tokens and have no RoPE. Logits are multiplied
+by logit_scale. The output matrix is the embedding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from quantkit.archs.common import windows
+from quantkit.archs.common.base import EMBEDDING_RULES, OUTPUT_RULES, Config, Keys, need
+from quantkit.archs.common.blocks import Attention, Block, FeedForward, Head, HParams
+from quantkit.archs.common.decoder import Decoder
+from quantkit.archs.common.tensors import LazyTensor, TensorRule
+from quantkit.errors import FormatError, UnsupportedError
+from quantkit.formats.gguf.metadata import Entries, shortest
+from quantkit.inputs.settings import real
+
+_EVERY = 4  # every fourth layer attends to all tokens; all runtimes fix this number
+_LOGIT_SCALE = 0.0625
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cohere2HParams(HParams):
+    """HParams with the factor of the logits."""
+
+    logit_scale: float
+
+
+class Cohere2(Decoder):
+    """Command R7B and Command A."""
+
+    name = "cohere2"
+    hf = ("Cohere2ForCausalLM",)
+    model_type = "cohere2"
+    rope_style = "norm"
+    layer_norm_eps = "layer_norm_eps"
+    ties_by_default = True
+    defaults = {"layer_norm_eps": 1e-5}  # noqa: RUF012  data
+    rules = (
+        *EMBEDDING_RULES,
+        TensorRule("blk.N.attn_norm", "model.layers.N.input_layernorm", f32=True),
+        TensorRule("blk.N.attn_q", "model.layers.N.self_attn.q_proj", bias=True),
+        TensorRule("blk.N.attn_k", "model.layers.N.self_attn.k_proj", bias=True),
+        TensorRule("blk.N.attn_v", "model.layers.N.self_attn.v_proj", bias=True),
+        TensorRule("blk.N.attn_output", "model.layers.N.self_attn.o_proj", bias=True),
+        TensorRule("blk.N.ffn_gate", "model.layers.N.mlp.gate_proj"),
+        TensorRule("blk.N.ffn_up", "model.layers.N.mlp.up_proj"),
+        TensorRule("blk.N.ffn_down", "model.layers.N.mlp.down_proj"),
+        *OUTPUT_RULES,
+    )
+    EXAMPLE = {  # noqa: RUF012  data
+        "architectures": ["Cohere2ForCausalLM"],
+        "model_type": "cohere2",
+        "vocab_size": 320,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "sliding_window": 32,
+        "max_position_embeddings": 256,
+        "layer_norm_eps": 1e-5,
+        "rope_theta": 50000.0,
+        "logit_scale": 0.25,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "tie_word_embeddings": True,
+    }
+
+    def metadata(self, config: Config) -> Entries:
+        scale = real(config, "logit_scale") or _LOGIT_SCALE
+        if scale <= 0:
+            raise FormatError(f"config.json: logit_scale = {scale:g}; it has to be a number above 0")
+        if windows.layers_of_config(config, _EVERY) != _windowed(need(config, "num_hidden_layers")):
+            raise UnsupportedError(
+                f"config.json: layer_types differ from full_attention in every {_EVERY}th layer, which {self.name} "
+                "files cannot express"
+            )
+        return super().metadata(config) | {
+            f"{self.name}.attention.sliding_window": (need(config, "sliding_window"), "u32"),
+            f"{self.name}.logit_scale": (scale, "f32"),
+            f"{self.name}.rope.dimension_count": (self.head_dim(config), "u32"),
+        }
+
+    def config(self, metadata: Mapping[str, object], tensors: Mapping[str, LazyTensor]) -> dict[str, Any]:
+        hp = self.hparams(metadata, tensors.keys())
+        return super().config(metadata, tensors) | windows.config(_windowed(hp.n_layer)) | {
+            "sliding_window": hp.window,
+            "logit_scale": shortest(hp.logit_scale),
+        }  # fmt: skip
+
+    def hparams(self, metadata: Mapping[str, object], tensors: Collection[str] = ()) -> Cohere2HParams:
+        return Cohere2HParams(**self.numbers(Keys(self.name, metadata), tensors))
+
+    def numbers(self, keys: Keys, tensors: Collection[str]) -> dict[str, Any]:
+        return super().numbers(keys, tensors) | {"logit_scale": keys.real("logit_scale")}
+
+    def blocks(self, hparams: HParams) -> list[Block]:
+        return [replace(block, parallel=True) for block in super().blocks(hparams)]
+
+    def attention(self, hp: HParams, i: int) -> Attention:
+        part = super().attention(hp, i)
+        if _windowed(hp.n_layer)[i]:
+            return part
+        return replace(part, window=None, rope=replace(hp.rope, dim=0, yarn=None, factors=None))
+
+    def feed_forward(self, hp: HParams, i: int) -> FeedForward:
+        return hp.feed_forward(i, "attn_norm")
+
+    def head(self, hparams: HParams) -> Head:
+        assert isinstance(hparams, Cohere2HParams)
+        head = super().head(hparams)
+        return replace(head, output=replace(head.output, factor=hparams.logit_scale))
+
+
+def _windowed(layers: int) -> tuple[bool, ...]:
+    return tuple((i + 1) % _EVERY != 0 for i in range(layers))

@@ -109,6 +109,11 @@ class TypeOptions:
         repack                also interleave the rows of every tensor whose type has an interleaved form
         repack_pattern        interleave only tensors whose name matches one of these regexes; implies `repack`
         strict                treat warnings about the plan as errors
+
+    The program that the file is for:
+
+        dialect               "ik" (ik_llama.cpp) or "llama.cpp": types that it does not read are refused
+        replace_types         or replaced by the nearest type that it reads, of the same or a smaller size
     """
 
     imatrix: PathLike | Imatrix | None = None
@@ -138,6 +143,8 @@ class TypeOptions:
     repack: bool = False
     repack_pattern: Sequence[str] = ()
     strict: bool = False
+    dialect: str | None = None
+    replace_types: bool = False
 
 
 @dataclass(frozen=True)

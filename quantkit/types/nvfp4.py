@@ -7,8 +7,8 @@
     y = UE4M3[d] / 2 * E2M1[q]        q in 0..15; E2M1 doubled, so that its entries are integers
 
 UE4M3 is an unsigned float with four bits of exponent, biased by 7, over three of mantissa: bit 7 is ignored, d = 0..7
-are d * 2^-9, 126 is 448, and 127, the NaN of E4M3, is 0 (255 is 480: the whole byte is compared with 127). The scale of a
-whole tensor is not part of the type: llama.cpp keeps it in a tensor of its own, NAME.scale.
+are d * 2^-9, 126 is 448, and 127, the NaN of E4M3, is 0 (255 is 480: the whole byte is compared with 127). The scale of
+a whole tensor is not part of the type: llama.cpp keeps it in a tensor of its own, NAME.scale.
 
 Encode: the d and nearest codes that minimise sum w (x - y)^2, w the importance of the column (1 without), for each
 sub-block: all scales from those that clip its largest element to those that place it at 4 or lower, as far as effort

@@ -23,6 +23,7 @@ from quantkit.cli.common.options import (
     parse_size,
 )
 from quantkit.cli.common.output import gib, print_json, print_left_out, print_table, print_unfinished
+from quantkit.cli.common.plan_options import Dialect
 from quantkit.cli.common.positional import refuse_type
 from quantkit.cli.common.progress_options import shows_progress
 from quantkit.errors import UnsupportedError
@@ -74,6 +75,7 @@ def convert(
     keep_shards: KeepShards = False,
     metadata: MetadataFile = None,
     model_name: ModelName = None,
+    dialect: Dialect = None,
     vision: Annotated[
         str,
         typer.Option(metavar="POLICY", help="Image and audio encoders: only drop is supported."),
@@ -121,7 +123,7 @@ def convert(
     started = time.monotonic()
     options = ConvertOptions(
         pre, mtp, size, dry_run, threads, metadata, model_name, split_max_tensors,
-        None if disk is None else parse_size(disk), keep_shards,
+        None if disk is None else parse_size(disk), keep_shards, dialect,
     )  # fmt: skip
     try:
         done = api.convert(

@@ -100,6 +100,7 @@ def convert(
         dry_run=options.dry_run,
         threads=options.threads,
         progress=progress,
+        dialect=options.dialect,
     )
 
 
@@ -113,11 +114,12 @@ def _convert_remote(
 ) -> Conversion:
     """Convert a checkpoint on the Hub, as `quantize` copies it: while it is streamed, with a journal."""
     from quantkit.pipelines import planning
-    from quantkit.pipelines.conversion.convert import filled_name
+    from quantkit.pipelines.conversion.convert import filled_name, refuse_foreign_specs
     from quantkit.pipelines.conversion.remote import plan_remote
     from quantkit.pipelines.quantize import quantize_with_plan
 
     conversion = plan_remote(address, type, options, options.mtp)
+    refuse_foreign_specs(conversion, options.dialect)
     if not options.dry_run:
         view = conversion.as_gguf
         written = quantize_with_plan(

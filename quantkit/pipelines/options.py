@@ -44,6 +44,7 @@ class ConvertOptions:
         disk               for a checkpoint on the Hub: bytes on the disk beyond the output; None: 10 GB, or what is
                            needed if that is more
         keep_shards        for a checkpoint on the Hub: leave it in the directory NAME beside the output
+        dialect            program that the file is for, "ik" or "llama.cpp": types that it does not read are refused
     """
 
     pre: str | None = None
@@ -56,6 +57,7 @@ class ConvertOptions:
     split_max_tensors: int | None = None
     disk: int | None = None
     keep_shards: bool = False
+    dialect: str | None = None
 
 
 @dataclass(frozen=True)

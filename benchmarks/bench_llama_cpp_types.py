@@ -11,6 +11,7 @@ thread, in CPU seconds.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 from pathlib import Path
@@ -53,7 +54,8 @@ def of_llama_cpp(name: str, x: np.ndarray) -> np.ndarray:
     """float32[rows, n]: what llama.cpp's encoder of a type keeps of x."""
     if name in ("tq1_0", "tq2_0"):
         kind = gguf.GGMLQuantizationType(types.get(name).ggml_type)
-        return gguf.quants.dequantize(gguf.quants.quantize(x, kind), kind)
+        decoded: np.ndarray = gguf.quants.dequantize(gguf.quants.quantize(x, kind), kind)
+        return decoded
     blocks = x.reshape(-1, {"q1_0": 128, "q2_0": 64, "nvfp4": 16}[name])
     size = np.abs(blocks)
     if name == "nvfp4":
@@ -63,32 +65,33 @@ def of_llama_cpp(name: str, x: np.ndarray) -> np.ndarray:
         nearest = np.abs(values[:, None] - blocks[:, :, None]).argmin(axis=2)
         return np.take_along_axis(values, nearest, axis=1).reshape(x.shape)
     if name == "q1_0":
-        d = size.mean(axis=1, keepdims=True).astype(np.float16).astype(np.float32)
-        return np.where(blocks >= 0, d, -d).reshape(x.shape)
+        d: np.ndarray = size.mean(axis=1, keepdims=True).astype(np.float16).astype(np.float32)
+        return np.asarray(np.where(blocks >= 0, d, -d)).reshape(x.shape)
     d = size.max(axis=1, keepdims=True)
     codes = np.clip(np.rint(blocks / d), -1, 2)
-    return (codes * d.astype(np.float16).astype(np.float32)).reshape(x.shape)
+    return np.asarray(codes * d.astype(np.float16).astype(np.float32)).reshape(x.shape)
 
 
 def root(e: np.ndarray, h: np.ndarray) -> float:
     """sqrt of the sum of e^T H e over rows; H float64[n, n], or float64[n] for a diagonal one."""
     e = e.astype(np.float64)
-    return float((((e * h) if h.ndim == 1 else e @ h) * e).sum()) ** 0.5
+    return math.sqrt(((e * h if h.ndim == 1 else e @ h) * e).sum())
 
 
 def measure(name: str, sets: dict[str, np.ndarray], options: argparse.Namespace) -> dict[str, Any]:
     t, n = types.get(name), options.n
     h = data.second_moments(options.seed, n)
     ones, importance = np.ones(n), data.importance(options.seed, n)
+    cases: list[tuple[str, np.ndarray, dict[str, Any]]] = [
+        ("none", ones, {}),
+        ("imatrix", importance.astype(np.float64), {"importance": importance}),
+        ("moments", h.astype(np.float64), {"second_moments": h}),
+    ]
     ratios: dict[str, list[float]] = {"none": [], "imatrix": [], "moments": []}
     absolute = {}
     for kind, x in sets.items():
         theirs = of_llama_cpp(name, x) - x
-        for label, weights, given in (
-            ("none", ones, {}),
-            ("imatrix", importance.astype(np.float64), {"importance": importance}),
-            ("moments", h.astype(np.float64), {"second_moments": h}),
-        ):
+        for label, weights, given in cases:
             ours = t.dequantize(t.quantize(x, **given), n) - x
             ratios[label].append(root(ours, weights) / root(theirs, weights))
             if label == "none":

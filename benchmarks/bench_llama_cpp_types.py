@@ -65,8 +65,8 @@ def of_llama_cpp(name: str, x: np.ndarray) -> np.ndarray:
         nearest = np.abs(values[:, None] - blocks[:, :, None]).argmin(axis=2)
         return np.take_along_axis(values, nearest, axis=1).reshape(x.shape)
     if name == "q1_0":
-        d: np.ndarray = size.mean(axis=1, keepdims=True).astype(np.float16).astype(np.float32)
-        return np.asarray(np.where(blocks >= 0, d, -d)).reshape(x.shape)
+        mean = size.mean(axis=1, keepdims=True).astype(np.float16).astype(np.float32)
+        return np.asarray(np.where(blocks >= 0, mean, -mean)).reshape(x.shape)
     d = size.max(axis=1, keepdims=True)
     codes = np.clip(np.rint(blocks / d), -1, 2)
     return np.asarray(codes * d.astype(np.float16).astype(np.float32)).reshape(x.shape)

@@ -23,8 +23,8 @@ PAGE = ROOT / "docs" / "results.md"
 _SECTIONS = {
     "Running a model": ("model", "bound", "kernels", "noise", "cache", "evaluation", "positions", "gpu"),
     "Quantizing": (
-        "types", "types-fast", "types-best", "quantize", "files", "perplexity", "second_moments", "second_moments_moe",
-        "calibration",
+        "types", "types-fast", "types-best", "llama_cpp_types", "quantize", "files", "perplexity", "second_moments",
+        "second_moments_moe", "calibration",
     ),
     "Files": ("repack", "convert", "jobs", "deepseek"),
     "Checks": ("golden", "lm_eval", "bounded-bases", "robustness", "startup", "libraries", "pythons"),

@@ -518,3 +518,16 @@ def test_what_quantize_needs_of_a_checkpoint(checkpoint: Path, tmp_path: Path, c
     assert "--split-max-size" in capsys.readouterr().err
     assert main(["quantize", str(checkpoint), str(checkpoint / "model.safetensors"), "Q8_0"]) == 1
     assert "this is the input" in capsys.readouterr().err
+
+
+def test_a_program_that_the_file_is_for(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every outtype is one of both programs; a type of one of them is refused for the other."""
+    from quantkit.types import floats
+
+    out = tmp_path / "a.gguf"
+    quantkit.convert(checkpoint, out, "bf16", quantkit.ConvertOptions(dialect="llama.cpp"))
+    assert quantkit.open(out).metadata["quantkit.dialect"] == "llama.cpp"
+    monkeypatch.setattr(floats.BF16, "readers", ("ik",))
+    with pytest.raises(UnsupportedError, match=r"become bf16, which --dialect llama.cpp does not read"):
+        quantkit.convert(checkpoint, tmp_path / "b.gguf", "bf16", quantkit.ConvertOptions(dialect="llama.cpp"))
+    assert not (tmp_path / "b.gguf").exists()

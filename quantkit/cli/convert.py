@@ -24,6 +24,7 @@ from quantkit.cli.common.options import (
     parse_size,
 )
 from quantkit.cli.common.output import gib, print_json, print_left_out, print_table, print_unfinished
+from quantkit.cli.common.plan_options import Dialect
 from quantkit.cli.common.positional import refuse_type
 from quantkit.cli.common.progress_options import shows_progress
 from quantkit.errors import UnsupportedError
@@ -99,6 +100,7 @@ def convert(
     shared_output: SharedOutput = False,
     metadata: MetadataFile = None,
     model_name: ModelName = None,
+    dialect: Dialect = None,
     vision: Annotated[
         str,
         typer.Option(metavar="POLICY", help="Image and audio encoders: only drop is supported."),
@@ -153,7 +155,7 @@ def convert(
     started = time.monotonic()
     options = ConvertOptions(
         pre, mtp, size, dry_run, threads, metadata, model_name, split_max_tensors,
-        None if disk is None else parse_size(disk), keep_shards, fuse_gate_up, merge_lora, shared_output,
+        None if disk is None else parse_size(disk), keep_shards, fuse_gate_up, merge_lora, shared_output, dialect,
     )  # fmt: skip
     if lora is not None:
         _convert_adapter(lora, source, outfile or out, outtype, json)

@@ -11,7 +11,7 @@ import typer
 from quantkit.cli._recipe_fit import fit
 from quantkit.cli.common.options import Json
 from quantkit.cli.common.output import print_json, print_table
-from quantkit.cli.common.plan_options import ImatrixFile, Set, Strict, read_settings
+from quantkit.cli.common.plan_options import Dialect, ImatrixFile, Set, Strict, read_settings
 from quantkit.cli.common.plan_tables import print_imatrix
 from quantkit.cli.common.terminal import message
 
@@ -90,6 +90,7 @@ def lint(
     ],
     imatrix: ImatrixFile = None,
     settings: Set = None,
+    dialect: Dialect = None,
     strict: Strict = False,
     json: Json = False,
 ) -> None:
@@ -106,7 +107,7 @@ def lint(
     found, about = find(source, read_settings(settings)), planning.open_model(model)
     matrix = planning.read_imatrix(TypeOptions(imatrix=imatrix))
     print_imatrix(imatrix, matrix)
-    plan = _plan(found, about, matrix or planning.complete_imatrix(about.tensors))
+    plan = _plan(found, about, matrix or planning.complete_imatrix(about.tensors), dialect)
     warnings = list(plan.warnings)
     if imatrix is None and (missing := planning.missing_imatrix(plan)):
         warnings.append(missing)
@@ -124,11 +125,11 @@ def lint(
         print(f"warning: {message(warning)}")
 
 
-def _plan(found: Recipe, model: PlanInput, imatrix: Imatrix | None = None) -> Plan:
+def _plan(found: Recipe, model: PlanInput, imatrix: Imatrix | None = None, dialect: str | None = None) -> Plan:
     """The plan of a recipe for a model; tensors without a rule are Q8_0."""
     from quantkit.recipe import Options, plan
 
-    options = Options(allow_requantize=True, ignore_imatrix_rules=True)
+    options = Options(allow_requantize=True, ignore_imatrix_rules=True, dialect=dialect)
     return plan(model.tensors, "Q8_0", found, metadata=model.metadata, imatrix=imatrix, options=options)
 
 

@@ -12,9 +12,9 @@ from quantkit.cli.common.output import print_json, print_table
 if TYPE_CHECKING:
     from quantkit.types import QuantType
 
-HEADER = ("type", "base", "repacked", "imatrix", "cpu", "cuda", "id", "ftype", "bpw", "block", "bytes", "header",
-          "rows", "n=4096", "decode", "encode")  # fmt: skip
-LEFT = 6  # left-aligned columns
+HEADER = ("type", "base", "repacked", "imatrix", "cpu", "cuda", "read by", "id", "ftype", "bpw", "block", "bytes",
+          "header", "rows", "n=4096", "decode", "encode")  # fmt: skip
+LEFT = 7  # left-aligned columns
 
 
 def _cpu_kernel(t: QuantType) -> str:
@@ -53,6 +53,7 @@ def records(layouts: bool = False) -> list[dict[str, Any]]:
             "cpu_kernel": _cpu_kernel(t),
             "cuda_kernel": cuda_table.product(t),
             "imatrix": "needed" if t.requires_imatrix else "used" if t.uses_imatrix else "",
+            "readers": list(t.readers),
             "decode": t.decode_rows is not None,
             "encode": t.encode_rows is not None,
         }
@@ -70,7 +71,8 @@ def types(
 
     bpw counts blocks only; a row header adds to each row, as n=4096 (bytes of a row of 4096) shows. rows is the number
     of rows of the base type that the type interleaves. cpu: the matrix product reads packed weights (integer, float) or
-    decodes a panel at a time (decode). cuda: quantkit's CUDA kernel, which reads packed weights.
+    decodes a panel at a time (decode). cuda: quantkit's CUDA kernel, which reads packed weights. read by: ik
+    (ik_llama.cpp), llama.cpp or both.
     """
     listed = records(layouts)
     if json:
@@ -81,8 +83,9 @@ def types(
 
 def row(record: dict[str, Any]) -> list[str]:
     """The cells of a record, in the order of HEADER."""
-    keys = ("name", "base", "repacked", "imatrix", "cpu_kernel", "cuda_kernel", "id", "file_type", "bits_per_weight",
-            "block", "block_bytes", "row_header_bytes", "rows", "row_bytes_of_4096", "decode", "encode")  # fmt: skip
+    keys = ("name", "base", "repacked", "imatrix", "cpu_kernel", "cuda_kernel", "readers", "id", "file_type",
+            "bits_per_weight", "block", "block_bytes", "row_header_bytes", "rows", "row_bytes_of_4096", "decode",
+            "encode")  # fmt: skip
     return [_cell(record[key]) for key in keys]
 
 
@@ -91,4 +94,6 @@ def _cell(value: object) -> str:
         return ""
     if isinstance(value, bool):
         return "yes" if value else "-"
+    if isinstance(value, list):
+        return "both" if len(value) == 2 else "".join(value)
     return f"{value:.4f}" if isinstance(value, float) else str(value)

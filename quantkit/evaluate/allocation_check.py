@@ -27,6 +27,7 @@ from quantkit.pipelines.options import QuantizeOptions
 from quantkit.placement.allocation.costs import Costs
 from quantkit.recipe import Plan, file_types
 from quantkit.recipe.planning.fallback import interleaved_rows
+from quantkit.types.base import LLAMA_CPP
 
 FITTED = "fit"
 
@@ -104,6 +105,10 @@ def _plans(source: Path, options: QuantizeOptions, pure: bool) -> Iterator[Rival
     """The plans of all file types that models are quantized to."""
     for kind in file_types():
         if kind.default is None or kind.is_float or interleaved_rows(kind.default) > 1 or "_bn" in kind.default.name:
+            continue
+        if (
+            kind.default.readers == (LLAMA_CPP,) or kind.default.name == "q1_0_g128"
+        ):  # for weights that are made for them
             continue
         if kind.name.startswith("Q4_0_") or (pure and kind.default.name.upper() != kind.name):
             continue

@@ -117,6 +117,7 @@ def convert(
         dry_run=options.dry_run,
         threads=options.threads,
         progress=progress,
+        dialect=options.dialect,
     )
 
 
@@ -146,9 +147,10 @@ def _convert_as_copy(
 ) -> Conversion:
     """Write a planned conversion as `quantize` copies it: with a journal, from a stream or on a cluster."""
     from quantkit.pipelines import planning
-    from quantkit.pipelines.conversion.convert import filled_name
+    from quantkit.pipelines.conversion.convert import filled_name, refuse_foreign_specs
     from quantkit.pipelines.quantize import quantize_with_plan
 
+    refuse_foreign_specs(conversion, options.dialect)
     if not options.dry_run:
         view = conversion.as_gguf
         written = quantize_with_plan(

@@ -47,6 +47,7 @@ class ConvertOptions:
         fuse_gate_up       write gate and up of experts as one tensor, ffn_gate_up_exps
         merge_lora         the directory of a PEFT adapter (LoRA) that is added to the weights
         shared_output      with a cluster: workers write into the output themselves
+        dialect            program that the file is for, "ik" or "llama.cpp": types that it does not read are refused
     """
 
     pre: str | None = None
@@ -62,6 +63,7 @@ class ConvertOptions:
     fuse_gate_up: bool = False
     merge_lora: PathLike | None = None
     shared_output: bool = False
+    dialect: str | None = None
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,11 @@ class TypeOptions:
         repack                also interleave the rows of every tensor whose type has an interleaved form
         repack_pattern        interleave only tensors whose name matches one of these regexes; implies `repack`
         strict                treat warnings about the plan as errors
+
+    The program that the file is for:
+
+        dialect               "ik" (ik_llama.cpp) or "llama.cpp": types that it does not read are refused
+        replace_types         or replaced by the nearest type that it reads, of the same or a smaller size
     """
 
     imatrix: PathLike | Imatrix | None = None
@@ -144,6 +151,8 @@ class TypeOptions:
     repack: bool = False
     repack_pattern: Sequence[str] = ()
     strict: bool = False
+    dialect: str | None = None
+    replace_types: bool = False
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,7 @@ from quantkit.recipe import (
     replay,
 )
 from quantkit.recipe import plan as decide
+from quantkit.recipe.planning.dialects import checked
 from quantkit.recipe.planning.planner import Tensor, is_very_low
 
 if TYPE_CHECKING:
@@ -174,7 +175,8 @@ def planner_options(options: TypeOptions) -> Options:
     chosen = {name: types.layout(t) for name, t in of_class.items() if t}
     switches = (options.leave_output_tensor, options.allow_requantize, options.ignore_imatrix_rules, options.repack)
     patterns = tuple(comma_separated(options.repack_pattern))
-    return Options(options.pure, output, embedding, router, chosen, *switches, patterns)
+    program = options.dialect, options.replace_types
+    return Options(options.pure, output, embedding, router, chosen, *switches, patterns, *program)
 
 
 def plan_types(model: PlanInput, target: str, options: TypeOptions, matrix: Imatrix | None) -> Plan:
@@ -201,11 +203,14 @@ def plan_types_assuming_imatrix(model: PlanInput, target: str, options: TypeOpti
 def replay_plan(model: PlanInput, options: QuantizeOptions, matrix: Imatrix | None) -> Plan:
     """The plan of `options.plan`, a document or its file, which decides every type."""
     assert options.plan is not None
-    if chosen := first_given(options, *CHOOSING, "repack", "repack_pattern"):
+    if chosen := first_given(options, *CHOOSING, "repack", "repack_pattern", "replace_types"):
         raise conflicts_with_plan(chosen)
     document, where = (options.plan, "plan") if isinstance(options.plan, Mapping) else (
         json_input.read(Path(options.plan)), str(options.plan))  # fmt: skip
-    return replay(document, model.tensors, matrix, allow_requantize=options.allow_requantize, where=where)
+    dialect = checked(options.dialect)
+    return replay(
+        document, model.tensors, matrix, allow_requantize=options.allow_requantize, where=where, dialect=dialect
+    )
 
 
 def conflicts_with_plan(option: str) -> OptionError:

@@ -26,7 +26,7 @@ from quantkit import __version__
 from quantkit.errors import DataError, OptionError, QuantkitError
 from quantkit.formats import provenance
 from quantkit.formats.atomic import refuse_directory, refuse_inputs
-from quantkit.formats.gguf import Metadata, TensorSpec, Writer
+from quantkit.formats.gguf import Metadata, TensorSpec, Writer, dialects
 from quantkit.formats.gguf.writer import layouts
 from quantkit.formats.imatrix import Imatrix
 from quantkit.formats.mapping import is_mapped
@@ -41,6 +41,7 @@ from quantkit.pipelines.second_moments import PreparedMoments
 from quantkit.recipe import Plan, PlannedTensor
 from quantkit.recipe.planning.interleaving import FILE_TYPE_BEFORE, rename_repacked
 from quantkit.recipe.planning.planner import importance_entry
+from quantkit.recipe.planning.presets import in_dialect
 from quantkit.types import effort_level
 
 if TYPE_CHECKING:
@@ -488,7 +489,11 @@ def output_metadata(
         if effort != "normal":
             metadata.set("quantkit.effort", effort, "str")
         metadata.pop(FILE_TYPE_BEFORE, None)  # describes the input
-        metadata.set("general.file_type", plan.file_type.number, "u32")
+        metadata.set("general.file_type", in_dialect(plan.file_type, plan.dialect).number, "u32")
+    if (dialect := plan.written_dialect) is not None:
+        metadata.set(dialects.KEY, dialect, "str")
+    elif plan.file_type.number is not None:
+        metadata.pop(dialects.KEY, None)  # describes the input
     rename_repacked(metadata, plan.type_changes())
     return metadata
 

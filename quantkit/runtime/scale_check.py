@@ -25,7 +25,7 @@ _SAMPLE = 4096  # scales of a strip that the median is taken of
 
 # Where a block holds its f16 scales, of types that have them elsewhere than in its first two bytes, or several.
 _OFFSETS = {"q4_1": (0, 2), "q5_1": (0, 2), "q2_K": (80, 82), "q3_K": (108,), "q4_K": (0, 2), "q5_K": (0, 2),
-            "q6_K": (208,)}  # fmt: skip
+            "q6_K": (208,), "tq1_0": (52,), "tq2_0": (64,)}  # fmt: skip
 _AT_BYTE_0 = {
     "q4_0",
     "q5_0",
@@ -45,6 +45,7 @@ _AT_BYTE_0 = {
     "iq5_k",
     "iq6_k",
     "q1_0_g128",
+    "q2_0",
 }
 _SCALES_FIRST = {"q4_0_4x4", "q4_0_4x8", "q4_0_8x8", "q8_k_r8", "q8_k_r16"}  # those of all rows, then the codes
 

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 from quantkit.errors import FormatError, UnknownNameError, UnsupportedError
 from quantkit.types import base, layouts
-from quantkit.types.base import EFFORTS, QuantType, check_finite, check_importance, effort_level, names
+from quantkit.types.base import DIALECTS, EFFORTS, QuantType, check_finite, check_importance, effort_level, names
 
 __all__ = [
+    "DIALECTS",
     "EFFORTS",
     "QuantType",
     "activations",

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 _by_id: dict[int, QuantType] = {}
 ids: dict[str, int] = {}  # of names in lower case, with and without codec
 codec_modules: dict[int, str] = {}  # of this package, by id: `layouts` fills it, `by_id` imports them
+_readers: dict[int, tuple[str, ...]] = {}
+
+IK, LLAMA_CPP = DIALECTS = ("ik", "llama.cpp")  # ik_llama.cpp and llama.cpp: the same format, other types
 
 EFFORTS = ("fast", "normal", "best")  # of an encoder; a kernel gets the index
 FAST, NORMAL, BEST = range(3)
@@ -110,6 +113,11 @@ class QuantType:
     def has_codec(self) -> bool:
         """Whether quantkit can decode this type."""
         return self.decode_rows is not None
+
+    @property
+    def readers(self) -> tuple[str, ...]:
+        """Those of DIALECTS whose program reads the type; none for formats that files never hold."""
+        return _readers[self.ggml_type]
 
     def __repr__(self) -> str:
         return f"<type {self.name}>"
@@ -356,12 +364,18 @@ def layouts() -> list[QuantType]:
 
 
 def define_layout(
-    module: str, ggml_type: int, name: str, block_size: int, block_bytes: int, row_meta_bytes: int = 0
+    module: str,
+    readers: tuple[str, ...],
+    ggml_type: int,
+    name: str,
+    block_size: int,
+    block_bytes: int,
+    row_meta_bytes: int = 0,
 ) -> None:
     """Register an id that files may hold. `module`, of this package, has its codec; "" where there is none."""
     layout = QuantType()
     layout.ggml_type, layout.name = ggml_type, name
     layout.block_size, layout.block_bytes, layout.row_meta_bytes = block_size, block_bytes, row_meta_bytes
-    _by_id[ggml_type], ids[name.lower()] = layout, ggml_type
+    _by_id[ggml_type], ids[name.lower()], _readers[ggml_type] = layout, ggml_type, readers
     if module:
         codec_modules[ggml_type] = module

@@ -1,13 +1,14 @@
 """Ids, names and sizes of every tensor type that GGUF files of llama.cpp and ik_llama.cpp hold, and of activations.
 
 A reader must know the size of a tensor to find the next one, whether or not it can decode it. The numbers are those of
-ik_llama.cpp. The file of a type replaces its line here by a record with codecs, and the two must agree. That file is
-imported when the type is first used. It is named like the type, except for those in _MODULES.
+ik_llama.cpp and llama.cpp: no id has one meaning for the one program and another for the other. Id 41 has two names,
+q1_0_g128 and llama.cpp's q1_0. The file of a type replaces its line here by a record with codecs, and the two must
+agree. That file is imported when the type is first used. It is named like the type, except for those in _MODULES.
 """
 
 from __future__ import annotations
 
-from quantkit.types.base import define_layout
+from quantkit.types.base import IK, LLAMA_CPP, define_layout, ids
 
 # id name block bytes [row header]
 _TABLE = """
@@ -43,9 +44,13 @@ _TABLE = """
 31 q4_0_4x4 32 18
 32 q4_0_4x8 32 18
 33 q4_0_8x8 32 18
+34 tq1_0 256 54
+35 tq2_0 256 66
 36 i2_s 128 32 32
 39 mxfp4 32 17
+40 nvfp4 64 36
 41 q1_0_g128 128 18
+42 q2_0 64 18
 97 q8_0_x4 32 34
 98 q8_1_x4 32 36
 99 q8_2_x4 32 36
@@ -116,10 +121,57 @@ _MODULES = {
 }
 
 
+# Types that both programs read, and those of llama.cpp alone; ik_llama.cpp alone reads the others.
+_SHARED = set(
+    [
+        "f32",
+        "f16",
+        "q4_0",
+        "q4_1",
+        "q5_0",
+        "q5_1",
+        "q8_0",
+        "q2_K",
+        "q3_K",
+        "q4_K",
+        "q5_K",
+        "q6_K",
+        "iq2_xxs",
+        "iq2_xs",
+        "iq3_xxs",
+        "iq1_s",
+        "iq4_nl",
+        "iq3_s",
+        "iq2_s",
+        "iq4_xs",
+        "i8",
+        "i16",
+        "i32",
+        "i64",
+        "f64",
+        "iq1_m",
+        "bf16",
+        "mxfp4",
+        "q1_0_g128",
+    ]
+)
+_OF_LLAMA_CPP = {"tq1_0", "tq2_0", "nvfp4", "q2_0"}
+_OTHER_NAMES = {"q1_0": "q1_0_g128"}
+
+
 def define() -> None:
     """Enter every type of the table in the registry."""
     modules = {name: module for module, names in _MODULES.items() for name in names}
     for line in _TABLE.split("\n"):
         if line:
             number, name, *sizes = line.split()
-            define_layout(modules.get(name, name.lower()), int(number), name, *(int(size) for size in sizes))
+            module = modules.get(name, name.lower())
+            define_layout(module, _readers(name, module), int(number), name, *(int(size) for size in sizes))
+    for name, own in _OTHER_NAMES.items():
+        ids[name] = ids[own]
+
+
+def _readers(name: str, module: str) -> tuple[str, ...]:
+    if module == "activation":
+        return ()
+    return (IK, LLAMA_CPP) if name in _SHARED else (LLAMA_CPP,) if name in _OF_LLAMA_CPP else (IK,)

@@ -31,10 +31,8 @@ from quantkit.types.families.block32.scale_search import (
     inverse_of,
     pack_nibbles,
 )
+from quantkit.types.families.e2m1 import E2M1, code_of, nearest_float
 
-E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
-_LARGEST = np.float32(6)  # of the entries of the standard, not doubled: 0 0.5 1 1.5 2 3 4 6
-_MIDPOINTS = (E2M1[1:8] + E2M1[:7]) / np.float32(4)  # of neighbouring entries
 _MAX_E = np.int32(252)  # 6 * 2^125 is the largest finite value
 
 # Candidates are e0 + the first few of these, as many as effort allows; under e0 the largest element lies in [4, 8).
@@ -45,7 +43,6 @@ _OFFSETS, _COUNTS = np.array([0, 1, -1, -2, 2, -3], np.int32), (2, 4, 6)
 _E, _BEST_E = scale_search.SLOPE, scale_search.BEST_SCALE
 
 _ZERO = np.float32(0)
-_ROUND = np.float32(3 << 21)  # times a power of two p: adding and subtracting it rounds to a multiple of p / 2
 
 
 @kernel
@@ -83,18 +80,12 @@ def _propose(state: np.ndarray, codes: np.ndarray, offset: np.int32) -> None:
 
 @kernel
 def _sums(data: np.ndarray, state: np.ndarray) -> None:
-    """sum w (x / SCALE - nearest entry)^2 of each lane.
-
-    An entry t of a power of two p <= |t| < 2 p is a multiple of p / 2, below 1 of 1 / 2.
-    """
+    """sum w (x / SCALE - nearest entry)^2 of each lane."""
     for j in range(32):
         for lane in range(LANES):
             w = data[(32 + j) * LANES + lane]
             t = data[j * LANES + lane] * state[INVERSE * LANES + lane]
-            q = min(max(t, -_LARGEST), _LARGEST)
-            power = max(np.float32(q).view(np.uint32) & np.uint32(0x7F800000), np.uint32(127 << 23))
-            shift = np.uint32(power).view(np.float32) * _ROUND
-            r = t - ((q + shift) - shift)
+            r = t - nearest_float(t)
             state[ERROR * LANES + lane] += w * r * r
 
 
@@ -110,15 +101,6 @@ def _keep_better(state: np.ndarray, codes: np.ndarray) -> None:
 
 
 @kernel
-def _code_of(t: np.float32) -> np.int32:
-    """The code of the entry nearest to t; never that of -0."""
-    code = np.int32(0)
-    for k in range(7):
-        code += np.int32(abs(t) > _MIDPOINTS[k])
-    return np.int32(code + np.int32(8)) if t < -_MIDPOINTS[0] else code
-
-
-@kernel
 def _pack(x: np.ndarray, state: np.ndarray, best: np.ndarray, out: np.ndarray) -> None:
     """Write blocks, uint8[count, 17], of x float32[count, 32] with the exponents `best` int32[LANES]."""
     for b in range(len(out)):
@@ -127,7 +109,7 @@ def _pack(x: np.ndarray, state: np.ndarray, best: np.ndarray, out: np.ndarray) -
         inverse = np.uint32(exponent << np.int32(23)).view(np.float32)
         out[b, 0] = np.uint8(e if state[EXTREME * LANES + b] != _ZERO else 0)
         for j in range(16):
-            out[b, 1 + j] = pack_nibbles(_code_of(x[b, j] * unit * inverse), _code_of(x[b, j + 16] * unit * inverse))
+            out[b, 1 + j] = pack_nibbles(code_of(x[b, j] * unit * inverse), code_of(x[b, j + 16] * unit * inverse))
 
 
 @kernel

@@ -141,9 +141,9 @@ def test_ids_and_sizes_of_types() -> None:
 def test_numbers_of_file_types() -> None:
     """The ones that both have: ik_llama.cpp's begin at 135, and 33 to 35 are gone from llama.cpp."""
     theirs = {t.value: t.name.split("_", 1)[1] for t in library.LlamaFileType if t is not library.LlamaFileType.GUESSED}
-    ours = {t.number: t.name for t in file_types() if t.number is not None and t.number < 135}
+    ours = {t.number: t.name for t in file_types() if t.number is not None and t.number < 135 and t.name != "Q1_0_G128"}
     both = ours.keys() & theirs.keys()
-    assert ours.keys() - both == {33, 34, 35}
+    assert ours.keys() - both == {33, 34, 35, 41}  # 41: its Q2_0 is newer than the package
     assert {n: ours[n] for n in both} == {n: theirs[n] for n in both} | {38: "MXFP4"}
 
 

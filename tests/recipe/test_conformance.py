@@ -18,7 +18,8 @@ from tests.conformance.ggml import QUANTIZE_TOOL
 from tests.recipe.synthetic import Shape
 
 FLOATS = ("F32", "F16", "BF16")
-UNKNOWN_THERE = frozenset(("MXFP4_R8",))  # newer than the wheel
+# Newer than the wheel; of llama.cpp alone; not among the file types of its llama-quantize.
+UNKNOWN_THERE = frozenset(("MXFP4_R8", "TQ1_0", "TQ2_0", "NVFP4", "Q1_0", "Q2_0", "Q1_0_G128"))
 MIXED = [f.name for f in file_types() if f.default is not None and f.name not in UNKNOWN_THERE]
 NEED_A_MATRIX = frozenset(("IQ1_S", "IQ2_XXS", "IQ2_XXS_R4", "IQ2_XS", "IQ2_XS_R4", "IQ2_S"))
 _TENSOR = re.compile(r"\[ *\d+/ *\d+\] +(\S+) - \[[^\]]*\], type = +(\S+?),(?=\s)(.*?)size = ", re.DOTALL)

@@ -138,9 +138,14 @@ def can_encode(t: QuantType) -> bool:
     return (get(t.base) if t.base else t).encode_rows is not None
 
 
+def reference_knows(t: QuantType) -> bool:
+    """Whether the reference, ik_llama.cpp, has the type; some are llama.cpp's alone."""
+    return t.name not in ("nvfp4", "tq1_0", "tq2_0", "q2_0")
+
+
 def reference_encodes(t: QuantType) -> bool:
     """Whether the reference has an encoder; it copies f32, and only reads some foreign types."""
-    return t.name not in ("f32", "i2_s")
+    return t.name not in ("f32", "i2_s") and reference_knows(t)
 
 
 def smollm2() -> Path | None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from quantkit import types
-from quantkit.types import mxfp4
+from quantkit.types.families.e2m1 import E2M1
 from tests.types import data, on_cpu
 
 
@@ -104,7 +104,7 @@ def test_no_exponent_of_mxfp4_would_be_better(kind, weighted):
     y = t.dequantize(t.quantize(x, w, effort="best"), n).reshape(-1, 32)
     blocks = x.reshape(-1, 32).astype(np.float64)
     ours = (weights * (blocks - y) ** 2).sum(axis=1)
-    entries = mxfp4.E2M1[:8].astype(np.float64)
+    entries = E2M1[:8].astype(np.float64)
     for e in range(253):
         nearest = entries[np.abs(np.abs(blocks)[:, :, None] / 2.0 ** (e - 128) - entries).argmin(axis=2)] * 2.0 ** (
             e - 128
@@ -124,5 +124,5 @@ def test_mxfp4_never_writes_minus_zero_nor_infinity():
 
 @pytest.mark.parametrize("what", ["encode", "encode-plain"])
 def test_the_same_bytes_on_another_cpu(what):
-    names = ["q4_0", "q5_1", "q6_0", "q8_0", "iq4_nl", "mxfp4"]
+    names = ["q4_0", "q5_1", "q6_0", "q8_0", "iq4_nl", "mxfp4", "nvfp4"]
     assert on_cpu.run("haswell", what, names) == on_cpu.digests(what, names)

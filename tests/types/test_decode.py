@@ -43,7 +43,8 @@ def some_bytes(t: types.QuantType, rng: np.random.Generator, n: int) -> np.ndarr
     return data.random_bytes(t, rng, 5 * t.interleave, n)
 
 
-@each(t for t in types.all() if not t.base and t.name != "f32")  # f32 needs no decoder; interleaved: tests/repack
+# f32 needs no decoder; interleaved types: tests/repack
+@each(t for t in types.all() if not t.base and t.name != "f32" and data.reference_knows(t))
 def test_against_the_reference(t, rng):
     from tests.conformance import ggml
 
@@ -53,7 +54,8 @@ def test_against_the_reference(t, rng):
 
 
 def test_what_the_gguf_package_decodes():
-    assert {"q4_0", "q4_K", "q6_K", "iq4_nl", "iq2_xxs"} <= {t.name for t in types.all() if gguf_decodes(t)}
+    decoded = {t.name for t in types.all() if gguf_decodes(t)}
+    assert {"q4_0", "q4_K", "q6_K", "iq4_nl", "iq2_xxs", "mxfp4", "nvfp4", "tq1_0", "tq2_0"} <= decoded
 
 
 @each(t for t in types.all() if gguf_decodes(t))
@@ -82,7 +84,7 @@ def test_every_scale(name):
     t = types.get(name)
     n = max(t.block_size, 2)
     encoded = np.full((65536, t.row_bytes(n)), 0x35, np.uint8)
-    offset = {"q2_k": 80, "q3_k": 108, "q6_k": 208}.get(name, 0)
+    offset = {"q2_k": 80, "q3_k": 108, "q6_k": 208, "tq1_0": 52, "tq2_0": 64}.get(name, 0)
     encoded[:, offset : offset + 2] = np.arange(65536, dtype="<u2").view(np.uint8).reshape(-1, 2)
     sample = np.r_[0:1030, 0x3C00, 0x7BFF:0x7C03, 0x8000:0x8003, 0xFBFF:0xFC03]
     with np.errstate(all="ignore"):

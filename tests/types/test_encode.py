@@ -63,7 +63,11 @@ def test_effort_buys_accuracy(t):
         t.quantize(x, weights, effort="most")
 
 
-@pytest.mark.parametrize("t", [t for t in TYPES if t.uses_imatrix or t.requires_imatrix], ids=lambda t: t.name)
+@pytest.mark.parametrize(
+    "t",
+    [t for t in TYPES if (t.uses_imatrix or t.requires_imatrix) and data.reference_encodes(t)],
+    ids=lambda t: t.name,
+)
 @pytest.mark.parametrize("importance", ["few columns", "unseen columns"])
 def test_error_is_not_above_the_reference_under_uneven_importance(t, importance):
     """Columns of massive activations, and columns that the calibration never saw."""

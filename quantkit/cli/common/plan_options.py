@@ -59,6 +59,22 @@ NoSecondMoments = Annotated[
 Repack = Annotated[
     bool, typer.Option("--repack", help="Also interleave the rows of every tensor whose type has an interleaved form.")
 ]
+Dialect = Annotated[
+    Literal["ik", "llama.cpp"] | None,
+    typer.Option(
+        "--dialect",
+        "--for",
+        help="Program that the file is for: ik (ik_llama.cpp) or llama.cpp. Types that it does not read are refused.",
+        show_default=False,
+    ),
+]
+ReplaceTypes = Annotated[
+    bool,
+    typer.Option(
+        "--replace-types",
+        help="With --dialect: replace types that the program does not read by the nearest ones, not larger.",
+    ),
+]
 Strict = Annotated[bool, typer.Option("--strict", help="Treat warnings about the plan as errors.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show every tensor with the reason for its type.")]
 Context = Annotated[
@@ -122,6 +138,8 @@ _ANNOTATIONS: dict[str, Any] = {
     "repack": Repack,
     "repack_pattern": RepackPattern,
     "strict": Strict,
+    "dialect": Dialect,
+    "replace_types": ReplaceTypes,
     "fit": Fit,
     "bandwidth": Bandwidth,
     "compute": Compute,
@@ -144,7 +162,7 @@ _SECTIONS = {
         "custom_q", "tensor_type", "tensor_type_file", "recipe", "settings", "pure", "output_tensor_type",
         "token_embedding_type", "ffn_gate_inp_type", "attn_q_type", "attn_k_type", "attn_v_type", "attn_qkv_type",
         "attn_output_type", "ffn_gate_type", "ffn_down_type", "ffn_up_type", "leave_output_tensor", "repack",
-        "repack_pattern",
+        "repack_pattern", "dialect", "replace_types",
     ),
     "Placement": ("fit", "offload_threshold", "offload_policy", "vram", "ram", "fit_margin", "runtime"),
     "KV cache": ("ctx_size", "cache_type_k", "cache_type_v", "mla"),

@@ -12,7 +12,8 @@ All numbers are little-endian. dims are fastest first; shapes here are numpy's, 
 last axis, `row_meta + blocks`; a tensor's data are its rows in order.
 
 A set of shards is `PREFIX-00001-of-00003.gguf` …: the first holds all metadata, each holds the keys split.no,
-split.count and split.tensors.count. The format is llama.cpp's; type ids are those of ik_llama.cpp.
+split.count and split.tensors.count. The format is llama.cpp's. Ids that mean different types to different programs are
+in `dialects`.
 
 Every number of a file is checked against the file's size before it is used. So corrupt and hostile files end in a
 FormatError that names file, byte and both numbers, in time and memory bounded by the MAX_* below.
@@ -33,6 +34,7 @@ import numpy as np
 from quantkit import types
 from quantkit.errors import DataError, FormatError, UnsupportedError
 from quantkit.formats.atomic import allow_open_files
+from quantkit.formats.gguf import dialects
 from quantkit.formats.gguf.metadata import ARRAY, DTYPES, KINDS, Metadata
 from quantkit.formats.gguf.writer import ALIGNMENT, MAX_DIMS, TensorSpec, Writer
 from quantkit.formats.mapping import map_file, release, require_whole
@@ -256,7 +258,7 @@ class Shard:
         self.metadata = _read_metadata(cursor, n_keys, self.spans)
         self.alignment = self._alignment()
         infos = cursor.pos
-        self.tensors = _read_tensors(cursor, n_tensors, self.alignment)
+        self.tensors = _read_tensors(cursor, n_tensors, self.alignment, self.metadata)
         self.infos = infos, cursor.pos
         self.data_start = -(-cursor.pos // self.alignment) * self.alignment
         for tensor in self.tensors.values():
@@ -420,7 +422,7 @@ def _read_numbers(cursor: _Cursor, kind: str, count: int, what: str) -> list[Any
 # -------------------------------------------------------------------------------------------------------- tensor infos
 
 
-def _read_tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, Tensor]:
+def _read_tensors(cursor: _Cursor, count: int, alignment: int, metadata: Metadata) -> dict[str, Tensor]:
     """Read all tensor infos. Offsets become those in the file; they are checked for overlaps and the file's size."""
     tensors: dict[str, Tensor] = {}
     for i in range(count):
@@ -430,9 +432,12 @@ def _read_tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, Tens
             raise cursor.error(f"tensor {tensor.name!r} occurs twice", pos)
         tensors[tensor.name] = tensor
     start = -(-cursor.pos // alignment) * alignment
-    previous_end, previous = start, None
-    for tensor in sorted(tensors.values(), key=lambda t: t.offset):
+    placed = sorted(tensors.values(), key=lambda t: t.offset)
+    for tensor in placed:
         tensor.offset += start
+    dialects.check_blocks(cursor.path, placed, cursor.size, alignment, metadata)
+    previous_end, previous = start, None
+    for tensor in placed:
         end = tensor.offset + tensor.nbytes
         where = f"{cursor.path}: tensor {tensor.name!r} takes bytes {tensor.offset} to {end}"
         if end > cursor.size:
@@ -477,4 +482,5 @@ def _type_of(cursor: _Cursor, number: int, what: str, pos: int) -> QuantType:
     try:
         return types.from_id(number)
     except FormatError:
-        raise cursor.error(f"{what} has type id {number}, which is not known", pos) from None
+        meaning = dialects.foreign(number)
+        raise cursor.error(f"{what} has type id {number}, which is not known{meaning}", pos) from None

@@ -1,8 +1,8 @@
 """The fallback type of a tensor whose rows do not fit the chosen type.
 
-A row must be a whole number of blocks. The table is ik_llama.cpp's: a type with blocks of 256
-becomes one with blocks of 32 and about the same quality, which may be larger. If that does not fit either (columns that
-are not a multiple of 32), ik_llama.cpp writes a corrupt tensor; quantkit keeps the tensor as a float.
+A row must be a whole number of blocks. The table is ik_llama.cpp's, for types of llama.cpp that one's: a type with
+blocks of 256 becomes one with blocks of 32 and about the same quality, which may be larger. If that does not fit either
+(columns that are not a multiple of 32), ik_llama.cpp writes a corrupt tensor; quantkit keeps the tensor as a float.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ _TABLE = {
     "q5_0": "q4_K q4_k_r4 iq4_k iq4_k_r4 iq5_ks iq5_ks_r4",
     "q6_0": "q5_K q5_k_r4 iq5_k iq5_k_r4",
     "q8_0": "q6_K q6_k_r4 iq6_k q8_k_r8",
+    "q4_0": "tq1_0 tq2_0",
+    "mxfp4": "nvfp4",
 }
 _FALLBACK = {wanted.lower(): name for name, wanted_by in _TABLE.items() for wanted in wanted_by.split()}
 

@@ -29,6 +29,7 @@ _EMBEDDINGS = {
     "iq3_s": ("IQ2_S", "IQ2_M", "IQ2_M_R4", "IQ3_XXS", "IQ3_KT"),
     "iq3_k": ("IQ3_XXS_R4",),
     "iq4_nl": ("IQ1_BN", "IQ2_BN", "IQ2_BN_R4"),
+    "q4_K": ("TQ1_0", "TQ2_0"),  # as in llama.cpp
 }
 _EMBEDDING = {name: kind for kind, names in _EMBEDDINGS.items() for name in names}
 

@@ -12,10 +12,11 @@ from quantkit import types
 from quantkit.errors import UnsupportedError
 from quantkit.recipe.errors import RecipeError
 from quantkit.recipe.planning.interleaving import TypeChange, repacked_type
-from quantkit.recipe.planning.presets import FileType, is_file_type
+from quantkit.recipe.planning.presets import FileType, in_dialect, is_file_type
 from quantkit.recipe.rules.grammar import Recipe, Rule
 from quantkit.recipe.rules.layers import summarised
 from quantkit.types import QuantType
+from quantkit.types.base import LLAMA_CPP
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,8 @@ class TypeUse:
 class Plan:
     """Every tensor's type with the reason.
 
-    `warnings` are full sentences about probable mistakes, `notes` about rules without effect.
+    `warnings` are full sentences about probable mistakes, `notes` about rules without effect. `dialect` is the program
+    that the file is for, where one was named.
     """
 
     file_type: FileType
@@ -141,6 +143,7 @@ class Plan:
     rules: tuple[RuleUse, ...]
     warnings: tuple[str, ...]
     notes: tuple[str, ...] = ()
+    dialect: str | None = None
 
     def __getitem__(self, name: str) -> PlannedTensor:
         return next(t for t in self.tensors if t.name == name)
@@ -168,7 +171,13 @@ class Plan:
     @property
     def written_type(self) -> FileType:
         """The output's `general.file_type`: the interleaved one if --repack interleaves most of its main type."""
-        return repacked_type(self.file_type, self.type_changes())
+        return in_dialect(repacked_type(self.file_type, self.type_changes()), self.dialect)
+
+    @property
+    def written_dialect(self) -> str | None:
+        """`dialect`, or llama.cpp if only that program reads a type of the plan; the output's `quantkit.dialect`."""
+        of_llama_cpp = any(t.type.readers == (LLAMA_CPP,) for t in self.tensors)
+        return self.dialect or (LLAMA_CPP if of_llama_cpp else None)
 
     def type_changes(self) -> list[TypeChange]:
         """(name, type before --repack, type, bytes) of each tensor."""

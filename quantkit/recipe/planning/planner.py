@@ -37,7 +37,7 @@ from quantkit import types
 from quantkit.errors import DataError
 from quantkit.formats.imatrix import Imatrix
 from quantkit.recipe.errors import ImportanceError, RecipeError
-from quantkit.recipe.planning import lint
+from quantkit.recipe.planning import dialects, lint
 from quantkit.recipe.planning.fallback import fit_columns, interleaved_rows, row_by_row
 from quantkit.recipe.planning.interleaving import Selection
 from quantkit.recipe.planning.mixes import CLASSES, Mix, ModelTraits, tensor_class
@@ -45,6 +45,7 @@ from quantkit.recipe.planning.planned import Plan, PlannedTensor, RuleUse
 from quantkit.recipe.planning.presets import FileType, file_type
 from quantkit.recipe.rules.grammar import Recipe, Rule
 from quantkit.types import QuantType
+from quantkit.types.base import LLAMA_CPP
 
 EMBEDDING, OUTPUT, LAYER_EMBEDDING = "token_embd.weight", "output.weight", "per_layer_token_embd.weight"
 
@@ -93,6 +94,9 @@ class Tensor(Protocol):
 class Options:
     """The flags that shape a plan. `class_types` is keyed by the classes of `mixes.CLASSES` and "attn_qkv".
 
+    `dialect` is the program that the file is for, one of `types.DIALECTS`, `replace_types` whether types that it does
+    not read are replaced (`dialects`).
+
     `repack_patterns` are ECMAScript regexes: with `repack`, only tensors in whose name one is found are interleaved.
     """
 
@@ -106,13 +110,16 @@ class Options:
     ignore_imatrix_rules: bool = False
     repack: bool = False
     repack_patterns: tuple[str, ...] = ()
+    dialect: str | None = None
+    replace_types: bool = False
 
     def __str__(self) -> str:
         """The flags as typed in a shell; `parse` reads them."""
         repacking = ["--repack"] if self.repack and not self.repack_patterns else []
         if self.repack_patterns:
             repacking = [f"--repack-pattern {shlex.quote(','.join(self.repack_patterns))}"]
-        return " ".join([*self._choosing(), *repacking])
+        program = [f"--dialect {self.dialect}"] if self.dialect else []
+        return " ".join([*self._choosing(), *repacking, *program, *(["--replace-types"] if self.replace_types else [])])
 
     @classmethod
     def parse(cls, text: str) -> Options:
@@ -126,7 +133,7 @@ class Options:
             raise RecipeError(f"'{text}' cannot be read as flags of a plan: {error}") from None
         exact = {"output-tensor": "output_type", "token-embedding": "embedding_type", "ffn-gate-inp": "router_type"}
         classes = {name.replace("_", "-"): name for name in (*(name for _, name in CLASSES), "attn_qkv")}
-        switches = ("pure", "leave-output-tensor", "ignore-imatrix-rules", "repack")
+        switches = ("pure", "leave-output-tensor", "ignore-imatrix-rules", "repack", "replace-types")
         found: dict[str, Any] = {"class_types": {}}
         rest = iter(words)
         for word in rest:
@@ -135,6 +142,8 @@ class Options:
                 raise RecipeError(f"'{word}' is not a flag of a plan")
             if name in switches:
                 found[name.replace("-output-tensor", "_output").replace("-", "_")] = True
+            elif name == "dialect":
+                found["dialect"] = dialects.checked(next(rest, ""))
             elif name == "repack-pattern":
                 found["repack_patterns"] = tuple(next(rest, "").split(","))
             elif of_type in exact:
@@ -178,6 +187,7 @@ def plan(
     without `allow_requantize`.
     """
     options = options or Options()
+    dialects.checked(options.dialect)
     recipe = recipe or Recipe()
     target = target if isinstance(target, FileType) else file_type(target)
     listed = list(tensors)
@@ -189,8 +199,11 @@ def plan(
     planned = tuple(planner.tensor(t) for t in listed)
     if not options.allow_requantize:
         refuse_requantizing(planned, selection is not None)
+    dialects.refuse_foreign(planned, options.dialect)
     found = lint.check(planner.uses, planned, imatrix)
-    return Plan(target, recipe, str(options), planned, tuple(planner.uses), found.warnings, found.notes)
+    mixture = dialects.unread_mixture(planned)
+    warnings = (*found.warnings, mixture) if mixture else found.warnings
+    return Plan(target, recipe, str(options), planned, tuple(planner.uses), warnings, found.notes, options.dialect)
 
 
 @dataclass(frozen=True)
@@ -226,6 +239,12 @@ class _Planner:
             raise RecipeError(
                 f"--pure gives every tensor the type of {self.target.name}, so '{given[0]}' would do nothing; drop one"
             )
+        if self.options.replace_types and self.options.dialect is None:
+            raise RecipeError(
+                "--replace-types is about the program that the file is for; pass --dialect ik or llama.cpp"
+            )
+        if self.options.dialect == LLAMA_CPP and self.selection is not None:
+            raise RecipeError("llama.cpp reads no interleaved types; drop --repack or --dialect llama.cpp")
         if self.target.default is None and (given or self.options.choose):
             raise RecipeError(f"COPY changes no tensor, so '{(given or [str(self.options)])[0]}' would do nothing")
 
@@ -244,10 +263,12 @@ class _Planner:
         matching = self._note_matches(t.name, candidate=kept is None)
         if kept is not None or self.target.default is None:
             return PlannedTensor(t.name, t.shape, t.type, t.type, kept or "COPY")
-        choice = self._choose(t, matching)
+        choice = self._for_dialect(self._choose(t, matching), t)
         if choice.rule is not None:
             self.uses[choice.rule].decided.append(t.name)
         fitted, why = fitted_type(choice.type, t)
+        if fitted is not choice.type and (near := self._replacement(fitted, t)):
+            fitted, why = near, f"{why}; {near.name} in place of {fitted.name} for --dialect {self.options.dialect}"
         reason = f"{choice.reason}; {why}" if why else choice.reason
         planned = PlannedTensor(t.name, t.shape, t.type, fitted, reason, choice.type, choice.rule)
         if planned.copied or planned.reordered:
@@ -256,6 +277,23 @@ class _Planner:
         if importance is None:
             self._refuse_very_low(t, fitted)
         return replace(planned, importance=importance)
+
+    def _replacement(self, kind: QuantType, t: Tensor) -> QuantType | None:
+        """What takes the place of a type that the program of --dialect does not read; None if it does."""
+        dialect = self.options.dialect
+        return (
+            None if dialect is None or dialects.reads(dialect, kind) else dialects.nearest(kind, dialect, t.shape[-1])
+        )
+
+    def _for_dialect(self, choice: _Choice, t: Tensor) -> _Choice:
+        """A choice of quantkit's, or with --replace-types any, as a type that the program of --dialect reads."""
+        if not (self.options.replace_types or choice.reason.startswith("mix of ")):
+            return choice
+        near = self._replacement(choice.type, t)
+        if near is None:
+            return choice
+        why = f"{choice.reason}; {near.name} in place of {choice.type.name} for --dialect {self.options.dialect}"
+        return _Choice(near, why, choice.rule)
 
     def _kept_because(self, t: Tensor) -> str | None:
         """The reason why a tensor is always copied; None if it may be quantized."""

@@ -12,9 +12,10 @@ from typing import Any
 from quantkit import types
 from quantkit.errors import DataError, FormatError
 from quantkit.formats.imatrix import Imatrix
+from quantkit.recipe.planning.dialects import refuse_foreign
 from quantkit.recipe.planning.fallback import interleaved_rows
 from quantkit.recipe.planning.planned import Plan, PlannedTensor, RuleUse
-from quantkit.recipe.planning.planner import Tensor, refuse_requantizing
+from quantkit.recipe.planning.planner import Options, Tensor, refuse_requantizing
 from quantkit.recipe.planning.presets import file_type
 from quantkit.recipe.rules.grammar import parse
 
@@ -29,11 +30,13 @@ def replay(
     *,
     allow_requantize: bool = False,
     where: str = "plan",
+    dialect: str | None = None,
 ) -> Plan:
     """The plan of `Plan.to_json()`, for the tensors of a file in its order.
 
-    FormatError for a document that is not a plan or has another schema, DataError if it does not fit the file or the
-    importance matrix.
+    The plan is for the program that it names, or for `dialect`. FormatError for a document that is not a plan or has
+    another schema, DataError if it does not fit the file or the importance matrix, RecipeError for types that the
+    program does not read.
     """
     if document.get("schema", SCHEMAS[0]) not in SCHEMAS:
         raise FormatError(
@@ -58,7 +61,9 @@ def replay(
     for t in replayed:
         if t.rule is not None and t.rule < len(uses):
             uses[t.rule].decided.append(t.name)
-    return Plan(target, recipe, flags, replayed, uses, warnings, notes)
+    dialect = dialect or Options.parse(flags).dialect
+    refuse_foreign(replayed, dialect)
+    return Plan(target, recipe, flags, replayed, uses, warnings, notes, dialect)
 
 
 def _tensor(t: Tensor, entry: Mapping[str, Any]) -> PlannedTensor:

@@ -1,4 +1,4 @@
-"""Types of one bit or three values (spec/types-ik.md 6.5 to 6.8), and q8_KV (6.3)."""
+"""Types of one bit or two, of three values (spec/types-ik.md 6.5 to 6.8), and q8_KV (6.3)."""
 
 from __future__ import annotations
 
@@ -41,10 +41,38 @@ def i2_s(row: bytes, n: int) -> list[float32]:
     return [single(row, n // 4) * float32(field(k) - 1) for k in range(n)]
 
 
+def tq1_0(row: bytes, n: int) -> list[float32]:
+    def digit(start: int, j: int) -> int:
+        first, count, at = (0, 32, 0) if j < 160 else (160, 16, 32) if j < 240 else (240, 4, 48)
+        k, i = divmod(j - first, count)
+        return row[start + at + i] * 3**k % 256 * 3 // 256
+
+    blocks = range(0, 54 * n // 256, 54)
+    return [half(row, start + 52) * float32(digit(start, j) - 1) for start in blocks for j in range(256)]
+
+
+def tq2_0(row: bytes, n: int) -> list[float32]:
+    def field(start: int, j: int) -> int:
+        return bits(row[start + 32 * (j // 128) + j % 32], 2 * (j % 128 // 32), 2)
+
+    blocks = range(0, 66 * n // 256, 66)
+    return [half(row, start + 64) * float32(field(start, j) - 1) for start in blocks for j in range(256)]
+
+
+def q2_0(row: bytes, n: int) -> list[float32]:
+    """dequantize_row_q2_0 of llama.cpp: -d, 0, d, 2 d; low bits first."""
+    blocks = range(0, 18 * n // 64, 18)
+    return [
+        half(row, start) * float32(bits(row[start + 2 + j // 4], 2 * (j % 4), 2) - 1)
+        for start in blocks
+        for j in range(64)
+    ]
+
+
 def q8_kv(row: bytes, n: int) -> list[float32]:
     return [single(row, 0) * float32(q) for q in struct.unpack_from(f"<{n}b", row, 8)]
 
 
 DECODERS: dict[str, Callable[[bytes, int], list[float32]]] = {
-    f.__name__: f for f in (q1_0_g128, iq1_bn, iq2_bn, i2_s, q8_kv)
+    f.__name__: f for f in (q1_0_g128, iq1_bn, iq2_bn, i2_s, tq1_0, tq2_0, q2_0, q8_kv)
 }

@@ -1,4 +1,4 @@
-"""Search for the scale of a block of 32: the encoder shared by the types `y = d * code`.
+"""Search for the scale of a block of 32, or another size: the encoder shared by the types `y = d * code`.
 
     minimise  sum over the block of  w * (x - d * q)^2      w = importance of the column (1 without)
     over      d, an IEEE half of either sign, and the codes q, integers in [lo, hi]
@@ -16,7 +16,7 @@ block, scales under which that element is exactly a code are candidates too: onl
 Blocks are encoded in batches of LANES, one per SIMD lane. Sums are formed element by element in a fixed order, so the
 bytes depend neither on the width of the CPU's vectors nor on threads. Two flat float32 arrays hold everything:
 
-    data   element j of lane l at data[j * LANES + l]; its weight at data[(32 + j) * LANES + l]
+    data   element j of lane l at data[j * LANES + l]; its weight in the second half, data[(32 + j) * LANES + l]
     state  value k of lane l at state[k * LANES + l], k one of the names below
 
 Blocks are divided by a power of two (UNIT) so that their largest magnitude lies in [1, 2); weights likewise. Nothing
@@ -39,7 +39,7 @@ from quantkit.codegen.half import float_to_half, half_to_float
 from quantkit.codegen.jit import kernel
 
 LANES = 64  # blocks of a batch
-DATA_SIZE = 2 * 32 * LANES
+DATA_SIZE = 2 * 32 * LANES  # of blocks of 32
 
 # Rows of `state`.
 SCALE = 0  # the candidate d, in units of UNIT
@@ -121,31 +121,33 @@ def extremes(x: np.ndarray, out: np.ndarray) -> None:
 
 
 @kernel
-def relative_weights(importance: np.ndarray) -> np.ndarray:
-    """Weights, between 2^-20 and 2, of the blocks of a row: float32[blocks + LANES, 32]; float32[0, 32] of float32[0].
+def relative_weights(importance: np.ndarray, size: int = 32) -> np.ndarray:
+    """Weights, between 2^-20 and 2, of the blocks of a row: float32[blocks + LANES, size]; [0, size] of float32[0].
 
     The first blocks are repeated at the end, so that the weights of any batch, which runs on from row to row, are
     consecutive.
     """
-    blocks = importance.size // 32
-    weights = np.empty((blocks + LANES if blocks else 0, 32), np.float32)
+    blocks = importance.size // size
+    weights = np.empty((blocks + LANES if blocks else 0, size), np.float32)
     for b in range(len(weights)):
-        block = importance[32 * (b % blocks) : 32 * (b % blocks) + 32]
+        block = importance[size * (b % blocks) : size * (b % blocks) + size]
         largest = _ZERO
-        for j in range(32):
+        for j in range(size):
             largest = max(largest, block[j])
         unit = _ONE / power_of_two_below(largest)
-        for j in range(32):
+        for j in range(size):
             weights[b, j] = max(block[j] * unit, _MIN_WEIGHT) if largest > _ZERO else _ONE
     return weights
 
 
 @kernel
 def load_blocks(x: np.ndarray, weights: np.ndarray, first: int, data: np.ndarray, state: np.ndarray) -> None:
-    """Fill `data`, UNIT and EXTREME from x float32[count, 32], a batch whose first block is number `first` of all.
+    """Fill `data`, UNIT and EXTREME from x float32[count, size], a batch whose first block is number `first` of all.
 
-    Lanes past `count` become zeros. `weights` are those of `relative_weights`; 1 where there are none.
+    data float32[2 * size * LANES]. Lanes past `count` become zeros. `weights` are those of `relative_weights`; 1 where
+    there are none.
     """
+    size = x.shape[1]
     extremes(x, state[EXTREME * LANES :])
     for lane in range(len(x), LANES):
         state[EXTREME * LANES + lane] = _ZERO
@@ -155,18 +157,18 @@ def load_blocks(x: np.ndarray, weights: np.ndarray, first: int, data: np.ndarray
         state[INVERSE * LANES + lane] = _ONE / unit
         state[EXTREME * LANES + lane] *= _ONE / unit
     if len(x) < LANES:
-        data[: 32 * LANES] = _ZERO
-    for j in range(32):
+        data[: size * LANES] = _ZERO
+    for j in range(size):
         for lane in range(len(x)):
             data[j * LANES + lane] = x[lane, j] * state[INVERSE * LANES + lane]
     if len(weights) == 0:
-        data[32 * LANES :] = _ONE
+        data[size * LANES :] = _ONE
         return
     start = first % (len(weights) - LANES)
     batch_weights = weights[start : start + LANES]
-    for j in range(32):
+    for j in range(size):
         for lane in range(LANES):
-            data[(32 + j) * LANES + lane] = batch_weights[lane, j]
+            data[(size + j) * LANES + lane] = batch_weights[lane, j]
 
 
 @kernel
@@ -236,9 +238,10 @@ def reset_sums(state: np.ndarray) -> None:
 def _sums(data: np.ndarray, state: np.ndarray, lo: np.float32, hi: np.float32) -> None:
     """E, D and Q of the nearest codes in [lo, hi] under each lane's SCALE."""
     reset_sums(state)
-    for j in range(32):
+    size = data.size // (2 * LANES)
+    for j in range(size):
         for lane in range(LANES):
-            w = data[(32 + j) * LANES + lane]
+            w = data[(size + j) * LANES + lane]
             t = data[j * LANES + lane] * state[INVERSE * LANES + lane]
             q = (min(max(t, lo), hi) + _ROUND) - _ROUND
             r = t - q
@@ -285,10 +288,11 @@ def find_dominant(data: np.ndarray, state: np.ndarray) -> bool:
     """Fill DOMINANT. Returns whether any lane has such an element."""
     for lane in range(LANES):
         state[ERROR * LANES + lane] = state[SLOPE * LANES + lane] = state[DOMINANT * LANES + lane] = _ZERO
-    for j in range(32):
+    size = data.size // (2 * LANES)
+    for j in range(size):
         for lane in range(LANES):
             x = data[j * LANES + lane]
-            squared = data[(32 + j) * LANES + lane] * x * x
+            squared = data[(size + j) * LANES + lane] * x * x
             largest = state[ERROR * LANES + lane]
             state[DOMINANT * LANES + lane] = x if squared > largest else state[DOMINANT * LANES + lane]
             state[ERROR * LANES + lane] = max(squared, largest)

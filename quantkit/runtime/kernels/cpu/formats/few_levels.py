@@ -1,9 +1,13 @@
-"""Formats of iq1_bn, iq2_bn, q1_0_g128, mxfp4, q8_KV and interleaved iq2_bn_r4: few levels, or one scale per row."""
+"""Formats of types of few levels, or one scale per row.
+
+These are iq1_bn, iq2_bn, q1_0_g128, q2_0, tq1_0, tq2_0, mxfp4, nvfp4, q8_KV and interleaved iq2_bn_r4.
+"""
 
 from __future__ import annotations
 
 from quantkit.codegen.simd import F32, I8, I16, I32, I64, IrBuilder, Value, vector
 from quantkit.runtime.kernels.cpu.formats.base import (
+    BYTES4,
     BYTES8,
     BYTES16,
     BYTES32,
@@ -14,8 +18,9 @@ from quantkit.runtime.kernels.cpu.formats.base import (
     format_of,
     load_half,
     low_then_high,
+    spread,
 )
-from quantkit.types.mxfp4 import E2M1
+from quantkit.types.families.e2m1 import E2M1
 
 _SHORTS16 = vector(16, I16)
 E2M1_OFFSET = 12
@@ -95,3 +100,73 @@ def _mxfp4(ir, block):
     address = ir.table(_POWERS, I32) + (ir.load(I8, block).unsigned(I64) << 2)
     codes = ir.lookup(E2M1_CODES, low_then_high(ir, ir.load(BYTES16, block + 1)))
     yield SubBlock(codes, ir.splat(ir.load(F32, address), 8))
+
+
+@format_of("nvfp4", columns=64, nbytes=36, offset=E2M1_OFFSET, largest=24, scale_columns=16)
+def _nvfp4(ir, block):
+    numbers = ir.load(BYTES4, block).unsigned(I16)
+    # A float of four bits of exponent is a half whose exponent lacks 8; 127 is no number but 0.
+    halves = ir.choose(ir.any_bits(numbers ^ 127, [255] * 4), (numbers & 127) << 7, numbers ^ numbers)
+    scales = ir.half_to_float(halves) * 128.0
+    for j in range(2):
+        packed = ir.load(BYTES16, block + 4 + 16 * j)
+        packed = ir.shuffle(packed, None, [*range(8)] * 2 + [*range(8, 16)] * 2).view(INTS8)
+        codes = ir.lookup(E2M1_CODES, (packed >> ir.constant(INTS8, [0, 0, 4, 4] * 2)).view(BYTES32) & 15)
+        yield SubBlock(codes, spread(ir, scales, 2 * j, 2 * j + 1))
+
+
+# Of two vectors of 32 bytes, in turn: one byte of each, two bytes of each.
+_TURNS = [i + 32 * (i % 2) for i in range(32)]
+_PAIRS = [i + 32 * (i % 4 // 2) for i in range(32)]
+
+
+@format_of("q2_0", columns=64, nbytes=18, offset=1, largest=3)
+def _q2_0(ir, block):
+    scale = ir.splat(load_half(ir, block), 8)
+    for j in range(2):
+        packed = ir.load(BYTES8, block + 2 + 8 * j)
+        words = ir.shuffle(packed, None, [i // 4 for i in range(32)]).view(INTS8)
+        # lane i has its byte four times; each copy keeps two bits
+        shifted = [(words >> 2 * k).view(BYTES32) for k in range(4)]
+        low, high = (ir.shuffle(shifted[k], shifted[k + 1], _TURNS) for k in (0, 2))
+        yield SubBlock(ir.shuffle(low, high, _PAIRS) & 3, scale)
+
+
+def _ternary_digit(ir: IrBuilder, u: Value) -> Value:
+    """3 u div 256 of the bytes u: 1 from 86 on, 2 from 171 on."""
+    one, none, signed = ir.constant(u.type, 1), ir.zero(u.type), u ^ -128
+    steps = [ir.choose(ir.less(ir.constant(u.type, limit - 129), signed), one, none) for limit in (86, 171)]
+    return steps[0] + steps[1]
+
+
+def _times_three(u: Value) -> Value:
+    """Modulo 256."""
+    return u + u + u
+
+
+@format_of("tq1_0", columns=256, nbytes=54, offset=1, largest=2)
+def _tq1_0(ir, block):
+    scale = ir.splat(load_half(ir, block + 52), 8)
+    u = ir.load(BYTES32, block)
+    for _ in range(5):
+        yield SubBlock(_ternary_digit(ir, u), scale)
+        u = _times_three(u)
+    u = ir.load(BYTES16, block + 32)
+    for _ in range(2):
+        tripled = _times_three(u)
+        yield SubBlock(_ternary_digit(ir, ir.join(u, tripled)), scale)
+        u = _times_three(tripled)
+    fours = [ir.load(BYTES4, block + 48)]
+    for _ in range(3):
+        fours.append(_times_three(fours[-1]))
+    last = ir.join(ir.join(fours[0], fours[1]), ir.join(fours[2], fours[3]))
+    yield SubBlock(_ternary_digit(ir, ir.join(u, last)), scale)
+
+
+@format_of("tq2_0", columns=256, nbytes=66, offset=1, largest=3)
+def _tq2_0(ir, block):
+    scale = ir.splat(load_half(ir, block + 64), 8)
+    for g in range(2):
+        packed = ir.load(BYTES32, block + 32 * g)
+        for k in range(4):
+            yield SubBlock(packed >> 2 * k & 3, scale)

@@ -27,7 +27,9 @@ TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
-OTHER_PROGRAMS = frozenset(("pip", "python", "python3", "make", "git", "hf", "docker", "cmp", "."))
+OTHER_PROGRAMS = frozenset(
+    ("pip", "python", "python3", "make", "git", "hf", "docker", "cmp", ".", "dask", "ssh", "sbatch", "helm", "export")
+)
 _NOT_RUN = re.compile(r"<!-- not run: (?P<why>[^>]+) -->\s*$")
 _FENCE = re.compile(
     r"^(?P<indent> *)```(?P<language>\w*)(?P<options>[^\n]*)\n(?P<body>.*?)^(?P=indent)```[ \t]*$", re.M | re.S

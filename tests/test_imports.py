@@ -166,7 +166,8 @@ def test_third_parties(module: str) -> None:
         if isinstance(node, (ast.Import, ast.ImportFrom))
         for name, _ in imports(ast.Module([node], []), module)
     }
-    assert not at_import & HEAVY_AT_MODULE_LEVEL, f"quantkit.{module} imports {at_import} when it is imported"
+    if module != "cluster.kept":  # a plugin of dask is a subclass; functions import the module where a client is there
+        assert not at_import & HEAVY_AT_MODULE_LEVEL, f"quantkit.{module} imports {at_import} when it is imported"
     if module != "codegen.simd" and module in NUMBA:
         assert "numba" not in at_import, "numba is imported when a kernel first runs, not before"
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from quantkit.cli.common.cluster import Cluster, connected
 from quantkit.cli.common.command import in_sections, takes_model
 from quantkit.cli.common.evaluation import (
     Batch,
@@ -112,6 +113,7 @@ def compare(
     numerics: Numerics = "exact",
     threads: Threads = None,
     threads_batch: ThreadsBatch = None,
+    cluster: Cluster = None,
     launch: Launch = None,  # type: ignore[assignment]  # the decorator gives it
     json: Json = False,
 ) -> None:
@@ -129,7 +131,8 @@ def compare(
 
     if tasks:
         others = {"--chat": chat, "--score": score, "--by-category": by_category, "--by-position": by_position,
-                  "--layers": layers, "--speed": speed, "--plot": plot, "--html": html}  # fmt: skip
+                  "--layers": layers, "--speed": speed, "--plot": plot, "--html": html,
+                  "--cluster": cluster}  # fmt: skip
         if unused := [name for name, value in others.items() if value]:
             raise typer.BadParameter(f"--{tasks.kind} compares answers; remove {', '.join(unused)}")
         if tasks.binary_file is None and len(file or []) > 1:
@@ -155,10 +158,11 @@ def compare(
         kld = so_far.mean_kld.value if isinstance(so_far, Divergence) else None
         bar.show(state.chunk, kld, run=state.run, runs=state.runs, label=state.model)
 
-    with ChunkBar("compare", "KLD", 5, ticks=not speed) as bar:
+    with connected(cluster, on_message) as client, ChunkBar("compare", "KLD", 5, ticks=not speed) as bar:
         found = evaluation.compare(
-            reference, models, file, options, progress=show, on_message=on_message, open_model=launch.open
-        )
+            reference, models, file, options, progress=show, on_message=on_message, open_model=launch.open,
+            client=client,
+        )  # fmt: skip
     record = found.record()
     _write(output, html, found, record)
     if plot is not None:

@@ -17,6 +17,7 @@ from quantkit.cli._imatrix_files import (
     numbers,
     show,
 )
+from quantkit.cli.common.cluster import Cluster, connected
 from quantkit.cli.common.command import in_sections, takes_model
 from quantkit.cli.common.evaluation import Batch, ChunkBar, ChunkLimit, Context, Numerics, ThreadsBatch, on_message
 from quantkit.cli.common.hub import from_hub
@@ -120,6 +121,7 @@ def imatrix(
     numerics: Numerics = "exact",
     threads: Threads = None,
     threads_batch: ThreadsBatch = None,
+    cluster: Cluster = None,
     launch: Launch = None,  # type: ignore[assignment]  # the decorator gives it
     json: Json = False,
 ) -> None:
@@ -164,10 +166,11 @@ def imatrix(
             print(f"Final estimate: PPL = {progress.so_far}")
             complete.add(progress.text)
 
-    with ChunkBar("imatrix", "PPL") as bar:
+    with connected(cluster, on_message) as client, ChunkBar("imatrix", "PPL") as bar:
         found = run.imatrix(
-            model, texts, output, options, progress=show_chunk, on_message=on_message, open_model=launch.open
-        )
+            model, texts, output, options, progress=show_chunk, on_message=on_message, open_model=launch.open,
+            client=client,
+        )  # fmt: skip
     for text, ppl in found.perplexities.items():
         if text not in complete and not json:  # an earlier run had completed it
             print(f"Final estimate: PPL = {ppl}")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from quantkit.cli.common.cluster import Cluster, connected
 from quantkit.cli.common.command import in_sections, takes_model
 from quantkit.cli.common.evaluation import (
     Batch,
@@ -113,6 +114,7 @@ def perplexity(
     numerics: Numerics = "exact",
     threads: Threads = None,
     threads_batch: ThreadsBatch = None,
+    cluster: Cluster = None,
     launch: Launch = None,  # type: ignore[assignment]  # the decorator gives it
     json: Json = False,
 ) -> None:
@@ -129,6 +131,8 @@ def perplexity(
 
     if tasks and kl_divergence:
         raise typer.BadParameter(f"--{tasks.kind} and --kl-divergence: pass only one")
+    if tasks and cluster:
+        raise typer.BadParameter(f"--{tasks.kind} runs on this machine; remove --cluster")
     if tasks and (chat or score or by_category):
         raise typer.BadParameter(f"--{tasks.kind} has its own format; remove --chat, --score and --by-category")
     if by_position and not kl_divergence:
@@ -147,14 +151,15 @@ def perplexity(
             batch_size=batch_size, jsonl=jsonl, by_layer=by_layer, numerics=numerics, threads=threads, score=score,
             chat=chat,
         )  # fmt: skip
-        found = _diverge(model, kl_divergence_base, compared, launch, by_position, quiet=json)
+        found = _diverge(model, kl_divergence_base, compared, launch, by_position, quiet=json, cluster=cluster)
     else:
         options = PerplexityOptions(
             ctx_size=ctx_size, chunks=chunks, batch_size=batch_size, ppl_stride=ppl_stride, jsonl=jsonl,
             kl_divergence_base=kl_divergence_base, kl_divergence_bound=kl_divergence_bound, chat=chat, score=score,
             by_category=by_category, by_layer=by_layer, numerics=numerics, threads=threads,
         )  # fmt: skip
-        found = _measure(model, required_text(file, "perplexity"), options, launch, ppl_output_type, quiet=json)
+        found = _measure(model, required_text(file, "perplexity"), options, launch, ppl_output_type, quiet=json,
+                         cluster=cluster)  # fmt: skip
     if json:
         record = {"path": model, **found.record(), "seconds": found.seconds, "conditions": found.conditions}
         if kl_divergence:
@@ -165,8 +170,9 @@ def perplexity(
 
 
 def _measure(
-    model: Path, text: Path, options: PerplexityOptions, launch: Launch, style: int, quiet: bool
-) -> Perplexity:
+    model: Path, text: Path, options: PerplexityOptions, launch: Launch, style: int, quiet: bool,
+    cluster: str | None,
+) -> Perplexity:  # fmt: skip
     """Measure the perplexity and print it, unless quiet; `style` is --ppl-output-type."""
     from quantkit.evaluate.perplexity import perplexity as measure
 
@@ -181,10 +187,11 @@ def _measure(
             print(f"{tokens:8d}  {so_far.value:.4f}  {mean:4f}  {error:4f}", flush=True)
         bar.show(progress, so_far.value)
 
-    with ChunkBar("perplexity", "PPL") as bar:
+    with connected(cluster, on_message) as client, ChunkBar("perplexity", "PPL") as bar:
         found = measure(
-            model, text, options, progress=show, on_message=on_message, on_layer=bar.on_layer, open_model=launch.open
-        )
+            model, text, options, progress=show, on_message=on_message, on_layer=bar.on_layer, open_model=launch.open,
+            client=client,
+        )  # fmt: skip
         in_bar = bar.replaces_values and style == 0
     if not quiet:
         estimate = f"Final estimate: PPL over {found.chunks} chunks for n_ctx={found.n_ctx} = {found}"
@@ -212,8 +219,9 @@ def _parts_record(found: Divergence) -> dict[str, object]:
 
 
 def _diverge(
-    model: Path, base: Path, options: DivergenceOptions, launch: Launch, by_position: bool, quiet: bool
-) -> Divergence:
+    model: Path, base: Path, options: DivergenceOptions, launch: Launch, by_position: bool, quiet: bool,
+    cluster: str | None,
+) -> Divergence:  # fmt: skip
     """Measure the divergence from a base file and print it, unless quiet."""
     from quantkit.evaluate.divergence import divergence
     from quantkit.evaluate.report import divergence_text
@@ -226,10 +234,10 @@ def _diverge(
             print(divergence_text.chunk_line(progress.done, progress.so_far), flush=True)
         bar.show(progress, progress.so_far.mean_kld.value)
 
-    with ChunkBar("KL divergence", "KLD", 5) as bar:
+    with connected(cluster, on_message) as client, ChunkBar("KL divergence", "KLD", 5) as bar:
         found = divergence(
             model, base, None, options, progress=show, on_message=on_message, on_layer=bar.on_layer,
-            open_model=launch.open,
+            open_model=launch.open, client=client,
         )  # fmt: skip
     if quiet:
         return found

@@ -14,7 +14,7 @@ from quantkit.cli.common.plan_options import (
     Verbose,
     takes_plan_options,
 )
-from quantkit.cli.common.plan_tables import print_imatrix, print_plan
+from quantkit.cli.common.plan_tables import print_imatrix, print_plan, print_prediction
 from quantkit.pipelines.options import PlanOptions
 
 
@@ -49,7 +49,8 @@ def plan(
     is fetched. The plan shows the type of every class of tensors with the reason, the
     tensors that each rule matches, sizes, and warnings about probable mistakes. With -ngl, -ot, -ts and the related
     flags it shows the bytes on each device, with -c the KV cache, and with --vram and --ram whether the model fits.
-    --fit fills the devices and prints the equivalent flags and predicted speeds.
+    --fit fills the devices and prints the equivalent flags and predicted speeds. --cluster predicts how long quantize
+    takes on several machines, and whether encoding, reading or the network binds.
     `quantkit quantize IN OUT --plan FILE` executes the plan that --json prints.
     """
     from quantkit.pipelines import api
@@ -60,3 +61,5 @@ def plan(
         print_json("quantkit.plan/1", found.to_json())
     else:
         print_plan(found.plan, verbose, found.devices, explain)
+        if found.cluster is not None:
+            print_prediction(found.cluster)

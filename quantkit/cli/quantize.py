@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     Shards=["split_max_size", "split_max_tensors", "keep_split"],
     Parts_of_a_model=["only", "individual_tensors", "skip_first_shard"],
 )  # fmt: skip
-@takes_plan_options("fit", "bandwidth", "compute", "offload_threshold", "offload_policy")
+@takes_plan_options("fit", "bandwidth", "compute", "cluster", "offload_threshold", "offload_policy")
 def quantize(
     source: Annotated[
         Path,

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from quantkit.cli.common.cluster import Cluster, connected
 from quantkit.cli.common.command import takes_model
 from quantkit.cli.common.evaluation import Context, TextFile, on_message, required_text
 from quantkit.cli.common.options import Json, Threads, comma_separated
@@ -45,6 +46,7 @@ def sensitivity(
         Literal["fast", "normal", "best"], typer.Option("--effort", help="Effort of the encoders.")
     ] = "normal",
     threads: Threads = None,
+    cluster: Cluster = None,
     restart: Annotated[bool, typer.Option("--restart", help="Discard the state of an interrupted run.")] = False,
     json: Json = False,
 ) -> None:
@@ -67,14 +69,14 @@ def sensitivity(
     )  # fmt: skip
     begin = time.perf_counter()
     text = required_text(file, "sensitivity")
-    with ProgressBar("sensitivity") as bar:
+    with connected(cluster, on_message) as client, ProgressBar("sensitivity") as bar:
 
         def show(done: int, total: int, name: str) -> None:
             if not name:
                 bar.initial = done  # by an earlier run: no part of the rate
             bar.show(done, total, label=name)
 
-        found = measure(model, text, output, options, progress=show, on_message=on_message)
+        found = measure(model, text, output, options, progress=show, on_message=on_message, client=client)
     seconds = time.perf_counter() - begin
     points = single_types(open_model(model), found)
     if json:

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from quantkit.cli.common.cluster import Cluster, connected
 from quantkit.cli.common.command import takes_model
+from quantkit.cli.common.evaluation import on_message
 from quantkit.cli.common.hub import Disk, from_hub
 from quantkit.cli.common.options import Json, Threads, parse_size
 from quantkit.cli.common.output import print_json
@@ -42,6 +44,7 @@ def verify(
     ] = None,
     disk: Disk = None,
     threads: Threads = None,
+    cluster: Cluster = None,
     json: Json = False,
 ) -> None:
     """Check the structure, values and hashes of a file.
@@ -54,9 +57,9 @@ def verify(
     from quantkit.pipelines import api
     from quantkit.pipelines.options import VerifyOptions
 
-    found = api.verify(
-        file, VerifyOptions(source, imatrix, threads, disk=None if disk is None else parse_size(disk)), progress=True
-    )
+    options = VerifyOptions(source, imatrix, threads, disk=None if disk is None else parse_size(disk))
+    with connected(cluster, on_message) as client:
+        found = api.verify(file, options, client=client, progress=True)
     if json:
         print_json("quantkit.verify/1", found.to_json())
     else:

@@ -1,8 +1,9 @@
-"""Run a model over chunks of tokens and yield the logits of one chunk after another."""
+"""Run a model over chunks of tokens: the logits of one chunk after another, or what is measured of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -39,6 +40,50 @@ def evaluate_chunks(
 
 
 RunChunks = Callable[..., Iterator[tuple[int, np.ndarray]]]  # same parameters as `evaluate_chunks`
+
+Result = TypeVar("Result")
+Result_co = TypeVar("Result_co", covariant=True)
+
+
+class Measurement(Protocol[Result_co]):
+    """What is computed of the logits of each chunk. It can be pickled: a worker may compute it."""
+
+    def __call__(self, index: int, logits: np.ndarray) -> Result_co:
+        """The result of chunk `index`, of the float32[k, n_vocab] logits of its scored positions."""
+
+
+class MeasureChunks(Protocol):
+    """Runs a model over chunks and measures each, as `Here` does in this process."""
+
+    def __call__(
+        self,
+        model: ChunkModel,
+        inputs: np.ndarray,
+        n_batch: int,
+        rows: slice | Sequence[np.ndarray] | None,
+        first: int,
+        measure: Measurement[Result],
+    ) -> Iterator[tuple[int, Result]]:
+        """Yield (index, result) in the order of the chunks; the parameters are those of `evaluate_chunks`."""
+
+
+class Here:
+    """Measures chunks in this process; `run` runs them: `evaluate_chunks`, or another with its parameters."""
+
+    def __init__(self, run: RunChunks = evaluate_chunks):
+        self._run = run
+
+    def __call__(
+        self,
+        model: ChunkModel,
+        inputs: np.ndarray,
+        n_batch: int,
+        rows: slice | Sequence[np.ndarray] | None,
+        first: int,
+        measure: Measurement[Result],
+    ) -> Iterator[tuple[int, Result]]:
+        for index, logits in self._run(model, inputs, n_batch, rows, first):
+            yield index, measure(index, logits)
 
 
 def check_context(model: ChunkModel, n_ctx: int) -> None:

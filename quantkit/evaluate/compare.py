@@ -22,14 +22,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 
 from quantkit.archs.common import validate
-from quantkit.errors import DataError, QuantkitError, printable
+from quantkit.errors import DataError, QuantkitError, UnsupportedError, printable
 from quantkit.evaluate.bench import Case, bench
 from quantkit.evaluate.breakdown import Part, by_position
+from quantkit.evaluate.chunk_runs import Here, MeasureChunks
 from quantkit.evaluate.conditions import Conditions, evaluation_conditions
 from quantkit.evaluate.corpus import read_text
 from quantkit.evaluate.divergence import Divergence, Estimate, divergence_from_base
 from quantkit.evaluate.layers.tensor_errors import TensorError, tensor_errors
 from quantkit.evaluate.models import ChunkModel, OnMessage, OpenModel, no_message, open_model
+from quantkit.evaluate.on_workers import ClusterRuns, MeasureOnWorkers, WorkerModel, with_workers
 from quantkit.evaluate.perplexity import Perplexity, checked_score, chunks_of, perplexity_of_chunks
 from quantkit.evaluate.progress import ChunkClock, ChunkProgress
 from quantkit.evaluate.statistics import Interval, ModelRank, Sample, rank
@@ -40,6 +42,8 @@ from quantkit.runtime.kv.cache_type import CacheType
 from quantkit.tokenizers.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from distributed import Client
+
     from quantkit.runtime.model import Model
 
 TIMED_TOKENS = 512  # tokens of the timed prompt
@@ -300,6 +304,7 @@ def compare(
     on_message: OnMessage = no_message,
     open_model: OpenModel = open_model,
     read_vocabulary: Callable[[Path], Vocabulary] = vocabulary_of,
+    client: Client | None = None,
 ) -> Comparison:
     """Compare models with a reference model on the same texts: size, perplexity, KL divergence, same top token, speed.
 
@@ -313,10 +318,16 @@ def compare(
     on_message          called with a line of text before each step
     open_model          opens a file
     read_vocabulary     reads the tokenizer and the size of the vocabulary from a file
+    client              run the chunks on the workers of this dask cluster, as in `perplexity`; $TMPDIR, where the
+                        reference's distributions are, must be a folder that they see
 
     Raises DataError, before any model is opened, for a model with another tokenizer, and for a text that is too short.
     """
     o, first = options or CompareOptions(), Path(reference)
+    if client is not None and (o.layers or o.speed):
+        flag = "--layers" if o.layers else "--speed"
+        raise UnsupportedError(f"{flag} measures on this machine, not on a cluster; run it without --cluster")
+    cluster = None if client is None else ClusterRuns(client, on_message)
     paths = [Path(text) for text in ([texts] if isinstance(texts, (str, os.PathLike)) else texts)]
     noise, score = _noise(o), checked_score(o.score, o.chat)
     vocabulary = read_vocabulary(first)
@@ -343,6 +354,13 @@ def compare(
 
         return after_chunk
 
+    def runner(path: Path, read: Sequence[Path] = (), how: _Noise | None = None) -> MeasureChunks:
+        """What runs a model over the chunks; workers also read the files `read`."""
+        if cluster is None:
+            return Here()
+        numerics, cache_type = (o.numerics, None) if how is None else (how.numerics, how.cache_type)
+        return MeasureOnWorkers(cluster, WorkerModel(open_model, path, numerics, o.threads, longest, cache_type), read)
+
     def open_candidate(path: Path) -> Model:
         model = open_model(path, numerics=o.numerics, threads=o.threads, n_ctx=longest)
         names = ", ".join(map(str, paths))
@@ -361,7 +379,7 @@ def compare(
             with BaseWriter(base_path, chunks.tokens, model.vocab_size, scored=chunks.choice) as writer:
                 return perplexity_of_chunks(
                     model, chunks, n_batch=o.batch_size, base=writer,
-                    on_chunk=lambda so_far: after_chunk(so_far.chunks, so_far),
+                    on_chunk=lambda so_far: after_chunk(so_far.chunks, so_far), run=runner(first),
                 )  # fmt: skip
 
         about = "" if chunks.choice is None else f", {chunks.choice.about} scored"
@@ -370,9 +388,11 @@ def compare(
         base = BaseReader(base_path, chunks.choice)
         sample = Sample.of(chunks.counts)
 
-        def measure_divergence(path: Path, run: int) -> Callable[[ChunkModel], Divergence]:
+        def measure_divergence(path: Path, run: int, how: _Noise | None = None) -> Callable[[ChunkModel], Divergence]:
             def measure(model: ChunkModel) -> Divergence:
-                measured = divergence_from_base(model, base, n_batch=o.batch_size, on_chunk=clock(path, run))
+                measured = divergence_from_base(
+                    model, base, n_batch=o.batch_size, on_chunk=clock(path, run), run=runner(path, [base_path], how)
+                )
                 # the base rounds each token's probability, by up to 0.0002
                 return replace(measured, nll_base=reference_result.nll.reshape(-1))
 
@@ -390,7 +410,7 @@ def compare(
                     path, numerics=noise.numerics, threads=o.threads, n_ctx=n_ctx, cache_type=noise.cache_type
                 )
 
-            repeated = _run(first, measure_divergence(first, 1), open_for_noise, None, on_message)[0]
+            repeated = _run(first, measure_divergence(first, 1, noise), open_for_noise, None, on_message)[0]
             noise_floor = NoiseFloor(noise.how, Paired(repeated, sample))
         for run, other in enumerate(map(Path, models), runs - len(models)):
             on_message(f"{other.name}: KL divergence from {first.name}")
@@ -404,8 +424,9 @@ def compare(
             first, dict(zip(names[1:], map(Path, models))), _first_tokens(chunks), o, open_model, on_message
         )
     return Comparison(
-        candidates, n_ctx, len(chunks), reference_result.nll.size, domains, noise_floor, layer_errors, conditions
-    )
+        candidates, n_ctx, len(chunks), reference_result.nll.size, domains, noise_floor, layer_errors,
+        with_workers(conditions, cluster),
+    )  # fmt: skip
 
 
 class _Noise(NamedTuple):

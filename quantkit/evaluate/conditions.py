@@ -71,7 +71,8 @@ def result_conditions(conditions: Conditions) -> dict[str, object]:
 
 def conditions_line(conditions: Conditions) -> str:
     """The conditions in one line: `text wiki.txt, n_ctx 512, …`."""
-    return ", ".join(f"{key} {value}" for key, value in conditions.items())
+    shown = {key: len(value) if isinstance(value, Mapping) else value for key, value in conditions.items()}  # workers
+    return ", ".join(f"{key} {value}" for key, value in shown.items())
 
 
 def cpu_name() -> str:

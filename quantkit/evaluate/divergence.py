@@ -32,10 +32,11 @@ from quantkit.errors import DataError, QuantkitError
 from quantkit.evaluate import bounded
 from quantkit.evaluate.base_files import base_reader, is_base_file
 from quantkit.evaluate.chunk_log import run_log
-from quantkit.evaluate.chunk_runs import RunChunks, evaluate_chunks
+from quantkit.evaluate.chunk_runs import Here, MeasureChunks
 from quantkit.evaluate.conditions import Conditions, evaluation_conditions
 from quantkit.evaluate.models import ChunkModel, OnLayer, OnMessage, OpenModel, no_message, open_model
 from quantkit.evaluate.nll import first_largest, log_sum_exp_float64
+from quantkit.evaluate.on_workers import ClusterRuns, WorkerModel, require_path, with_workers
 from quantkit.evaluate.perplexity import PerplexityOptions, chunk_runner, perplexity
 from quantkit.evaluate.progress import ChunkClock, ChunkProgress
 from quantkit.evaluate.statistics import at_share, perplexity_of
@@ -46,6 +47,8 @@ from quantkit.formats.kld.bounded_file import BoundedReader, BoundedRows
 from quantkit.formats.kld.scored_tokens import ScoredTokens
 
 if TYPE_CHECKING:
+    from distributed import Client
+
     from quantkit.runtime.model import Model
     from quantkit.tokenizers.tokenizer import Tokenizer
 
@@ -307,6 +310,7 @@ def divergence(
     on_message: OnMessage = no_message,
     on_layer: OnLayer | None = None,
     open_model: OpenModel = open_model,
+    client: Client | None = None,
 ) -> Divergence:
     """KL divergence of a model from a base, token by token, in nats.
 
@@ -321,15 +325,17 @@ def divergence(
     progress     called after each chunk, with the divergence so far
     on_message   called with messages for the user: steps, resumed chunks, warnings
     on_layer     called after each layer of a run by layer with the layers that are done and all; None: `on_message`
+    client       run the chunks on the workers of this dask cluster, as in `perplexity`; they read the base file too
 
     Raises DataError if the vocabularies differ in size, and QuantkitError if a text is missing or given twice.
     """
     o = options or DivergenceOptions()
+    require_path(model, client)
     path = Path(os.fspath(model)) if isinstance(model, (str, os.PathLike)) else model.path
     if isinstance(base, (str, os.PathLike)) and is_base_file(Path(base)):
         if text is not None:
             raise QuantkitError(f"{os.fspath(base)}: a base file has its own tokens; remove {os.fspath(text)}")
-        return _from_file(model, Path(base), o, progress, on_message, on_layer, open_model)
+        return _from_file(model, Path(base), o, progress, on_message, on_layer, open_model, client)
     if text is None:
         raise QuantkitError(f"{path}: the divergence from a model needs a text; name one, or a base file")
     with tempfile.TemporaryDirectory(prefix="quantkit-divergence-") as folder:
@@ -345,9 +351,11 @@ def divergence(
             )
         if o.jsonl is not None:
             raise QuantkitError(f"{o.jsonl}: only runs from a base file can be resumed; write one with `perplexity`")
-        perplexity(base, text, base_options, on_message=on_message, on_layer=on_layer, open_model=open_model)
+        perplexity(
+            base, text, base_options, on_message=on_message, on_layer=on_layer, open_model=open_model, client=client
+        )
         gc.collect()  # a model and its parts refer to each other; the next one needs its memory
-        return _from_file(model, file, o, progress, on_message, on_layer, open_model)
+        return _from_file(model, file, o, progress, on_message, on_layer, open_model, client)
 
 
 def _from_file(
@@ -358,6 +366,7 @@ def _from_file(
     on_message: OnMessage,
     on_layer: OnLayer | None,
     open_model: OpenModel,
+    client: Client | None,
 ) -> Divergence:
     """`divergence` from a base file."""
     model_path = Path(os.fspath(model)) if isinstance(model, (str, os.PathLike)) else model.path
@@ -376,6 +385,7 @@ def _from_file(
     counts = base.counts.tolist()
     names = [name for name in RowFigures._fields if name != "bound_terms" or isinstance(base, BoundedReader)]
     conditions = evaluation_conditions(model, base.n_ctx, base.n_chunk, f"of {path}", base.scored)
+    runs = None if client is None else ClusterRuns(client, on_message)
     with contextlib.ExitStack() as stack:
         log, done, resumed = None, None, 0
         if o.jsonl is not None:
@@ -391,11 +401,12 @@ def _from_file(
                 log.add(**{name: getattr(so_far, name)[-counts[chunks - 1] :] for name in names})
             clock.report(progress, chunks, so_far)
 
-        run = chunk_runner(o.by_layer, on_message, on_layer)
+        opening = WorkerModel(open_model, model_path, o.numerics, o.threads, base.n_ctx)
+        run = chunk_runner(o.by_layer, on_message, on_layer, runs, opening, [path])
         result = divergence_from_base(
             model, base, n_batch=o.batch_size, on_chunk=after_chunk, run=run, done=done, first=resumed
         )
-    return replace(result, seconds=clock.seconds, conditions=conditions)
+    return replace(result, seconds=clock.seconds, conditions=with_workers(conditions, runs))
 
 
 def _require_scored(base: BaseReader | BoundedReader, o: DivergenceOptions) -> None:
@@ -425,19 +436,30 @@ def roundtrip_share(
     return (Counter(ids) & again).total() / len(ids)
 
 
+@dataclass(frozen=True)
+class _Comparing:
+    """Measures the figures of a chunk against an open base file."""
+
+    base: BaseReader | BoundedReader
+    chunks: Chunks
+
+    def __call__(self, index: int, logits: np.ndarray) -> RowFigures:
+        return compare_rows(logits, self.base.chunk(index), self.chunks.of(index))
+
+
 def divergence_from_base(
     model: ChunkModel,
     base: BaseReader | BoundedReader,
     *,
     n_batch: int = DEFAULT_BATCH,
     on_chunk: Callable[[int, Divergence], None] | None = None,
-    run: RunChunks = evaluate_chunks,
+    run: MeasureChunks | None = None,
     done: Mapping[str, np.ndarray] | None = None,
     first: int = 0,
 ) -> Divergence:
     """Divergence of a model from an open base file, over the file's tokens.
 
-    run        runs the chunks, as in `perplexity.perplexity_of_chunks`
+    run        runs and measures the chunks, as in `perplexity.perplexity_of_chunks`
     done       the arrays of a Divergence by name for the `first` chunks (whole batches), from an earlier run
     on_chunk   called after each chunk with the number of chunks done and the result so far
 
@@ -458,8 +480,8 @@ def divergence_from_base(
         result = replace(result, bound_terms=np.empty((n, bounded.BOUND_TERMS)))
     for name, figures in (done or {}).items():
         getattr(result, name)[: len(figures)] = figures
-    for index, logits in run(model, inputs, n_batch, chunks.rows, first):
-        figures_of_chunk = compare_rows(logits, base.chunk(index), chunks.of(index))
+    measure = _Comparing(base, chunks)
+    for index, figures_of_chunk in (run or Here())(model, inputs, n_batch, chunks.rows, first, measure):
         positions = slice(ends[index] - base.counts[index], ends[index])
         for name in RowFigures._fields:
             if (values := getattr(result, name)) is not None:

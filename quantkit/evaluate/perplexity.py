@@ -17,7 +17,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -25,21 +25,25 @@ from quantkit.errors import DataError, QuantkitError, UnknownNameError
 from quantkit.evaluate.base_files import base_writer
 from quantkit.evaluate.chat_chunks import chat_chunks
 from quantkit.evaluate.chunk_log import ChunkLog, run_log
-from quantkit.evaluate.chunk_runs import RunChunks, evaluate_chunks
+from quantkit.evaluate.chunk_runs import Here, MeasureChunks
 from quantkit.evaluate.conditions import Conditions, evaluation_conditions
 from quantkit.evaluate.corpus import texts_by_category
 from quantkit.evaluate.layers.layer_by_layer import chunks_layer_by_layer
+from quantkit.evaluate.layers.on_workers import LayersOnWorkers
 from quantkit.evaluate.models import ChunkModel, OnLayer, OnMessage, OpenModel, no_message, open_model
 from quantkit.evaluate.nll import negative_log_likelihood
+from quantkit.evaluate.on_workers import ClusterRuns, MeasureOnWorkers, WorkerModel, require_path, with_workers
 from quantkit.evaluate.progress import ChunkClock, ChunkProgress
 from quantkit.evaluate.statistics import perplexity_of
 from quantkit.evaluate.text import DEFAULT_BATCH, DEFAULT_CONTEXT, Chunks, chunked, cut, join, score_chunks, windows
 from quantkit.formats.atomic import check_outputs
-from quantkit.formats.kld.base_file import BaseWriter
-from quantkit.formats.kld.bounded_file import BoundedWriter
+from quantkit.formats.kld.base_file import BaseEncoder, BaseWriter
+from quantkit.formats.kld.bounded_file import BoundedEncoder, BoundedWriter
 from quantkit.formats.kld.chunk_file import LoggedChunks
 
 if TYPE_CHECKING:
+    from distributed import Client
+
     from quantkit.runtime.model import Model
     from quantkit.tokenizers.tokenizer import Tokenizer
 
@@ -152,6 +156,7 @@ def perplexity(
     on_message: OnMessage = no_message,
     on_layer: OnLayer | None = None,
     open_model: OpenModel = open_model,
+    client: Client | None = None,
 ) -> Perplexity:
     """Perplexity of a model on a text file (UTF-8), by llama-perplexity's protocol.
 
@@ -163,12 +168,15 @@ def perplexity(
     progress     called after each chunk, with the perplexity so far
     on_message   called with messages for the user: steps, resumed chunks
     on_layer     called after each layer of a run by layer with the layers that are done and all; None: `on_message`
+    client       run the chunks on the workers of this dask cluster, which open the model's path with `open_model`; the
+                 figures are those of a run without it
 
     Raises DataError for a text that is too short for one chunk, a context longer than the model's, or NaN and Inf, with
     the tensor that they come from.
     """
     o, text = options or PerplexityOptions(), Path(text)
     score = checked_score(o.score, o.chat)
+    require_path(model, client)
     path = Path(os.fspath(model)) if isinstance(model, (str, os.PathLike)) else model.path
     check_outputs([o.jsonl, o.kl_divergence_base], [path, text])
     if o.ppl_stride and o.kl_divergence_base is not None:
@@ -189,6 +197,8 @@ def perplexity(
     about = "" if chunks.choice is None else f", {chunks.choice.about} scored"
     on_message(f"perplexity over {len(chunks)} chunks of {chunks.n_ctx} tokens, batch {o.batch_size}{about}")
     conditions = evaluation_conditions(model, chunks.n_ctx, len(chunks), str(text), chunks.choice)
+    runs = None if client is None else ClusterRuns(client, on_message)
+    opening = WorkerModel(open_model, path, o.numerics, o.threads, chunks.n_ctx)
     with contextlib.ExitStack() as stack:
         log = None if o.jsonl is None else _log(o.jsonl, o, model, text, chunks, conditions)
         base: BaseWriter | BoundedWriter | None = None
@@ -215,9 +225,9 @@ def perplexity(
 
         found = perplexity_of_chunks(
             model, chunks, n_batch=o.batch_size, base=base, on_chunk=after_chunk, done=done,
-            run=chunk_runner(o.by_layer, on_message, on_layer),
+            run=chunk_runner(o.by_layer, on_message, on_layer, runs, opening),
         )  # fmt: skip
-    return replace(found, seconds=clock.seconds, conditions=conditions)
+    return replace(found, seconds=clock.seconds, conditions=with_workers(conditions, runs))
 
 
 def checked_score(score: str | None, chat: bool) -> str:
@@ -269,15 +279,47 @@ def _log(
     return run_log(path, model.path, text, positions, options.batch_size, conditions, settings)
 
 
-def chunk_runner(by_layer: bool, on_message: OnMessage = no_message, on_layer: OnLayer | None = None) -> RunChunks:
-    """The function that runs a model over chunks: all layers at once, or one layer at a time."""
+def chunk_runner(
+    by_layer: bool,
+    on_message: OnMessage = no_message,
+    on_layer: OnLayer | None = None,
+    runs: ClusterRuns | None = None,
+    opening: WorkerModel | None = None,
+    files: Sequence[Path] = (),
+) -> MeasureChunks:
+    """What runs a model over chunks: all layers at once, or one layer at a time; on workers with `runs`.
+
+    opening   how workers open the model
+    files     besides the model's, what they read
+    """
+    if runs is not None and opening is not None:
+        return LayersOnWorkers(runs, opening, files) if by_layer else MeasureOnWorkers(runs, opening, files)
     if not by_layer:
-        return evaluate_chunks
+        return Here()
 
     def print_layer(done: int, layers: int) -> None:
         on_message(f"layer {done} of {layers}")
 
-    return functools.partial(chunks_layer_by_layer, on_layer=on_layer or print_layer)
+    return Here(functools.partial(chunks_layer_by_layer, on_layer=on_layer or print_layer))
+
+
+class ScoredChunk(NamedTuple):
+    """The result of a chunk: its nll, float64[k], and the bytes uint8[n] that a base file stores of it."""
+
+    nll: np.ndarray
+    stored: np.ndarray | None
+
+
+@dataclass(frozen=True)
+class _Scoring:
+    """Measures the nll of a chunk's scored tokens; with an encoder also what a base file stores."""
+
+    chunks: Chunks
+    encoder: BaseEncoder | BoundedEncoder | None
+
+    def __call__(self, index: int, logits: np.ndarray) -> ScoredChunk:
+        stored = None if self.encoder is None else self.encoder.encode(logits, index)
+        return ScoredChunk(negative_log_likelihood(logits, self.chunks.of(index)), stored)
 
 
 def perplexity_of_chunks(
@@ -288,12 +330,12 @@ def perplexity_of_chunks(
     base: BaseWriter | BoundedWriter | None = None,
     on_chunk: Callable[[Perplexity], None] | None = None,
     done: Sequence[np.ndarray] | None = None,
-    run: RunChunks = evaluate_chunks,
+    run: MeasureChunks | None = None,
 ) -> Perplexity:
     """Perplexity of a model over chunks.
 
     done: the nll of the first chunks (whole batches) from an earlier run, float64[n] of each.
-    run: runs the chunks: `evaluate_chunks` or `layers.layer_by_layer.chunks_layer_by_layer`.
+    run: runs and measures the chunks; None: here, all layers at once.
 
     `base` also gets every chunk's logits. `on_chunk` is called after each chunk with the result so far. The model
     itself reports NaN and Inf and names the tensor that caused them.
@@ -307,10 +349,11 @@ def perplexity_of_chunks(
     done = done or []
     for index, of_chunk in enumerate(done):
         nll[ends[index] - counts[index] : ends[index]] = of_chunk
-    for index, logits in run(model, chunks.inputs, n_batch, chunks.rows, len(done)):
-        nll[ends[index] - counts[index] : ends[index]] = negative_log_likelihood(logits, chunks.of(index))
-        if base is not None:
-            base.write(logits)
+    scoring = _Scoring(chunks, None if base is None else base.encoder)
+    for index, scored in (run or Here())(model, chunks.inputs, n_batch, chunks.rows, len(done), scoring):
+        nll[ends[index] - counts[index] : ends[index]] = scored.nll
+        if base is not None and scored.stored is not None:
+            base.append(scored.stored)
         if on_chunk is not None:
             on_chunk(found.after(index + 1))
     return found

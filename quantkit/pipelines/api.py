@@ -15,6 +15,7 @@ contradict each other, before any weight is read.
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -22,7 +23,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quantkit.errors import OptionError
+from quantkit.errors import OptionError, UnsupportedError
 from quantkit.hub import models
 from quantkit.pipelines.options import (
     ConvertOptions,
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from quantkit.pipelines.repack_file import Repacking
     from quantkit.pipelines.verify import Verified
     from quantkit.placement.budget import Budget
+    from quantkit.placement.many_machines import Prediction
     from quantkit.recipe import Plan
 
 
@@ -211,15 +213,18 @@ class PlanResult:
         plan     type, reason and size in bytes of every tensor (`plan.tensors`), effects of the rules, warnings, sums
         devices  what each device holds and whether it fits; None without an option about devices, memory or cache
         imatrix  the importance matrix that was used
+        cluster  the time that a cluster takes to quantize; None without the option
     """
 
     plan: Plan
     devices: Budget | None
     imatrix: Imatrix | None
+    cluster: Prediction | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The document that `quantkit plan --json` prints and `QuantizeOptions.plan` takes."""
-        return self.plan.to_json() | ({"budget": self.devices.to_json()} if self.devices else {})
+        found = self.plan.to_json() | ({"budget": self.devices.to_json()} if self.devices else {})
+        return found | ({"cluster": self.cluster.to_json()} if self.cluster else {})
 
 
 def plan(
@@ -245,7 +250,14 @@ def plan(
     devices = planning.plan_devices(options, type_plan, model.metadata)
     if options.strict:
         planning.require_clean(type_plan, devices)
-    return PlanResult(type_plan, devices, matrix)
+    predicted = None
+    if options.cluster is not None:
+        from quantkit.pipelines.encoder_speed import encoder_speeds
+        from quantkit.placement.many_machines import Machines, predict
+
+        machines = Machines.parse(options.cluster)
+        predicted = predict(type_plan, machines, encoder_speeds(t.type for t in type_plan.tensors))
+    return PlanResult(type_plan, devices, matrix, predicted)
 
 
 @dataclass(frozen=True)
@@ -502,11 +514,16 @@ def unpack_file(
 
 
 def verify(
-    source: PathLike | GGUF, options: VerifyOptions | None = None, *, progress: Progress | bool = False
+    source: PathLike | GGUF,
+    options: VerifyOptions | None = None,
+    *,
+    client: Client | None = None,
+    progress: Progress | bool = False,
 ) -> Verified:
     """Check a GGUF file: its structure, values and recorded hashes, and whether a rerun would give the same bytes.
 
-    `source` is the file to check; `options` name the input that it was made from; `progress` reports bytes.
+    `source` is the file to check; `options` name the input that it was made from; `progress` reports bytes. With
+    `client`, a `distributed.Client`, the workers of its cluster read and check the tensors.
 
     Returns Verified: `damage` (one sentence for each defect; empty if the file is sound), `changes` (for each tensor
     that a rerun would change: why), `notes`, and `rerun` (None if the input was not compared). Raises FormatError for
@@ -527,7 +544,17 @@ def verify(
     if matrix is not None and not isinstance(matrix, Imatrix):
         matrix = imatrix.read(matrix)
     file = source if isinstance(source, gguf.GGUF) else gguf.open(source)
-    return verify_gguf(file, original, matrix, threads=options.threads, progress=progress)
+    check = None
+    if client is not None:
+        from quantkit.pipelines.verify_on_cluster import check_on_workers
+
+        if getattr(original, "arrivals", None) is not None:
+            raise UnsupportedError(
+                f"{options.source}: a checkpoint on the Hub is streamed through one machine; for --cluster fetch it to "
+                "where all workers find it, with `hf download ORG/NAME --local-dir DIR`"
+            )
+        check = functools.partial(check_on_workers, client, file, options, progress)
+    return verify_gguf(file, original, matrix, threads=options.threads, progress=progress, check=check)
 
 
 def type_options(options: TypeOptions) -> dict[str, Any]:

@@ -182,12 +182,15 @@ class PlanOptions(TypeOptions):
         compute            compute in TFLOP/s, in the same form
         offload_threshold  minimum batch size per matrix to offload products of CPU tensors to GPUs, in tokens
         offload_policy     operations to offload (1) or not (0): "OP,0,…"
+        cluster            "WORKERS x CORES, GB/s of a link[, GB/s of the storage]": predict the time that `quantize`
+                           takes there
     """
 
     placement: Flags | str | None = None
     fit: bool = False
     bandwidth: str | None = None
     compute: str | None = None
+    cluster: str | None = None
     offload_threshold: int = 32
     offload_policy: str | None = None
     ctx_size: int | None = None

@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -79,6 +79,84 @@ class Verified:
         return {"path": self.file.path, "tensors": len(self.file.tensors)} | {n: getattr(self, n) for n in names}
 
 
+class Checked(NamedTuple):
+    """What was found of a tensor, for the fields of Verified, and why a rerun would change it."""
+
+    name: str
+    nbytes: int
+    decoded: bool = False
+    hashed: bool = False
+    damage: str = ""
+    note: str = ""
+    changes: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Checker:
+    """Checks tensors of an open file, one at a time.
+
+    source, imatrix   what the file was made from, where it is known
+    threads           number of threads, for several tensors
+    """
+
+    file: GGUF
+    source: OriginalModel | None = None
+    imatrix: Imatrix | None = None
+    threads: int | None = None
+
+    @functools.cached_property
+    def records(self) -> Mapping[str, Record]:
+        """By tensor, what it was made from."""
+        return provenance.records(self.file.metadata)
+
+    def check(self, name: str) -> Checked:
+        """Check a tensor."""
+        tensor, record = self.file.tensors[name], self.records.get(name)
+        found = _check_bytes(tensor, record)
+        if record is None:
+            return found
+        return found._replace(changes=_reasons_to_change(record, self.file, self.source, self.imatrix))
+
+    def check_all(self, names: Sequence[str], progress: Progress | bool = False) -> list[Checked]:
+        """Check tensors on several threads; in the order of `names`."""
+        found: dict[str, Checked] = {}
+
+        def check(name: str) -> int:
+            found[name] = self.check(name)
+            return found[name].nbytes
+
+        total = sum(self.file.tensors[name].nbytes for name in names)
+        arrivals: Arrivals | None = getattr(self.source, "arrivals", None)
+        if arrivals is None:
+            spread((functools.partial(check, name) for name in names), total, threads=self.threads, progress=progress)
+        else:
+            try:
+                checks = self._as_they_arrive(names, arrivals, check)
+                spread(checks, total, threads=self.threads, progress=progress)
+                arrivals.finish()
+            finally:
+                arrivals.close()
+        return [found[name] for name in names]
+
+    def _as_they_arrive(
+        self, names: Sequence[str], arrivals: Arrivals, check: Callable[[str], int]
+    ) -> Iterator[Callable[[], int]]:
+        """The checks of tensors, each when the tensors of the checkpoint that it was made from are there."""
+
+        def check_and_release(name: str) -> int:
+            try:
+                return check(name)
+            finally:
+                arrivals.release(name)
+
+        tensors: Mapping[str, Any] = self.source.tensors if self.source is not None else {}
+        compared = tensors.keys() & self.records.keys()
+        inputs = {name: tensors[name].inputs if name in compared else [] for name in names}
+        for name in arrivals.begin(self.file.path, inputs):
+            arrivals.wait(name, lambda text: None)
+            yield functools.partial(check_and_release, name)
+
+
 def verify_gguf(
     file: GGUF,
     source: OriginalModel | None = None,
@@ -86,8 +164,12 @@ def verify_gguf(
     *,
     threads: int | None = None,
     progress: Progress | bool = False,
+    check: Callable[[Sequence[str]], Iterable[Checked]] | None = None,
 ) -> Verified:
-    """Check an open file. `source`, and `imatrix` if one was used, also tell whether a rerun would reproduce it."""
+    """Check an open file. `source`, and `imatrix` if one was used, also tell whether a rerun would reproduce it.
+
+    `check` checks tensors elsewhere; None: here, on `threads` threads.
+    """
     found = Verified(file)
     records = provenance.records(file.metadata)
     found.recorded = sum(name in records for name in file.tensors)
@@ -95,25 +177,14 @@ def verify_gguf(
     if absent := [name for name in records if name not in file.tensors]:
         found.damage.append(f"{len(absent)} recorded tensors are missing, for example {absent[0]}")
 
-    def check_tensor(tensor: Tensor) -> int:
-        record = records.get(tensor.name)
-        _check_bytes(found, tensor, record)
-        if record and (reasons := _reasons_to_change(record, file, source, imatrix)):
-            found.changes[tensor.name] = reasons
-        return tensor.nbytes
-
-    total = sum(tensor.nbytes for tensor in file.tensors.values())
-    arrivals: Arrivals | None = getattr(source, "arrivals", None)
-    checks: Iterable[Callable[[], int]] = (functools.partial(check_tensor, t) for t in file.tensors.values())
-    if arrivals is None:
-        spread(checks, total, threads=threads, progress=progress)
-    else:
-        try:
-            checks = _as_they_arrive(file, source, records, arrivals, check_tensor)
-            spread(checks, total, threads=threads, progress=progress)
-            arrivals.finish()
-        finally:
-            arrivals.close()
+    checker = Checker(file, source, imatrix, threads)
+    for checked in (check or functools.partial(checker.check_all, progress=progress))(list(file.tensors)):
+        found.decoded += checked.decoded
+        found.hashed += checked.hashed
+        found.damage += [checked.damage] if checked.damage else []
+        found.notes += [checked.note] if checked.note else []
+        if checked.changes:
+            found.changes[checked.name] = list(checked.changes)
     found.damage.sort()
     found.notes.sort()
     found.changes = {name: found.changes[name] for name in file.tensors if name in found.changes}
@@ -121,50 +192,29 @@ def verify_gguf(
     return found
 
 
-def _as_they_arrive(
-    file: GGUF, source: Any, records: Mapping[str, Record], arrivals: Arrivals, check: Callable[[Tensor], int]
-) -> Iterator[Callable[[], int]]:
-    """The checks of a file's tensors, each when the tensors of the checkpoint that it was made from are there."""
-
-    def check_and_release(tensor: Tensor) -> int:
-        try:
-            return check(tensor)
-        finally:
-            arrivals.release(tensor.name)
-
-    compared = source.tensors.keys() & records.keys()
-    inputs = {name: source.tensors[name].inputs if name in compared else [] for name in file.tensors}
-    for name in arrivals.begin(file.path, inputs):
-        arrivals.wait(name, lambda text: None)
-        yield functools.partial(check_and_release, file.tensors[name])
-
-
-def _check_bytes(found: Verified, tensor: Tensor, record: Record | None) -> None:
+def _check_bytes(tensor: Tensor, record: Record | None) -> Checked:
     """Decode a tensor and hash it."""
-    pieces = []
+    name, pieces, codec = tensor.name, [], tensor.type.has_codec
     to_recorded = _to_recorded_layout(tensor, record) if record else None
     for start, stop in provenance.row_pieces(tensor.shape):
         data = tensor.rows(start, stop)
-        if tensor.type.has_codec:
+        if codec:
             try:
                 check_finite(tensor.type.dequantize(data, tensor.shape[-1], threads=1), start)
             except DataError as error:
-                found.damage.append(f"{tensor.name}: {error}")
-                return
+                return Checked(name, tensor.nbytes, damage=f"{name}: {error}")
         if to_recorded is not None:
             pieces.append(provenance.of_piece(to_recorded(data)))
         release(data)
-    found.decoded += tensor.type.has_codec
+    found = Checked(name, tensor.nbytes, codec)
     if record is None:
-        return
+        return found
     if to_recorded is None:
-        found.notes.append(
-            f"{tensor.name}: is {tensor.type.name} and was written as {record.type}, so its hash was not compared"
-        )
-    elif provenance.of_pieces(record.type, pieces) == record.data:
-        found.hashed += 1
-    else:
-        found.damage.append(f"{tensor.name}: its bytes have changed since it was written: the hash differs")
+        was = f"{name}: is {tensor.type.name} and was written as {record.type}, so its hash was not compared"
+        return found._replace(note=was)
+    if provenance.of_pieces(record.type, pieces) == record.data:
+        return found._replace(hashed=True)
+    return found._replace(damage=f"{name}: its bytes have changed since it was written: the hash differs")
 
 
 def _to_recorded_layout(tensor: Tensor, record: Record) -> Callable[[np.ndarray], np.ndarray] | None:

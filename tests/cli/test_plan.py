@@ -278,3 +278,16 @@ def test_a_warning_of_several_lines_is_printed_line_by_line(tmp_path: Path, caps
     assert "no CUDA kernel" not in said
     about = ("plan", path, "Q4_K_R4", "-ngl", "99", "--runtime", "llama.cpp")
     assert "--runtime" in refused(capsys, *about, status=2)
+
+
+def test_a_cluster_is_predicted(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = json.loads(printed(capsys, "plan", model, "Q4_0", "--cluster", "4 x 2, 0.5, 1", "--json"))
+    plan, cluster = found, found["cluster"]
+    assert cluster["reading"] == pytest.approx(plan["bytes_before"] / 1e9)  # the storage is slower than four links
+    assert cluster["network"] == pytest.approx(plan["bytes_after"] / 0.5e9)
+    weights = {kind["type"]: kind["elements"] for kind in plan["types"]}
+    speeds = cluster["weights_per_second"]
+    assert cluster["encoding"] == pytest.approx(sum(n / speeds[kind] for kind, n in weights.items()) / 8)
+    assert cluster["seconds"] == max(cluster[name] for name in ("encoding", "reading", "network"))
+    assert "binds" in printed(capsys, "plan", model, "Q4_0", "--cluster", "4 x 2, 0.5")
+    assert "WORKERS x CORES" in refused(capsys, "plan", model, "Q4_0", "--cluster", "4, 2", status=2)

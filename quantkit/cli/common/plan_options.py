@@ -109,6 +109,17 @@ Compute = Annotated[
     typer.Option(metavar="cpu=N,cuda:0=N", help="Compute in TFLOP/s, to predict prompt speeds.", show_default=False),
 ]
 
+ClusterMachines = Annotated[
+    str | None,
+    typer.Option(
+        "--cluster",
+        metavar="'N x CORES, GB/s'",
+        help="Predict the time of quantize on N machines, whose links have so many GB/s; ', GB/s' more: of the storage "
+        "that they share.",
+        show_default=False,
+    ),
+]
+
 # The command-line form of each option of PlanOptions, except `placement`, whose flags are in PLACEMENT.
 _ANNOTATIONS: dict[str, Any] = {
     "imatrix": ImatrixFile,
@@ -143,6 +154,7 @@ _ANNOTATIONS: dict[str, Any] = {
     "fit": Fit,
     "bandwidth": Bandwidth,
     "compute": Compute,
+    "cluster": ClusterMachines,
     "offload_threshold": OffloadThreshold,
     "offload_policy": OffloadPolicy,
     "ctx_size": Context,
@@ -166,7 +178,7 @@ _SECTIONS = {
     ),
     "Placement": ("fit", "offload_threshold", "offload_policy", "vram", "ram", "fit_margin", "runtime"),
     "KV cache": ("ctx_size", "cache_type_k", "cache_type_v", "mla"),
-    "Predicted speed": ("bandwidth", "compute"),
+    "Predicted speed": ("bandwidth", "compute", "cluster"),
 }  # fmt: skip
 _SECTION_OF = {name: section for section, names in _SECTIONS.items() for name in names}
 

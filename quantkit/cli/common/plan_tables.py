@@ -15,6 +15,7 @@ from quantkit.cli.common.terminal import message
 if TYPE_CHECKING:
     from quantkit.formats.imatrix import Imatrix
     from quantkit.placement.budget import Budget
+    from quantkit.placement.many_machines import Prediction
     from quantkit.recipe import Plan
 
 
@@ -54,6 +55,26 @@ def print_plan(plan: Plan, verbose: bool = False, budget: Budget | None = None, 
         f"{_names(plan)}: {len(plan.tensors)} tensors, {gib(plan.bytes_before)} -> {gib(plan.bytes_after)}, "
         f"{plan.bits_per_weight:.3f} bits per weight"
     )
+
+
+def print_prediction(found: Prediction) -> None:
+    """Print how long a cluster takes to quantize, and what binds."""
+    m = found.machines
+    parts = [(name, duration(getattr(found, name))) for name in ("encoding", "reading", "network")]
+    print()
+    print_table((f"{m.workers} x {m.cores} cores", "takes"), parts)
+    print(
+        f"quantize: about {duration(found.seconds)}, {found.binds} binds; {found.tasks_per_core:.0f} tasks for each "
+        "core; encoders as fast as on a core of this machine"
+    )
+
+
+def duration(seconds: float) -> str:
+    """A time for people, such as "2 h 05 min" or "41 s"."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
 def print_budget(budget: Budget, explain: bool = False) -> None:

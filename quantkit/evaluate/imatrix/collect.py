@@ -6,14 +6,20 @@ positions of a chunk count, also those whose logits are not scored. The matrices
 and on request the output matrix. `token_embd.weight` is only looked up, so no vector enters it unless it is also the
 output.
 
+What the observer sees in one call is summed by itself and then added. So these sums may be computed elsewhere
+(`Recorder`) and added in the order of the calls, with the same bits.
+
 A run can be saved at the end of a batch of chunks (`saved_run`) and resumed there from its `TextState`. Sums are stored
 exactly, so the result has the same bytes as that of an uninterrupted run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import functools
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,7 +27,7 @@ from quantkit.codegen import jit, thread_pool
 from quantkit.codegen.jit import kernel
 from quantkit.errors import DataError
 from quantkit.evaluate.chunk_runs import evaluate_chunks
-from quantkit.evaluate.imatrix.second_moments import MomentsCollector
+from quantkit.evaluate.imatrix.second_moments import InputForm, MomentsCollector, MomentsRecorder
 from quantkit.evaluate.models import ChunkModel
 from quantkit.evaluate.nll import negative_log_likelihood
 from quantkit.evaluate.perplexity import Perplexity
@@ -40,6 +46,28 @@ def _add_squares(x: np.ndarray, sums: np.ndarray, start: int, stop: int) -> None
             sums[j] += np.float64(x[t, j]) * np.float64(x[t, j])
 
 
+def _sums_of_squares(x: np.ndarray) -> np.ndarray:
+    """float64[n]: column sums of squares of float32[tokens, n]."""
+    sums = np.zeros(x.shape[1])
+    frozen = jit.readonly(np.ascontiguousarray(x))
+    thread_pool.over_rows(lambda a, b: _add_squares(frozen, sums, a, b), x.shape[1], multiple=64, pieces=1)
+    return sums
+
+
+class Observation(NamedTuple):
+    """The sums of squares float64[n] of `tokens` vectors that entered matrix `number` of a stack of `matrices`."""
+
+    name: str
+    number: int
+    matrices: int
+    squares: np.ndarray
+    tokens: int
+
+
+def _is_collected(name: str, process_output: bool) -> bool:
+    return name.startswith("blk.") or (process_output and name in OUTPUT_NAMES)
+
+
 class Collector:
     """Sums of squares by weight, and of products where `moments` is given; set `observe` as the model's observer."""
 
@@ -51,18 +79,20 @@ class Collector:
 
     def observe(self, name: str, x: np.ndarray, number: int = 0, matrices: int = 1) -> None:
         """Add float32[tokens, n] that enters the weight `name`: matrix `number` of a stack of `matrices`."""
-        if not (name.startswith("blk.") or (self.process_output and name in OUTPUT_NAMES)):
+        if not _is_collected(name, self.process_output):
             return
         if self.moments is not None:
             self.moments.observe(name, x, number, matrices)
         x = x.reshape(-1, x.shape[-1])
-        if name not in self.sums:
-            self.sums[name] = np.zeros((matrices, x.shape[1]))
-            self.counts[name] = np.zeros(matrices, np.int64)
-        sums = self.sums[name][number]
-        frozen = jit.readonly(np.ascontiguousarray(x))
-        thread_pool.over_rows(lambda a, b: _add_squares(frozen, sums, a, b), x.shape[1], multiple=64, pieces=1)
-        self.counts[name][number] += len(x)
+        self.add(Observation(name, number, matrices, _sums_of_squares(x), len(x)))
+
+    def add(self, seen: Observation) -> None:
+        """Add the sums of one call of an observer."""
+        if seen.name not in self.sums:
+            self.sums[seen.name] = np.zeros((seen.matrices, len(seen.squares)))
+            self.counts[seen.name] = np.zeros(seen.matrices, np.int64)
+        self.sums[seen.name][seen.number] += seen.squares
+        self.counts[seen.name][seen.number] += seen.tokens
 
     def result(self, dataset: str, chunk_size: int = 0) -> Imatrix:
         """The importance matrix so far. Raises DataError that names the first weight that NaN or Inf entered.
@@ -81,6 +111,30 @@ class Collector:
         return Imatrix(entries, self.chunks, dataset, chunk_size, second_moments=moments)
 
 
+class Recorder:
+    """An observer as `Collector` is one, which keeps the sums of each call for a collector elsewhere: `seen`.
+
+    forms   of second moments, whose sums of products are in `moments`, in the order of calls; None: none
+    """
+
+    def __init__(self, process_output: bool, forms: Mapping[str, InputForm] | None):
+        self.seen: list[Observation] = []
+        self.moments = None if forms is None else MomentsRecorder(forms)
+        self._process_output = process_output
+        self._last: tuple[np.ndarray, np.ndarray] | None = None  # an input and its sums of squares
+
+    def observe(self, name: str, x: np.ndarray, number: int = 0, matrices: int = 1) -> None:
+        """Keep the sums of float32[tokens, n] that enters the weight `name`."""
+        if not _is_collected(name, self._process_output):
+            return
+        if self.moments is not None:
+            self.moments.observe(name, x, number, matrices)
+        if self._last is None or self._last[0] is not x:  # q, k and v get the same array: it is sent once
+            self._last = x, _sums_of_squares(x.reshape(-1, x.shape[-1]))
+        squares = self._last[1]
+        self.seen.append(Observation(name, number, matrices, squares, x.size // len(squares)))
+
+
 @dataclass
 class TextState:
     """The state of a run over one text: its sums, and the negative log-likelihoods of the scored tokens so far."""
@@ -88,6 +142,51 @@ class TextState:
     collector: Collector
     nll: np.ndarray | None = None  # float64[n_chunk, rows_per_chunk]; None at the start, or without perplexity
     done: int = 0  # chunks
+
+
+@dataclass(frozen=True)
+class CollectOptions:
+    """What is collected over chunks.
+
+    process_output    also what enters the output matrix
+    with_perplexity   also the negative log-likelihoods
+    n_batch           tokens per batch, in whole chunks
+    """
+
+    process_output: bool = False
+    with_perplexity: bool = True
+    n_batch: int = DEFAULT_BATCH
+
+    def rows(self, n_ctx: int) -> slice:
+        """The positions that pass through the output matrix. (Every position passes through the blocks.)"""
+        if self.process_output:
+            return slice(0, n_ctx)
+        return scored_rows(n_ctx) if self.with_perplexity else slice(0, 0)
+
+    def nll(self, logits: np.ndarray, tokens: np.ndarray) -> np.ndarray | None:
+        """float64[k]: the nll of a chunk int[n_ctx], of the logits at its `rows`; None without perplexity."""
+        if not self.with_perplexity:
+            return None
+        scored = scored_rows(len(tokens))
+        return negative_log_likelihood(logits[scored] if self.process_output else logits, tokens[scored.start + 1 :])
+
+
+# Runs a model over chunks from `first` on: adds to the collector, and yields the nll of each chunk once the collector
+# has the sums of its whole batch. `collect_here`, or one that has workers run batches.
+CollectChunks = Callable[[Collector, Chunks, int, CollectOptions], Generator["np.ndarray | None", None, None]]
+
+
+def collect_here(
+    model: ChunkModel, collector: Collector, chunks: Chunks, first: int, options: CollectOptions
+) -> Generator[np.ndarray | None, None, None]:
+    """A `CollectChunks` with a model in this process."""
+    before, model.observer = model.observer, collector.observe
+    try:
+        run = evaluate_chunks(model, chunks.inputs[first:], options.n_batch, options.rows(chunks.n_ctx))
+        for offset, logits in run:
+            yield options.nll(logits, chunks.tokens[first + offset])
+    finally:
+        model.observer = before
 
 
 def collect(
@@ -100,39 +199,33 @@ def collect(
     on_chunk: Callable[[int, Perplexity | None], None] | None = None,
     on_batch: Callable[[TextState], None] | None = None,
     state: TextState | None = None,
+    run: CollectChunks | None = None,
 ) -> tuple[Imatrix, Perplexity | None]:
     """Run a model over chunks; return the importance matrix of its weights, and the perplexity if requested.
 
     `on_chunk(chunks done, perplexity so far or None)` is called after each chunk, `on_batch(state)` after
     each batch, when the sums cover whole chunks and may be saved. With `state` the run resumes after the chunks that
-    are done, and updates it.
+    are done, and updates it. `run` runs the chunks; None: here.
     """
     state = state or TextState(Collector(process_output))
-    collector = state.collector
-    scored = scored_rows(chunks.n_ctx)
-    # Every position passes through the blocks; only these positions pass through the output matrix.
-    rows = slice(0, chunks.n_ctx) if process_output else scored if with_perplexity else slice(0, 0)
+    options = CollectOptions(process_output, with_perplexity, n_batch)
     if with_perplexity and state.nll is None:
         state.nll = np.zeros((len(chunks), rows_per_chunk(chunks.n_ctx)))
-    together, first = max(1, n_batch // chunks.n_ctx), state.done
-    before, model.observer = model.observer, collector.observe
-    try:
-        for offset, logits in evaluate_chunks(model, chunks.inputs[first:], n_batch, rows):
-            index = first + offset
-            collector.chunks = state.done = index + 1
+    together = max(1, n_batch // chunks.n_ctx)
+    of_chunks = (run or functools.partial(collect_here, model))(state.collector, chunks, state.done, options)
+    with contextlib.closing(of_chunks):
+        for index, nll in enumerate(of_chunks, state.done):
+            state.collector.chunks = state.done = index + 1
             so_far = None
-            if with_perplexity and state.nll is not None:
-                scored_logits = logits[scored] if process_output else logits
-                state.nll[index] = negative_log_likelihood(scored_logits, chunks.tokens[index, scored.start + 1 :])
+            if nll is not None and state.nll is not None:
+                state.nll[index] = nll
                 so_far = Perplexity(state.nll[: index + 1], chunks.n_ctx)
             if on_chunk is not None:
                 on_chunk(index + 1, so_far)
             if on_batch is not None and (state.done % together == 0 or state.done == len(chunks)):
                 on_batch(state)
-    finally:
-        model.observer = before
     found = Perplexity(state.nll, chunks.n_ctx) if with_perplexity and state.nll is not None else None
-    return collector.result(chunks.source, chunks.n_ctx), found
+    return state.collector.result(chunks.source, chunks.n_ctx), found
 
 
 # -------------------------------------------------------------------------------------------------------- several texts

@@ -65,6 +65,12 @@ class ProductSums:
         thread_pool.over_rows(task, len(jobs), pieces=len(jobs))
         self.tokens[matrix] += len(x)
 
+    def add_sums(self, other: ProductSums, matrix: int) -> None:
+        """Add the only matrix of `other`, with the bits that `add` of the same vectors gives."""
+        for sums, more in zip(self.blocks[matrix], other.blocks[0], strict=True):
+            sums += more
+        self.tokens[matrix] += other.tokens[0]
+
     def are_finite(self) -> bool:
         return all(np.isfinite(block).all() for matrix in self.blocks for block in matrix)
 

@@ -17,6 +17,7 @@ from quantkit.evaluate.conditions import Conditions, evaluation_conditions, resu
 from quantkit.evaluate.fingerprint import fingerprint
 from quantkit.evaluate.imatrix.collect import Collector, TextState, collect, pooled
 from quantkit.evaluate.imatrix.coverage import split_by_matrix
+from quantkit.evaluate.imatrix.on_workers import CollectOnWorkers
 from quantkit.evaluate.imatrix.saved_run import SavedRun
 from quantkit.evaluate.imatrix.second_moments import (
     InputForm,
@@ -27,6 +28,7 @@ from quantkit.evaluate.imatrix.second_moments import (
     sizes,
 )
 from quantkit.evaluate.models import OnMessage, OpenModel, no_message, open_model
+from quantkit.evaluate.on_workers import ClusterRuns, WorkerModel, require_path, with_workers
 from quantkit.evaluate.perplexity import Perplexity
 from quantkit.evaluate.progress import ChunkClock, ChunkProgress
 from quantkit.evaluate.text import DEFAULT_BATCH, DEFAULT_CONTEXT, Chunks, chunked
@@ -36,6 +38,8 @@ from quantkit.formats.atomic import check_outputs
 from quantkit.formats.imatrix import Imatrix, merge
 
 if TYPE_CHECKING:
+    from distributed import Client
+
     from quantkit.runtime.model import Model
 
 UNCOUNTED = ("note: a legacy importance matrix has no token counts per expert, so a merged one has none either; "
@@ -103,6 +107,7 @@ def imatrix(
     progress: Callable[[ChunkProgress[Perplexity | None]], None] | None = None,
     on_message: OnMessage = no_message,
     open_model: OpenModel = open_model,
+    client: Client | None = None,
 ) -> ImatrixRun:
     """Collect an importance matrix and write it: the mean squared activation of each column of each weight over texts.
 
@@ -115,6 +120,8 @@ def imatrix(
     options      the command's flags; None for the defaults
     progress     called after each chunk, with the perplexity of the text so far, or None with no_ppl
     on_message   called with lines for people: what begins, what is resumed, what was saved
+    client       run the chunks on the workers of this dask cluster, which open the model's path with `open_model`; the
+                 file is that of a run without it
 
     Raises DataError for a text that is too short, NaN or Inf in a weight's input, or (missing_experts="error") experts
     without tokens; QuantkitError if a file would overwrite an input, or saved state is of another run.
@@ -122,6 +129,7 @@ def imatrix(
     o, output = options or ImatrixOptions(), Path(output)
     paths = [Path(text) for text in ([texts] if isinstance(texts, (str, os.PathLike)) else texts)]
     path = Path(os.fspath(model)) if isinstance(model, (str, os.PathLike)) else model.path
+    require_path(model, client)
     if not paths:
         raise QuantkitError("imatrix needs a text: pass it with -f FILE")
     files.check_policy(o.missing_experts)
@@ -154,22 +162,28 @@ def imatrix(
     started = time.monotonic()
     parts: list[Imatrix] = []
     perplexities: dict[str, Perplexity] = {}
-    for number, chunks in enumerate(chunk_sets):
-        state = checkpointer.text(number)
-        size = f"{len(chunks)} chunks of {o.ctx_size} tokens"
-        on_message(f"importance matrix over {size} of {chunks.source}, batch {o.batch_size}")
-        clock = ChunkClock(len(chunks), state.done, o.batch_size, o.ctx_size, chunks.source)
-        with checkpointer.interrupted():
-            part, ppl = collect(
-                model, chunks, process_output=o.process_output, with_perplexity=not o.no_ppl, n_batch=o.batch_size,
-                on_chunk=functools.partial(clock.report, progress),
-                on_batch=functools.partial(checkpointer.after_batch, number), state=state,
-            )  # fmt: skip
-        parts.append(part)
-        if ppl is not None:
-            perplexities[chunks.source] = ppl
+    with contextlib.ExitStack() as stack:
+        runs = collecting = None
+        if client is not None:
+            runs = ClusterRuns(client, on_message)
+            opening = WorkerModel(open_model, path, o.numerics, o.threads, o.ctx_size)
+            collecting = stack.enter_context(CollectOnWorkers(runs, opening, forms))
+        for number, chunks in enumerate(chunk_sets):
+            state = checkpointer.text(number)
+            size = f"{len(chunks)} chunks of {o.ctx_size} tokens"
+            on_message(f"importance matrix over {size} of {chunks.source}, batch {o.batch_size}")
+            clock = ChunkClock(len(chunks), state.done, o.batch_size, o.ctx_size, chunks.source)
+            with checkpointer.interrupted():
+                part, ppl = collect(
+                    model, chunks, process_output=o.process_output, with_perplexity=not o.no_ppl, n_batch=o.batch_size,
+                    on_chunk=functools.partial(clock.report, progress),
+                    on_batch=functools.partial(checkpointer.after_batch, number), state=state, run=collecting,
+                )  # fmt: skip
+            parts.append(part)
+            if ppl is not None:
+                perplexities[chunks.source] = ppl
     made = checkpointer.finish(parts)
-    return ImatrixRun(output, made, perplexities, time.monotonic() - started, conditions)
+    return ImatrixRun(output, made, perplexities, time.monotonic() - started, with_workers(conditions, runs))
 
 
 def _plan_moments(

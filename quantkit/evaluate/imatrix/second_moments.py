@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -135,6 +135,18 @@ class MomentsCollector:
         sums = self.sums[name]
         sums.add(rows, matrix if len(sums.tokens) > 1 else 0)
 
+    def add(self, seen: MomentsObservation) -> None:
+        """Add the sums of one call of a `MomentsRecorder`."""
+        self.first[seen.name] = seen.first
+        if seen.sums is None:
+            return
+        if seen.name not in self.sums:
+            columns = sum(len(block) for block in seen.sums.blocks[0])
+            self.sums[seen.name] = self.forms[seen.name].zeros(seen.stored, columns)
+        sums = self.sums[seen.name]
+        assert isinstance(sums, ProductSums)
+        sums.add_sums(seen.sums, seen.matrix)
+
     def result(self, entries: Mapping[str, Entry], origin: str) -> dict[str, SecondMoments]:
         """By weight name. DataError that names the first weight that NaN or Inf entered."""
         made: dict[str, SecondMoments] = {}
@@ -148,6 +160,53 @@ class MomentsCollector:
                 made[first] = SecondMoments(columns, block, sums.packed(), sums.tokens.copy(), origin, form.rank)
             made[name] = made[first]
         return {name: made[name] for name in entries if name in made}
+
+
+class MomentsObservation(NamedTuple):
+    """What one call of an observer adds to second moments.
+
+    first   the first weight with the same input; `name` itself for one with sums of its own
+    sums    of the input, of one stored matrix; None where those of `first` have it
+    """
+
+    name: str
+    first: str
+    matrix: int
+    stored: int
+    sums: ProductSums | None
+
+
+class MomentsRecorder:
+    """Observes as a `MomentsCollector` does, and keeps the sums of each call in `seen`, in their order.
+
+    QuantkitError for factors (rank:N): a sketch depends on the vectors that came before.
+    """
+
+    def __init__(self, forms: Mapping[str, InputForm]):
+        if ranked := [name for name, form in forms.items() if form.rank]:
+            raise QuantkitError(
+                f"second moments as factors, such as rank:{forms[ranked[0]].rank} of {ranked[0]}, depend on the order "
+                "of chunks, so workers cannot sum them; take full or blocks:N, or run without --cluster"
+            )
+        self.seen: list[MomentsObservation] = []
+        self._forms, self._first = forms, dict[str, str]()
+        self._own: set[str] = set()  # weights with sums
+        self._last: tuple[str, np.ndarray] | None = None
+
+    def observe(self, name: str, x: np.ndarray, matrix: int, matrices: int) -> None:
+        """Keep the sums of float32[tokens, n] that enters matrix `matrix` of the weight `name`."""
+        if name not in self._forms:
+            return
+        if self._last is not None and self._last[1] is x and name not in self._own:
+            self._first[name] = self._first[self._last[0]]
+            self.seen.append(MomentsObservation(name, self._first[name], 0, 0, None))
+            return
+        self._last, self._first[name] = (name, x), name
+        self._own.add(name)
+        rows, stored = x.reshape(-1, x.shape[-1]), 1 if _shares_states(name) else matrices
+        sums = ProductSums.zeros(1, x.shape[-1], self._forms[name].block)
+        sums.add(rows, 0)
+        self.seen.append(MomentsObservation(name, name, matrix if stored > 1 else 0, stored, sums))
 
 
 def _shares_states(name: str) -> bool:

@@ -99,7 +99,12 @@ class LayerRun:
 
     def release(self, block: Block) -> None:
         """Drop the memory of a block's weights."""
-        _release(self._model, [name for name in self._model.weights if layer_of(name) == block.layer])
+        release_block(self._model, block)
+
+
+def release_block(model: Model, block: Block) -> None:
+    """Drop the memory of a block's weights."""
+    _release(model, [name for name in model.weights if layer_of(name) == block.layer])
 
 
 def _hidden_states(shape: tuple[int, ...]) -> np.ndarray:

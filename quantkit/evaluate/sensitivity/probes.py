@@ -77,8 +77,11 @@ class Probes:
         inputs = [name for name in names if layer_of(name) is None and name not in outputs]
         for name in inputs:
             yield name, self._probe(name, lambda: self._finish(0, self._embed()), base)
-        x = self._embed()
+        x, layer_names = self._embed(), [name for name in names if layer_of(name) in layers]
+        last = max((layer_of(name) or 0 for name in layer_names), default=-1)
         for number, block in enumerate(model.blocks):
+            if block.layer > last and not outputs:
+                break
             for name in [name for name in names if layer_of(name) == block.layer]:
                 yield name, self._probe(name, functools.partial(self._finish, number, x), base)
             x = self._block(block, x)

@@ -8,15 +8,18 @@ is an error.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from quantkit import types
+from quantkit.cluster.in_order import KeptRun
 from quantkit.errors import DataError, UnsupportedError
 from quantkit.evaluate.fingerprint import fingerprint
 from quantkit.evaluate.layers.checkpoint_model import CheckpointModel
@@ -33,13 +36,18 @@ from quantkit.pipelines import planning
 from quantkit.placement.allocation.costs import Costs, TensorCost
 from quantkit.recipe import Options, PlannedTensor, parse, plan
 from quantkit.recipe.planning.planner import fitted_type, importance_entry
+from quantkit.runtime.scale_check import layer_of
 from quantkit.types import QuantType
 
 if TYPE_CHECKING:
+    from distributed import Client
+
     from quantkit.runtime.model import Model
 
 PROBE = "q4_0"
 TYPES = ("iq2_ks", "iq2_k", "iq3_ks", "iq3_k", "iq4_ks", "iq4_k", "iq5_ks", "iq5_k", "iq6_k", "q8_0")
+
+_KINDS = ("kld", "errors")
 
 _Progress = Callable[[int, int, str], None]  # measurements that are done, all, the tensor
 
@@ -79,6 +87,7 @@ def sensitivity(
     *,
     progress: _Progress = lambda done, total, name: None,
     on_message: OnMessage = no_message,
+    client: Client | None = None,
 ) -> Costs:
     """Measure what every type costs in every matrix of a model, and write the costs file `output`.
 
@@ -89,11 +98,24 @@ def sensitivity(
     A tensor's cost in a type is the error of its encoding in the metric of its inputs, times what such an error costs
     at the model's output, measured with a coarse type (`probe`) in that tensor alone.
 
+    With `client`, the workers of a dask cluster measure: a layer's probes, or the errors of a matrix, are a task. They
+    read the model, the text and the importance matrix, which must be files that they see too.
+
     An interrupted run leaves OUTPUT.partial-job.journal; the same call resumes it. DataError if that is of another run.
     """
     o = options or SensitivityOptions()
     run = _Run(source, Path(text), followed(Path(output)), o)
-    return run.measure(progress, on_message)
+    return run.measure(progress, on_message, client)
+
+
+class _Task(NamedTuple):
+    """Measurements of one kind, "kld" or "errors", of some tensors."""
+
+    kind: str
+    names: tuple[str, ...]
+
+
+_Measured = tuple[str, str, dict[str, Any]]  # kind, tensor, values
 
 
 class _Run:
@@ -112,9 +134,10 @@ class _Run:
         opened = planning.open_model(source, weights=True)
         assert opened.file is not None
         paths = [*opened.file.paths, text, *([Path(o.imatrix)] if o.imatrix else [])]
+        self.files, self._made_of = paths, (source, text)
         check_outputs([output], paths)
-        self.free = _free(opened)
-        self.matrix = _read_imatrix(o, [t.name for t in self.free])
+        self.free = {t.name: t for t in _free(opened)}
+        self.matrix = _read_imatrix(o, list(self.free))
         self.model = _load(opened.file, o)
         self.chunks = chunked(self.model.tokenizer, text, o.ctx_size, o.chunks)
         names = ("no_second_moments", "probe", "ctx_size", "rows", "effort")
@@ -131,28 +154,24 @@ class _Run:
         }
         self.job = fingerprint(paths, settings | {"quantkit": _version()})
 
-    def measure(self, progress: _Progress, on_message: OnMessage) -> Costs:
+    def measure(self, progress: _Progress, on_message: OnMessage, client: Client | None) -> Costs:
         """Measure what is not in the journal, and write the costs."""
         path = self.output.with_name(self.output.name + PARTIAL_JOB + JOURNAL)
         done = self._stored(path)
-        measured = [t for t in self.free if self._kind(t, self.probe).block_size > 1]
+        measured = [t for t in self.free.values() if self._kind(t, self.probe).block_size > 1]
         total = 2 * len(measured)
         entries = {name: dict(entry) for name, entry in done.entries.items()} if done is not None else {}
         if entries:
             on_message(f"{len(entries)} of {total} measurements are already in {path}")
         writer = journal.Journal(path, {"job": self.job}, lambda: None, done)
-
-        def record(kind: str, name: str, values: dict[str, Any]) -> None:
-            entries[f"{kind} {name}"] = {"name": f"{kind} {name}", **values}
-            writer.add(entries[f"{kind} {name}"])
-            progress(len(entries), total, name)
-
         progress(len(entries), total, "")
+        probes, errors = ([t.name for t in measured if f"{kind} {t.name}" not in entries] for kind in _KINDS)
         try:
-            self._probe_all([t for t in measured if f"kld {t.name}" not in entries], record)
-            for t in measured:
-                if f"errors {t.name}" not in entries:
-                    record("errors", t.name, self._errors(t))
+            results = self._here(probes, errors) if client is None else self._there(client, probes, errors)
+            for kind, name, values in results:
+                entries[f"{kind} {name}"] = {"name": f"{kind} {name}", **values}
+                writer.add(entries[f"{kind} {name}"])
+                progress(len(entries), total, name)
         finally:
             writer.close()
         found = {t.name: _cost(t, entries) for t in measured}
@@ -160,6 +179,43 @@ class _Run:
         costs.write(self.output)
         path.unlink(missing_ok=True)
         return costs
+
+    def _here(self, probes: Sequence[str], errors: Sequence[str]) -> Iterator[_Measured]:
+        for task in (_Task("kld", tuple(probes)), _Task("errors", tuple(errors))):
+            yield from self.measured(task)
+
+    def _there(self, client: Client, probes: Sequence[str], errors: Sequence[str]) -> Iterator[_Measured]:
+        """The measurements on workers: the probes of a layer together, since they share what enters it."""
+        tasks = [_Task("kld", tuple(names)) for _, names in itertools.groupby(probes, layer_of)]
+        tasks += [_Task("errors", (name,)) for name in errors]
+        source, text = map(os.path.abspath, self._made_of)
+        o = self.options
+        o = o if o.imatrix is None else replace(o, imatrix=os.path.abspath(o.imatrix))
+        make = functools.partial(_Run.on_worker, source, Path(text), self.output.absolute(), o)
+        with KeptRun(client, make, self.files) as run:
+            for parts in run.results(_Run.parts, tasks):
+                for part in parts:
+                    yield from part
+
+    @classmethod
+    def on_worker(
+        cls, source: str | os.PathLike[str], text: Path, output: Path, o: SensitivityOptions, threads: int
+    ) -> _Run:
+        """The state of a worker: the same run with the worker's threads."""
+        return cls(source, text, output, replace(o, threads=o.threads or threads))
+
+    def parts(self, task: _Task) -> list[list[_Measured]]:
+        """A task on a worker."""
+        return [list(self.measured(task))]
+
+    def measured(self, task: _Task) -> Iterator[_Measured]:
+        """Yield the measurements of a task."""
+        if task.kind == "kld":
+            for name, found in self._probes.run(task.names):
+                yield "kld", name, {"kld": found.kld, "error": found.error}
+            return
+        for name in task.names:
+            yield "errors", name, self._errors(self.free[name])
 
     def _stored(self, path: Path) -> journal.StoredJournal | None:
         if self.options.restart:
@@ -176,15 +232,13 @@ class _Run:
         """A type, or what the tensor's rows allow instead."""
         return fitted_type(kind, t)[0]
 
-    def _probe_all(self, tensors: Sequence[PlannedTensor], record: Callable[[str, str, dict[str, Any]], None]) -> None:
-        planned = {t.name: t for t in tensors}
-
+    @functools.cached_property
+    def _probes(self) -> Probes:
         def replacement(tensor: Tensor) -> Tensor:
-            kind = self._kind(planned[tensor.name], self.probe)
+            kind = self._kind(self.free[tensor.name], self.probe)
             return EncodedTensor(tensor, kind, self._encoded(tensor, kind))
 
-        for name, found in Probes(self.model, self.chunks, replacement).run(list(planned)):
-            record("kld", name, {"kld": found.kld, "error": found.error})
+        return Probes(self.model, self.chunks, replacement)
 
     def _encoded(self, tensor: Tensor, kind: QuantType) -> np.ndarray:
         """All rows of a tensor in the probe's type, with importance and without second moments."""

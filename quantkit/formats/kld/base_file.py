@@ -124,6 +124,26 @@ def encode_rows(logits: np.ndarray) -> EncodedRows:
     return EncodedRows(out, logits.shape[1])
 
 
+@dataclass(frozen=True)
+class BaseEncoder:
+    """Makes chunks as a `BaseWriter` stores them: what it takes of the writer, small enough to send to a worker.
+
+    path     of the file, for errors
+    counts   int64[n_chunk]: the rows of each chunk
+    """
+
+    path: Path
+    n_vocab: int
+    counts: np.ndarray
+
+    def encode(self, logits: np.ndarray, index: int) -> np.ndarray:
+        """uint8[n]: chunk `index` of the file, of its float32[rows, n_vocab] logits. DataError for another shape."""
+        expected = (int(self.counts[index]) if index < len(self.counts) else 0, self.n_vocab)
+        if logits.shape != expected:
+            raise DataError(f"{self.path}: chunk {index}: expected logits {expected}, got {logits.shape}")
+        return encode_rows(logits).words.astype("<u2", copy=False).reshape(-1).view(np.uint8)
+
+
 class BaseReader:
     """A base file, mapped: `.n_ctx .n_vocab .n_chunk`, `.tokens` int32[n_chunk, n_ctx], `.chunk(i)` EncodedRows.
 
@@ -161,6 +181,9 @@ class BaseReader:
                 f"the vocabulary has {self.n_vocab}"
             )
         self.tokens = tokens.reshape(self.n_chunk, self.n_ctx)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return BaseReader, (self.path.absolute(), self.scored)  # a worker opens the file itself
 
     def chunk(self, index: int) -> EncodedRows:
         """The rows of one chunk; FormatError if scale or min_log_prob of a row are impossible."""
@@ -210,6 +233,7 @@ class BaseWriter:
             raise DataError(f"{path}: this format cannot record which tokens are scored; name the file .qkld")
         self.n_vocab, self._logged = n_vocab, logged
         self._counts = row_counts(self.tokens.shape[1], len(self.tokens), scored)
+        self.encoder = BaseEncoder(self.path, n_vocab, self._counts)
 
     def __enter__(self) -> BaseWriter:
         n_chunk, n_ctx = self.tokens.shape
@@ -227,12 +251,11 @@ class BaseWriter:
 
     def write(self, logits: np.ndarray) -> None:
         """Append one chunk's float32[rows, n_vocab] logits."""
-        written = len(self._file.places)
-        expected = (int(self._counts[written]) if written < len(self.tokens) else 0, self.n_vocab)
-        if logits.shape != expected:
-            raise DataError(f"{self.path}: chunk {written}: expected logits {expected}, got {logits.shape}")
-        words = encode_rows(logits).words.astype("<u2", copy=False)
-        self._file.append(words.reshape(-1).view(np.uint8).data)
+        self.append(self.encoder.encode(logits, len(self._file.places)))
+
+    def append(self, encoded: np.ndarray) -> None:
+        """Append one chunk that the encoder made."""
+        self._file.append(encoded.data)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -329,6 +329,57 @@ def _expanded(data: bytes, max_bytes: int, *, exactly: bool = False) -> bytes:
 # --------------------------------------------------------------------------------------------------------------- files
 
 
+@dataclass(frozen=True)
+class BoundedEncoder:
+    """Makes chunks as a `BoundedWriter` stores them: what it takes of the writer, small enough to send to a worker.
+
+    path     of the file, for errors
+    tokens   int[n_chunk, n_ctx]
+    target   nats, as for the writer
+    counts   int64[n_chunk]: the rows of each chunk
+    scored   the scored tokens; None: the second half of each chunk
+    """
+
+    path: Path
+    tokens: np.ndarray
+    n_vocab: int
+    target: float
+    counts: np.ndarray
+    scored: ScoredTokens | None
+
+    def encode(self, logits: np.ndarray, index: int) -> np.ndarray:
+        """uint8[n]: chunk `index` of the file, of its float32[rows, n_vocab] logits. DataError for another shape."""
+        expected = (int(self.counts[index]) if index < len(self.tokens) else 0, self.n_vocab)
+        if logits.shape != expected or index >= len(self.tokens):
+            raise DataError(f"{self.path}: chunk {index}: expected logits {expected}, got {logits.shape}")
+        if not np.isfinite(logits.sum(axis=1, dtype=np.float64)).all():
+            raise DataError(f"{self.path}: chunk {index}: logits hold NaN or Inf")
+        return np.frombuffer(self._fitting(np.asarray(logits, np.float32), index), np.uint8)
+
+    def _fitting(self, logits: np.ndarray, index: int) -> bytes:
+        """Encode a chunk with the largest step that reaches the target, or a larger one if the size demands it.
+
+        The size does not limit small vocabularies, where the numbers of a row alone take more. The seed of the random
+        numbers is a hash of the text: the same model and text give the same file, and no candidate depends on it.
+        """
+        tokens = self.tokens[index]
+        if self.scored is None:
+            targets = tokens[scored_rows(len(tokens)).start + 1 :]
+        else:
+            targets = tokens[self.scored.rows(index) + 1]
+        seed = int(digest(tokens.tobytes() + struct.pack("<I", index)), 16)
+        limited = self.n_vocab >= FROM_VOCABULARY
+        most = 2 * len(logits) * (row_words(self.n_vocab) // SMALLER - 32) if limited else math.inf
+        over = max(len(logits), min(_TARGET_TOKENS, int(self.counts.sum())))
+        step = steps(logits, self.target, over, most)
+        while True:
+            data = _pack(encode_rows(logits, targets, step, seed))
+            if len(data) <= most or step > 0.1:
+                return data
+            # Halving the stored tokens takes about one octave; the square root aims just below the limit.
+            step = min(0.5, step * max(2**0.125, (len(data) / most) ** 0.5))
+
+
 class BoundedWriter:
     """Writes a `.qkld` chunk by chunk; used like `BaseWriter`.
 
@@ -351,7 +402,8 @@ class BoundedWriter:
             raise DataError(f"{path}: a bound of {target} nats; it must be larger than 0")
         self.n_vocab, self.target, self.note, self._logged = n_vocab, target, note or {}, logged
         self.scored, self._magic = scored, MAGIC if scored is None else MAGIC_SCORED
-        self._counts = row_counts(self.tokens.shape[1], len(self.tokens), scored)
+        counts = row_counts(self.tokens.shape[1], len(self.tokens), scored)
+        self.encoder = BoundedEncoder(self.path, self.tokens, n_vocab, target, counts, scored)
 
     def __enter__(self) -> BoundedWriter:
         self._file = ChunkFile(self.path, self._magic + bytes(8), self._logged, _size_at)
@@ -365,36 +417,11 @@ class BoundedWriter:
 
     def write(self, logits: np.ndarray) -> None:
         """Append one chunk's float32[rows, n_vocab] logits."""
-        index = len(self._file.places)
-        expected = (int(self._counts[index]) if index < len(self.tokens) else 0, self.n_vocab)
-        if logits.shape != expected or index >= len(self.tokens):
-            raise DataError(f"{self.path}: chunk {index}: expected logits {expected}, got {logits.shape}")
-        if not np.isfinite(logits.sum(axis=1, dtype=np.float64)).all():
-            raise DataError(f"{self.path}: chunk {index}: logits hold NaN or Inf")
-        self._file.append(self._fitting(np.asarray(logits, np.float32), index))
+        self.append(self.encoder.encode(logits, len(self._file.places)))
 
-    def _fitting(self, logits: np.ndarray, index: int) -> bytes:
-        """Encode a chunk with the largest step that reaches the target, or a larger one if the size demands it.
-
-        The size does not limit small vocabularies, where the numbers of a row alone take more. The seed of the random
-        numbers is a hash of the text: the same model and text give the same file, and no candidate depends on it.
-        """
-        tokens = self.tokens[index]
-        if self.scored is None:
-            targets = tokens[scored_rows(len(tokens)).start + 1 :]
-        else:
-            targets = tokens[self.scored.rows(index) + 1]
-        seed = int(digest(tokens.tobytes() + struct.pack("<I", index)), 16)
-        limited = self.n_vocab >= FROM_VOCABULARY
-        most = 2 * len(logits) * (row_words(self.n_vocab) // SMALLER - 32) if limited else math.inf
-        over = max(len(logits), min(_TARGET_TOKENS, int(self._counts.sum())))
-        step = steps(logits, self.target, over, most)
-        while True:
-            data = _pack(encode_rows(logits, targets, step, seed))
-            if len(data) <= most or step > 0.1:
-                return data
-            # Halving the stored tokens takes about one octave; the square root aims just below the limit.
-            step = min(0.5, step * max(2**0.125, (len(data) / most) ** 0.5))
+    def append(self, encoded: np.ndarray) -> None:
+        """Append one chunk that the encoder made."""
+        self._file.append(encoded.data)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -449,6 +476,9 @@ class BoundedReader:
             self._read_index(json_input.parse(expanded, f"{path}: offset {place}: the index"))
         except (ValueError, KeyError, TypeError, OverflowError, MemoryError, DataError, zlib.error) as error:
             raise FormatError(f"{path}: offset {place}: the index is not one of a bounded base ({error})") from None
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return BoundedReader, (self.path.absolute(),)  # a worker opens the file itself
 
     def _read_index(self, index: dict[str, Any]) -> None:
         self.n_ctx, self.n_vocab, self.n_chunk = (int(index[k]) for k in ("n_ctx", "n_vocab", "n_chunk"))

@@ -1,0 +1,247 @@
+"""Simulate the quantization of DeepSeek V3 and Kimi-K2 over many workers: efficiency, the scheduler's share, memory.
+
+    python benchmarks/bench_cluster.py [--cores 16] [--network 10] [--storage 20] [--waves 12] [--empty 2000] [--save]
+
+Tensors, types and pieces are those that `quantize` makes of the published config.json with `recipes/deepseek-iq2_k`.
+Nothing is encoded. The time of a task is its number of weights over the speed of its type's encoder on one core, which
+is measured here, as CPU time of one thread.
+
+Two parts:
+
+    dask        dask's own scheduler, with workers in this process whose tasks sleep as long as the encoder would take.
+                Then --empty tasks of no time give the CPU time of the coordinator (client, scheduler and, here, the
+                workers' ends of connections) for each task. Efficiency is the time of tasks over that of
+                all threads. It runs the first tasks of DeepSeek V3, --waves for each thread, at real
+                speed; a worker has one thread.
+    simulated   a clock for whole models. A task is handed out by a coordinator that takes the measured time for each,
+                reads its source over the storage that all share, is encoded on a core, and sends its bytes over the
+                coordinator's network. The share of each in the time of a run tells which of them binds.
+
+A worker is a machine of --cores cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import json
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import records
+from benchmarks.bench_jobs import CONFIG as LAYOUT
+from benchmarks.records import Column, Table
+from quantkit import types
+from quantkit.cluster.tasks import TaskRun
+from quantkit.formats import provenance
+from quantkit.pipelines import api
+from quantkit.pipelines.options import PlanOptions
+from quantkit.recipe import Plan
+
+TABLE = Table(
+    "cluster",
+    "How does quantizing scale over machines?",
+    (
+        Column("model"), Column("how"), Column("workers", "workers", "d"), Column("cores", "cores", "d"),
+        Column("weights", "10⁶ weights a task", ".1f"), Column("output", "output"),
+        Column("tasks", "tasks", "d"), Column("hours", "hours", ".3f"), Column("efficiency", "efficiency", ".3f"),
+        Column("scheduler", "scheduler busy", ".3f"), Column("storage", "storage busy", ".3f"),
+        Column("network", "network busy", ".3f"), Column("memory", "coordinator, MB", ".0f"), Column("binds"),
+    ),
+    "A fake encoder takes as long as the real one, measured on one core. `dask` runs dask's own scheduler with "
+    "sleeping tasks for a part of the model; `clock` runs whole models on a simulated clock, with dask's measured time "
+    "for each task, storage of 20 GB/s and 10 Gbit/s at the coordinator. Workers return the output to it, or write it "
+    "to shared storage. Busy is the share of the run's time. The memory of the coordinator is that of the tasks that "
+    "are handed out.",
+)  # fmt: skip
+CONFIGS: dict[str, dict[str, Any]] = {
+    "DeepSeek V3": LAYOUT | {"vocab_size": 129280, "num_hidden_layers": 61, "n_routed_experts": 256,
+                             "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4},
+    "Kimi-K2": LAYOUT | {"vocab_size": 163840, "num_hidden_layers": 61, "n_routed_experts": 384,
+                         "num_attention_heads": 64, "num_key_value_heads": 64, "routed_scaling_factor": 2.827},
+}  # fmt: skip
+RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "deepseek-iq2_k.recipe"
+MAX_PIECES = 32  # of a task
+TASKS_PER_THREAD = 32  # at least
+LARGER = 4  # times the weights of a task, to see what the scheduler costs
+AHEAD = 2  # tasks for each thread that are handed out
+SIZES = (8, 64, 512)
+
+
+@dataclass(frozen=True)
+class Task:
+    """Pieces of a tensor: seconds on one core, bytes that are read and returned."""
+
+    seconds: float
+    read: int
+    returned: int
+
+
+def plan_of(config: Mapping[str, Any]) -> Plan:
+    """The plan of a model from its config alone."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.json"
+        path.write_text(json.dumps(config))
+        return api.plan(path, "IQ2_K", PlanOptions(recipe=str(RECIPE))).plan
+
+
+def speed(name: str, columns: int = 7168) -> float:
+    """Weights a second that one core encodes in a type, by CPU time of this thread; copies have no limit."""
+    kind = types.get(name)
+    if kind.block_size == 1:
+        return 1e9
+    rows = np.random.default_rng(1).standard_normal((32, columns)).astype(np.float32)
+    importance = np.ones(columns, np.float32)
+    kind.quantize(rows, importance, threads=1)  # compiles
+    begin = time.thread_time()
+    kind.quantize(rows, importance, threads=1)
+    return rows.size / (time.thread_time() - begin)
+
+
+def task_weights(plan: Plan, threads: int) -> int:
+    """Weights of a task: MAX_PIECES pieces, or fewer, so that all threads have TASKS_PER_THREAD."""
+    weights = sum(int(np.prod(t.shape)) for t in plan.tensors)
+    return min(MAX_PIECES * provenance.PIECE_ELEMENTS, weights // (threads * TASKS_PER_THREAD))
+
+
+def tasks_of(plan: Plan, speeds: Mapping[str, float], most: int) -> list[Task]:
+    """The tasks of a plan: consecutive pieces of a tensor, of at most so many weights."""
+    found = []
+    for t in plan.tensors:
+        total, bits = int(np.prod(t.shape)), t.type.bits_per_weight(t.shape[-1])
+        count = max(1, -(-total // max(most, provenance.PIECE_ELEMENTS)))
+        each = total / count
+        found += [Task(each / speeds[t.type.name], int(2 * each), int(each * bits / 8))] * count
+    return found
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What the coordinator takes for a task: seconds of its CPU, and bytes while it is handed out."""
+
+    seconds: float
+    memory: float
+
+
+def simulate(tasks: Sequence[Task], threads: int, costs: Costs, storage: float, network: float) -> dict[str, float]:
+    """Run tasks on a simulated clock; `storage` and `network` are shared, in bytes a second."""
+    free = [0.0] * threads  # when each thread has no task
+    consumed: list[float] = []  # when the coordinator has the result of each task
+    handed_out = read = sent = end = 0.0
+    for number, task in enumerate(tasks):
+        before = consumed[number - AHEAD * threads] if number >= AHEAD * threads else 0.0
+        handed_out = max(handed_out, before) + costs.seconds
+        read = max(read, heapq.heappop(free), handed_out) + task.read / storage
+        done = read + task.seconds
+        heapq.heappush(free, done)
+        sent = max(sent, done) + task.returned / network
+        consumed.append(sent)
+        end = max(end, sent)
+    work = sum(task.seconds for task in tasks)
+    shares = {
+        "efficiency": work / threads / end,
+        "scheduler": len(tasks) * costs.seconds / end,
+        "storage": sum(task.read for task in tasks) / storage / end,
+        "network": sum(task.returned for task in tasks) / network / end,
+    }
+    return {"hours": end / 3600, **shares, "memory": AHEAD * threads * costs.memory / 1e6}
+
+
+def binds(row: Mapping[str, float]) -> str:
+    """What takes the largest share of a run's time."""
+    names = {"efficiency": "encoding", "scheduler": "scheduler", "storage": "reading", "network": "network"}
+    return names[max(names, key=lambda key: row[key])]
+
+
+class _Sleep(NamedTuple):
+    """A task of the fake encoder, with as many bytes of arguments as the importance of a row takes."""
+
+    seconds: float
+    importance: bytes
+
+
+def _sleep(task: _Sleep) -> float:
+    time.sleep(task.seconds)
+    return task.seconds
+
+
+def run_dask(tasks: Sequence[Task], workers: int, threads: int, empty: int) -> tuple[dict[str, float], Costs]:
+    """Run tasks by dask's scheduler, with workers of so many threads in this process; then `empty` tasks of no time."""
+    import psutil
+    from distributed import Client, LocalCluster
+
+    process, importance = psutil.Process(), bytes(4 * 7168)
+    with (
+        LocalCluster(
+            n_workers=workers, threads_per_worker=threads, processes=False, memory_limit=0, dashboard_address=None
+        ) as cluster,
+        Client(cluster) as client,
+    ):
+        warm = [_Sleep(0.0, importance)] * workers
+        list(TaskRun(client, _sleep, warm))
+        memory, peak, begin, work = process.memory_info().rss, 0, time.monotonic(), 0.0
+        cpu = time.process_time()
+        for number, done in enumerate(TaskRun(client, _sleep, [_Sleep(t.seconds, importance) for t in tasks])):
+            work += done.result
+            if number % 64 == 0:
+                peak = max(peak, process.memory_info().rss - memory)
+        wall, cpu = time.monotonic() - begin, time.process_time() - cpu
+        begun = time.process_time()
+        list(TaskRun(client, _sleep, warm[:1] * empty))
+        each = (time.process_time() - begun) / empty
+    costs = Costs(each, peak / (AHEAD * workers * threads))
+    row = {"hours": wall / 3600, "efficiency": work / wall / workers / threads, "scheduler": cpu / wall}
+    return row | {"storage": 0.0, "network": 0.0, "memory": peak / 1e6}, costs
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cores", type=int, default=16, help="cores of a worker")
+    parser.add_argument("--network", type=float, default=10.0, help="of the coordinator, Gbit/s")
+    parser.add_argument("--storage", type=float, default=20.0, help="that all workers share, GB/s")
+    parser.add_argument("--waves", type=int, default=12, help="tasks for each thread of the runs by dask")
+    parser.add_argument("--empty", type=int, default=2000, help="tasks that measure the coordinator's time")
+    records.add_option(parser)
+    options = parser.parse_args()
+    plans = {name: plan_of(config) for name, config in CONFIGS.items()}
+    speeds = {name: speed(name) for plan in plans.values() for name in {t.type.name for t in plan.tensors}}
+    print("weights/s on a core: " + ", ".join(f"{name} {value / 1e6:.2f} M" for name, value in speeds.items()))
+    rows: list[dict[str, object]] = []
+    name = "DeepSeek V3"
+    for size in SIZES:  # one thread for each simulated worker
+        most = task_weights(plans[name], size)
+        tasks = [t for t in tasks_of(plans[name], speeds, most) if t.seconds > 1][: options.waves * size]
+        processes = min(size, 32)
+        row, costs = run_dask(tasks, processes, size // processes, options.empty)
+        rows.append({"model": name, "how": "dask", "workers": size, "cores": size, "weights": most / 1e6,
+                     "output": "", "tasks": len(tasks), **row, "binds": binds(row)})  # fmt: skip
+        print(rows[-1], f"{1e3 * costs.seconds:.2f} ms and {costs.memory / 1e3:.0f} kB a task", flush=True)
+    for name, plan in plans.items():
+        for workers in SIZES:
+            for cores, shared, larger in ((1, False, 1), (options.cores, False, 1), (options.cores, True, LARGER)):
+                threads = workers * cores
+                most = larger * task_weights(plan, threads)
+                tasks = tasks_of(plan, speeds, most)
+                network = 1e15 if shared else options.network * 1e9 / 8
+                row = simulate(tasks, threads, costs, options.storage * 1e9, network)
+                rows.append({"model": name, "how": "clock", "workers": workers, "cores": threads,
+                             "weights": most / 1e6, "output": "shared" if shared else "returned",
+                             "tasks": len(tasks), **row, "binds": binds(row)})  # fmt: skip
+                print(rows[-1])
+    details = {"weights_per_second": speeds, "scheduler_seconds": costs.seconds, "task_bytes": costs.memory}
+    print(f"peak of this process: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3:.0f} MB")
+    records.save(TABLE, rows, options, details)
+
+
+if __name__ == "__main__":
+    main()

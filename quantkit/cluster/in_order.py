@@ -1,0 +1,243 @@
+"""`KeptRun`: run a function over many arguments on workers that keep a state, and give the results in order.
+
+Each worker runs one task and has another waiting, so that results wait on workers, not in this process: a result is
+fetched in its turn, in parts. dask runs the tasks of a dead worker again. When all tasks are handed out, those of slow
+workers are given to idle ones too, and the first result counts: tasks are deterministic.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quantkit.cluster.workers import require_same
+from quantkit.errors import QuantkitError
+
+if TYPE_CHECKING:
+    from distributed import Client, Future
+
+    from quantkit.cluster.kept import Head
+
+PER_WORKER = 2  # tasks: one runs, one waits
+AHEAD = 4  # tasks for each worker that may be done before their turn
+WAIT_SECONDS = 60.0  # for a worker or the scheduler to come back
+_REFRESH_SECONDS = 1.0
+_SLOW = 2.0  # a task that takes so many times the longest one is run on another worker too
+
+
+@dataclass
+class WorkerTime:
+    """The tasks that a worker has done, and their seconds."""
+
+    tasks: int = 0
+    seconds: float = 0.0
+
+
+class KeptRun:
+    """A context manager.
+
+    make    called on each worker with its number of threads, gives its state; a picklable function of quantkit
+    files   checked on all workers at the start: the same quantkit, the same files
+
+    `workers` are the times of workers by address.
+    """
+
+    def __init__(self, client: Client, make: Callable[[int], Any], files: Sequence[str | Path]):
+        self.client, self._make = client, make
+        self._identities = require_same(client, files)
+        self.name = f"quantkit-{uuid.uuid4().hex}"
+        self.workers: dict[str, WorkerTime] = {}
+
+    def __enter__(self) -> KeptRun:
+        self._register()
+        return self
+
+    def _register(self) -> None:
+        from quantkit.cluster.kept import Kept
+
+        self.client.register_plugin(Kept(self.name, self._make, self._identities))
+
+    def __exit__(self, *error: object) -> None:
+        with contextlib.suppress(Exception):  # the error of the run counts, not that of a scheduler that is gone
+            self.client.unregister_worker_plugin(self.name)
+
+    def results(
+        self, function: Callable[[Any, Any], Sequence[Any]], arguments: Sequence[Any], stages: int = 0
+    ) -> Iterator[Iterator[Any]]:
+        """Yield the parts of function(state, argument) for each argument, in their order.
+
+        function   of quantkit, picklable; gives a list of parts, of which one at a time is in this process' memory
+        stages     of a pipeline: function(state, (argument, stage, first part of the stage before or None)) of each
+                   stage in turn; 0: no pipeline
+
+        An error of a task is raised again. QuantkitError if a task ends several workers, or none is left.
+        """
+        flights = _Flights(self, function, arguments, stages)
+        try:
+            for index in range(len(arguments)):
+                yield flights.parts(index)
+        finally:
+            flights.cancel()
+
+    def count(self, head: Head) -> None:
+        """Add a task to the times of its worker."""
+        times = self.workers.setdefault(head.worker, WorkerTime())
+        times.tasks, times.seconds = times.tasks + 1, times.seconds + head.seconds
+
+
+@dataclass
+class _Flight:
+    """A task that was handed out: its copies on workers, and since when."""
+
+    futures: list[Future]
+    workers: list[str]
+    since: float
+
+
+class _Flights:
+    """The tasks of `KeptRun.results` that are handed out."""
+
+    def __init__(
+        self, run: KeptRun, function: Callable[[Any, Any], Sequence[Any]], arguments: Sequence[Any], stages: int
+    ):
+        self._run, self._function, self._arguments, self._stages = run, function, arguments, stages
+        self._flights: dict[int, _Flight] = {}
+        self._next, self._longest, self._losses = 0, 0.0, 0
+        self._done: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self._known: list[str] = []  # addresses of workers
+        self._refreshed, self._seen = 0.0, time.monotonic()  # when they were asked for, and when there were some
+
+    def parts(self, index: int) -> Iterator[Any]:
+        """The parts of a result; the flight ends after the last."""
+        from quantkit.cluster import kept
+
+        future = self._landed(index)
+        head: Head = self._result(self._run.client.submit(kept.head, future, pure=False), index)
+        self._longest = max(self._longest, head.seconds)
+        self._run.count(head)
+        yield head.part
+        for i in range(1, head.parts):
+            yield self._result(self._run.client.submit(kept.part, future, i, pure=False), index)
+        self._run.client.cancel(self._flights.pop(index).futures)
+
+    def _landed(self, index: int) -> Future:
+        """A finished copy of a task. Hands out further tasks meanwhile."""
+        while True:
+            self._hand_out(index)
+            flight = self._flights.get(index)
+            for future in flight.futures if flight else ():
+                if future.status in ("cancelled", "lost"):
+                    self._recover(index)
+                    break
+                if future.done():
+                    return future
+            with contextlib.suppress(queue.Empty):
+                self._done.get(timeout=_REFRESH_SECONDS)
+
+    def _hand_out(self, index: int) -> None:
+        """Give tasks to workers that have too few."""
+        workers = self._workers()
+        active = [flight for flight in self._flights.values() if not _ended(flight)]
+        load = Counter(dict.fromkeys(workers, 0))
+        load.update(worker for flight in active for worker in flight.workers if worker in load)
+        room = PER_WORKER * len(workers) - len(active)
+        if self._stages > len(workers):
+            room = len(self._arguments)
+        elif not self._stages:
+            room = min(room, index + AHEAD * len(workers) - self._next)
+        for i in range(self._next, min(self._next + room, len(self._arguments))):
+            worker = min(workers, key=load.__getitem__)
+            if not self._stages and load[worker] >= PER_WORKER:
+                break
+            load[worker] += 1
+            self._flights[i] = _Flight([self._submit(i, worker)], [worker], time.monotonic())
+            self._next = i + 1
+        if self._next == len(self._arguments) and self._longest and not self._stages:
+            self._repeat([worker for worker in workers if not load[worker]])
+
+    def _repeat(self, idle: list[str]) -> None:
+        """Give tasks of slow workers to idle ones too."""
+        late = time.monotonic() - _SLOW * self._longest * PER_WORKER
+        for index, flight in self._flights.items():
+            if idle and len(flight.futures) == 1 and flight.since < late and not _ended(flight):
+                worker = idle.pop()
+                flight.futures.append(self._submit(index, worker))
+                flight.workers.append(worker)
+
+    def _submit(self, index: int, worker: str) -> Future:
+        from quantkit.cluster import kept
+
+        client, run = self._run.client, self._run
+        task = run.name, self._function, self._arguments[index]
+        if not self._stages:
+            future = client.submit(
+                kept.run, *task, workers=[worker], allow_other_workers=True, pure=False, priority=-index
+            )
+        else:
+            before, workers = None, self._known
+            for stage in range(self._stages):
+                of_stage, pass_ = workers[stage % len(workers)], stage // len(workers)
+                future = before = client.submit(
+                    kept.run_stage, *task, stage, before, workers=[of_stage], allow_other_workers=True, pure=False,
+                    priority=-(pass_ * len(self._arguments) + index),
+                )  # fmt: skip
+        future.add_done_callback(self._done.put)
+        return future
+
+    def _workers(self) -> list[str]:
+        """Addresses of the workers that are there. QuantkitError if there are none for a while."""
+        now = time.monotonic()
+        if now - self._refreshed > _REFRESH_SECONDS or not self._known:
+            self._known, self._refreshed = sorted(self._run.client.nthreads()), now
+        if self._known:
+            self._seen = now
+        elif now - self._seen > WAIT_SECONDS:
+            raise QuantkitError(
+                f"no worker is left at {self._run.client.scheduler.address} for {WAIT_SECONDS:.0f} s; start some, and "
+                "run the same command again to resume"
+            )
+        return self._known
+
+    def _result(self, future: Future, index: int) -> Any:
+        from distributed import KilledWorker
+
+        try:
+            return future.result()
+        except KilledWorker as error:
+            raise QuantkitError(
+                f"task {index} of {len(self._arguments)}: {error.allowed_failures + 1} workers ended while they ran "
+                "it; their logs may tell why, most often memory; start workers with more, or take a smaller -b"
+            ) from None
+
+    def _recover(self, index: int) -> None:
+        """After the scheduler has lost tasks: hand them out again. QuantkitError if it does not come back."""
+        self._losses += 1
+        deadline = time.monotonic() + WAIT_SECONDS
+        client = self._run.client
+        while client.status != "running" and time.monotonic() < deadline:
+            time.sleep(_REFRESH_SECONDS)
+        if client.status != "running" or self._losses > len(self._arguments):
+            raise QuantkitError("the connection to the scheduler is lost; run the same command again to resume")
+        with contextlib.suppress(CancelledError):
+            self.cancel()
+        self._run._register()
+        self._next, self._known = index, []
+
+    def cancel(self) -> None:
+        """Cancel what is handed out."""
+        futures = [future for flight in self._flights.values() for future in flight.futures]
+        self._flights.clear()
+        if futures and self._run.client.status == "running":
+            self._run.client.cancel(futures, force=True)
+
+
+def _ended(flight: _Flight) -> bool:
+    return any(future.done() for future in flight.futures)

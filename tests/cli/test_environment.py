@@ -13,6 +13,7 @@ from typer.main import get_command
 from quantkit import cli
 from quantkit.cli import main
 from quantkit.codegen import disk_cache, thread_pool
+from quantkit.formats.gguf import dialects
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "environment.md"
 
@@ -27,8 +28,8 @@ def parsers() -> Iterator[tuple[str, object]]:
 def test_the_page_lists_the_variables_of_all_options() -> None:
     listed = set(re.findall(r"QUANTKIT_[A-Z_]+", PAGE.read_text()))
     shown = {param.envvar: param for _, parser in parsers() for param in parser.params if param.envvar}  # type: ignore[attr-defined]
-    assert listed == set(shown)
-    assert listed == {"QUANTKIT_API_KEY", "QUANTKIT_CACHE_DIR", "QUANTKIT_PROGRESS", "QUANTKIT_THREADS"}
+    assert listed - {dialects.VARIABLE} == set(shown)  # for files that no command could be told about
+    assert set(shown) == {"QUANTKIT_API_KEY", "QUANTKIT_CACHE_DIR", "QUANTKIT_PROGRESS", "QUANTKIT_THREADS"}
 
 
 def test_every_option_of_a_habit_has_its_variable() -> None:

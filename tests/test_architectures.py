@@ -244,7 +244,8 @@ NOT_IN_WHEEL = frozenset((
 def in_wheel(arch: str, config: Any) -> bool:
     """Whether wheel 0.1.5 computes a model as transformers does.
 
-    granite               what enters attention and feed-forward is multiplied by residual_multiplier as well
+    granite               what enters attention and feed-forward is multiplied by residual_multiplier as well; biases of
+                          attention are not added
     granitemoe            experts are added to their normed input, as those of Mixtral
     gemma2                it ends the process unless there are 26, 42 or 46 layers
     glm-dsa               it ends the process
@@ -252,6 +253,8 @@ def in_wheel(arch: str, config: Any) -> bool:
     """
     if arch == "gemma2":
         return bool(config.num_hidden_layers == 26)
+    if arch == "granite" and config.attention_bias:
+        return False
     return arch not in NOT_IN_WHEEL and getattr(config, "residual_multiplier", 1.0) == 1.0
 
 

@@ -167,7 +167,7 @@ def test_what_is_not_finite_is_named_and_the_states_stay(hybrid: Path) -> None:
     model.forward(TOKENS[:10], cache)
     name = "blk.3.ssm_out.weight"
     model._weight(Linear(name))
-    good, poisoned = model._linears[name].tensor, np.array(model.weights[name].dequantize())
+    good, poisoned = model._linears[Linear(name)].tensor, np.array(model.weights[name].dequantize())
     poisoned[5, 6] = np.nan
 
     class Bad:

@@ -35,12 +35,12 @@ TEXTS = ["a" * 60, "x" * 60, "blk.0.attn_output_of_something_long.weight", "ab" 
 
 @pytest.mark.parametrize("pattern", ENDLESS)
 def test_hostile_patterns_end(pattern: str) -> None:
-    started = time.perf_counter()
+    started = time.process_time()
     found = compile(pattern, "--custom-q")
     for text in TEXTS:
         found.search(text)
         found.match(text)
-    assert time.perf_counter() - started < 5
+    assert time.process_time() - started < 5
 
 
 @pytest.mark.parametrize("pattern", ["(a+)+b(?=c)", r"([a-z]+)+\1!", "(?!x)([a-z_.0-9]*)*!", "(?x)(a*) *b", "(?:a?)*+b",

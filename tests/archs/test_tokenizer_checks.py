@@ -142,10 +142,10 @@ def test_sound_tables() -> None:
 @pytest.mark.parametrize("kind", ["t5", "llama", "gpt2"])
 def test_long_tokens(kind: str) -> None:
     """Trying every split of a token in two takes time quadratic in its length."""
-    started = time.perf_counter()
+    started = time.process_time()
     with pytest.raises(FormatError, match=r"token 1 of tokenizer\.ggml\.tokens has 200000 characters, up to 1024"):
         made(model=kind, tokens=["<unk>", "a" * 200000, "b", "c"], merges=["a b"])
-    assert time.perf_counter() - started < 2
+    assert time.process_time() - started < 2
 
 
 @pytest.mark.parametrize(

@@ -119,10 +119,10 @@ def test_ends_of_lines_and_marks(read) -> None:
 ])  # fmt: skip
 def test_what_is_broken_or_hostile(read, block, message) -> None:
     data = block if isinstance(block, bytes) else block.encode()
-    began = time.monotonic()
+    began = time.process_time()
     with pytest.raises(FormatError, match=message):
         read(b"---\n" + data + b"\n---\n")
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5
 
 
 def test_a_billion_laughs(read) -> None:

@@ -79,9 +79,9 @@ VRAM = [[24], [24, 24], [96], [24] * 8]
 @pytest.mark.parametrize("which", ["deepseek", "qwen3"])
 def test_machines_that_people_have(which: str, vram: list[float], ram: float) -> None:
     kinds = {"deepseek": "iq2_k" if ram == 256 else "iq4_k", "qwen3": "iq4_k" if ram == 256 else "q8_0"}
-    begin = time.perf_counter()
+    begin = time.process_time()
     result, report = fitted(which, devices(vram, ram), CacheSettings(32768, "q8_0", "q8_0"), experts=kinds[which])
-    assert time.perf_counter() - begin < 20
+    assert time.process_time() - begin < 20
     gpus = [load for load in report.loads if load.device != "CPU"]
     assert len(gpus) == len(vram)
     largest = max(

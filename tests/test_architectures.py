@@ -95,6 +95,11 @@ OTHERS: dict[str, dict[str, Any]] = {
         "intermediate_size": 160, "tie_word_embeddings": False, "attention_bias": True,
         "rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0},
     },
+    "hy_v3": {
+        "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 1, "num_hidden_layers": 4, "head_dim": 64,
+        "num_experts": 12, "num_experts_per_tok": 4, "num_shared_experts": 2, "tie_word_embeddings": True,
+        "mlp_layer_types": ["dense", "dense", "sparse", "sparse"], "router_scaling_factor": 1.0,
+    },
     "olmoe": {
         "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "num_hidden_layers": 3,
         "num_experts": 12, "num_experts_per_tok": 5, "intermediate_size": 64, "norm_topk_prob": True,
@@ -236,7 +241,7 @@ MIXTRAL = {
 }  # fmt: skip
 # Architectures that wheel 0.1.5 does not know, or computes in another way whatever the configuration; see `in_wheel`.
 NOT_IN_WHEEL = frozenset((
-    "deepseek32", "exaone4", "glm-dsa", "granitemoe", "hunyuan-dense", "llama4", "minimax-m3", "nemotron", "olmo2",
+    "deepseek32", "exaone4", "glm-dsa", "granitemoe", "hunyuan-dense", "hy_v3", "llama4", "minimax-m3", "nemotron", "olmo2",
     "olmoe",
 ))  # fmt: skip
 

@@ -25,12 +25,18 @@ def _is_mtp_layer(hp: HParams, layer: int) -> bool:
     return layer >= hp.n_main
 
 
-def _rule(name: str) -> TensorRule:
-    ours = name.replace(".", "_")
-    return TensorRule(f"blk.N.nextn.{ours}", f"model.layers.N.{name}", layers=_is_mtp_layer, f32=ours.endswith("norm"))
+def rules(names: Mapping[str, str] | None = None) -> tuple[TensorRule, ...]:
+    """The rules of an MTP layer's own tensors. `names`: what checkpoints call parts otherwise than DeepSeek V3's do."""
+
+    def rule(part: str) -> TensorRule:
+        ours, theirs = part.replace(".", "_"), (names or {}).get(part, part)
+        norm = ours.endswith("norm")
+        return TensorRule(f"blk.N.nextn.{ours}", f"model.layers.N.{theirs}", layers=_is_mtp_layer, f32=norm)
+
+    return tuple(rule(part) for part in _PARTS)
 
 
-RULES = tuple(_rule(name) for name in _PARTS)
+RULES = rules()
 
 
 def count(config: Mapping[str, object]) -> int:

@@ -15,6 +15,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from quantkit.archs.common import rope
 from quantkit.archs.common.base import (
     EMBEDDING_RULES,
     OUTPUT_RULES,
@@ -30,7 +31,6 @@ from quantkit.archs.common.tensors import LazyTensor, TensorRule
 from quantkit.archs.llama import rope_order
 from quantkit.errors import UnsupportedError
 from quantkit.formats.gguf.metadata import Entries, shortest
-from quantkit.inputs.settings import real
 
 _MSCALE = ("mscale", "mscale_all_dim")
 
@@ -97,20 +97,13 @@ class Mistral3(Decoder):
         a = self.name
         refuse(config, "sliding_window", ())
         parameters = dict(rope_parameters(config))
-        beta = real(parameters, "llama_4_scaling_beta")
-        parameters.pop("llama_4_scaling_beta", None)
+        temperature = rope.temperature_entries(a, parameters)
         scales = [parameters.pop(name, None) for name in _MSCALE]
         if parameters.get("attention_factor") is not None:  # it takes precedence over mscale
             scales = [None, None]
         entries = super().metadata(dict(config) | {"rope_scaling": None, "rope_parameters": parameters})
-        entries |= self.head_lengths(config) | {f"{a}.rope.dimension_count": (self.head_dim(config), "u32")}
-        if beta:
-            length = parameters.get("original_max_position_embeddings")
-            if parameters["rope_type"] != "yarn" or not length:
-                raise UnsupportedError(
-                    f"config.json: llama_4_scaling_beta = {beta} without the original context of yarn"
-                )
-            entries[f"{a}.attention.temperature_scale"] = (beta, "f32")
+        entries |= temperature | self.head_lengths(config)
+        entries[f"{a}.rope.dimension_count"] = (self.head_dim(config), "u32")
         if any(scales) and parameters["rope_type"] == "yarn":
             if not all(scales) or scales[0] not in (1, scales[1]):
                 raise UnsupportedError(
@@ -125,12 +118,10 @@ class Mistral3(Decoder):
         hp, keys = self.hparams(metadata, tensors.keys()), Keys(self.name, metadata)
         assert isinstance(hp, Mistral3HParams)
         found = super().config(metadata, tensors) | {"head_dim": hp.head_dim_k}
-        parameters = found.pop("rope_scaling", {"rope_type": "default"}) | {"rope_theta": found.pop("rope_theta")}
+        found = rope.with_temperature(found, hp.temperature, hp.n_ctx_train)
         if multiplier := keys.get("rope.scaling.yarn_log_multiplier"):
-            parameters |= {"mscale": 1.0, "mscale_all_dim": shortest(multiplier)}
-        parameters["llama_4_scaling_beta"] = shortest(hp.temperature.beta) if hp.temperature else 0.0
-        parameters.setdefault("original_max_position_embeddings", hp.n_ctx_train)
-        return found | {"rope_parameters": parameters}
+            found["rope_parameters"] |= {"mscale": 1.0, "mscale_all_dim": shortest(multiplier)}
+        return found
 
     def hparams(self, metadata: Mapping[str, object], tensors: Collection[str] = ()) -> Mistral3HParams:
         return Mistral3HParams(**self.numbers(Keys(self.name, metadata), tensors))
@@ -143,10 +134,7 @@ class Mistral3(Decoder):
             found["rope"] = replace(
                 scaled, yarn=replace(scaled.yarn, attn_factor=1 / (1 + 0.1 * multiplier * logarithm))
             )
-        if beta := keys.real("attention.temperature_scale", 0.0):
-            length = keys.number("rope.scaling.original_context_length")
-            found["temperature"] = Temperature(beta, keys.number("attention.temperature_length", length))
-        return found
+        return found | {"temperature": rope.temperature(keys)}
 
     def attention(self, hp: HParams, i: int) -> Attention:
         assert isinstance(hp, Mistral3HParams)

@@ -73,6 +73,7 @@ def work_bytes(
         elif isinstance(part, blocks.LatentAttention):
             _latent_attention(prompt, step, tensors, part, threads, n_ctx, mla)
             tables.add((part.rope, 8 * (part.rope.dim // 2)))
+            tables.add((part.temperature, 4 if part.temperature else 0))
         elif isinstance(part, blocks.DeltaNet):
             _recurrent(prompt, step, tensors, part, threads)
         elif isinstance(part, blocks.Experts):

@@ -101,6 +101,8 @@ def tiny(directory: Path, dtype: str = "float32", arch: str = "llama", **config:
     kind = transformers.AutoConfig.for_model(example["model_type"])
     if type(kind) in transformers.AutoModelForCausalLM._model_mapping:
         model = transformers.AutoModelForCausalLM.from_config(type(kind)(**example)).eval()
+    elif getattr(transformers, example["architectures"][0]).config_class is type(kind):
+        model = getattr(transformers, example["architectures"][0])(type(kind)(**example)).eval()
     else:
         model = _multimodal(example)
     with torch.no_grad():

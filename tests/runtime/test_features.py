@@ -176,7 +176,7 @@ def check(path: Path, limit: float = 1e-5, **options: Any) -> None:
 
 def one_form(name: str) -> dict[str, Any]:
     """Options: random kv_b is not random k_b and v_b together, so latent attention reads only one of the two forms."""
-    return {"mla": 1} if name == "deepseek2" else {}
+    return {"mla": 1} if name in ("deepseek2", "mistral4") else {}
 
 
 @pytest.mark.parametrize("name", [arch.name for arch in archs.all()])
@@ -186,7 +186,7 @@ def test_the_example_of_every_architecture(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [arch.name for arch in archs.all()])
 def test_other_ratios_of_every_architecture(name: str, tmp_path: Path) -> None:
-    whole = {"q_lora_rank": 96, "qk_nope_head_dim": 64} if name == "deepseek2" else {}  # multiples of 32
+    whole = {"q_lora_rank": 96, "qk_nope_head_dim": 64} if name in ("deepseek2", "mistral4") else {}  # multiples of 32
     check(written(tmp_path / "m.gguf", name, **(OTHERS[name] | whole)), **one_form(name))
 
 

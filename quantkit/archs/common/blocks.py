@@ -266,6 +266,7 @@ class LatentAttention:
     head_dim_v: int
     scale: float  # of the scores, before softmax
     rope: Rope
+    temperature: Temperature | None = None
     sparse: bool = False
     indexer: Indexer | None = None
 

@@ -12,6 +12,8 @@ A is the architecture's name.
 
 The divisor of llama3 depends on the wavelength w = 2 pi theta^(2j/dim). With the original context `old`:
 w < old/high -> 1;  w > old/low -> factor;  else 1 / ((1 - s)/factor + s) with s = (old/w - low) / (high - low).
+
+llama_4_scaling_beta, the beta of `blocks.Temperature`, is A.attention.temperature_scale.
 """
 
 from __future__ import annotations
@@ -24,10 +26,11 @@ from typing import Any
 import numpy as np
 
 from quantkit.archs.common.base import Keys
-from quantkit.archs.common.blocks import Rope, Yarn
+from quantkit.archs.common.blocks import Rope, Temperature, Yarn
 from quantkit.errors import FormatError, UnsupportedError
 from quantkit.formats.gguf.metadata import Entries, shortest
 from quantkit.inputs.json_input import Json
+from quantkit.inputs.settings import real
 
 FREQ_FACTORS = "rope_freqs.weight"
 
@@ -170,3 +173,32 @@ def rope(keys: Keys, style: str, dim: int, tensors: Collection[str]) -> Rope:
         )
     base = keys.real("rope.freq_base", 10000.0)
     return Rope(style, dim, base, scale, FREQ_FACTORS if FREQ_FACTORS in tensors else None, yarn)
+
+
+def temperature_entries(arch: str, parameters: dict[str, Any]) -> Entries:
+    """The GGUF key of position-dependent query scaling; its setting is taken out of `parameters`."""
+    beta = real(parameters, "llama_4_scaling_beta")
+    parameters.pop("llama_4_scaling_beta", None)
+    if not beta:
+        return {}
+    if parameters["rope_type"] != "yarn" or not parameters.get("original_max_position_embeddings"):
+        raise UnsupportedError(f"config.json: llama_4_scaling_beta = {beta} without the original context of yarn")
+    return {f"{arch}.attention.temperature_scale": (beta, "f32")}
+
+
+def temperature(keys: Keys) -> Temperature | None:
+    """Position-dependent query scaling by YaRN's original context; None where there is none."""
+    beta = keys.real("attention.temperature_scale", 0.0)
+    if not beta:
+        return None
+    length = keys.number("rope.scaling.original_context_length")
+    return Temperature(beta, keys.number("attention.temperature_length", length))
+
+
+def with_temperature(config: dict[str, Any], scaling: Temperature | None, context: int) -> dict[str, Any]:
+    """A config.json with its RoPE settings, and llama_4_scaling_beta, in rope_parameters, as Mistral's classes have."""
+    found = dict(config)
+    parameters = found.pop("rope_scaling", {"rope_type": "default"}) | {"rope_theta": found.pop("rope_theta")}
+    parameters["llama_4_scaling_beta"] = shortest(scaling.beta) if scaling else 0.0
+    parameters.setdefault("original_max_position_embeddings", context)
+    return found | {"rope_parameters": parameters}

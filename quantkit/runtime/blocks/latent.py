@@ -77,6 +77,9 @@ class LatentRun(Observed, Protocol):
     def apply_rope(self, x: np.ndarray, rope: blocks.Rope, dim: int, spans: list[Span]) -> None:
         """RoPE in place, of heads of `dim` elements."""
 
+    def scale_queries(self, q: np.ndarray, temperature: blocks.Temperature, spans: list[Span]) -> None:
+        """Scale queries by their position, in place."""
+
     def check(self, what: str, y: np.ndarray) -> None:
         """Non-finite check of `what`."""
 
@@ -262,6 +265,8 @@ def attention(run: LatentRun, part: blocks.LatentAttention, layer: int, x: np.nd
     rotated = np.ascontiguousarray(q[:, :, part.nope :]).reshape(len(x), -1)
     run.apply_rope(rotated, part.rope, part.rope.dim, spans)
     q[:, :, part.nope :] = rotated.reshape(len(x), part.heads, -1)
+    if part.temperature is not None:
+        run.scale_queries(q.reshape(len(x), -1), part.temperature, spans)
     kv = run.linear(part.kv_a, y)
     c = run.norm(part.kv_a_norm, np.ascontiguousarray(kv[:, : part.kv_lora]))
     r = np.ascontiguousarray(kv[:, part.kv_lora :])

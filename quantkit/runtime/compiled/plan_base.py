@@ -350,7 +350,7 @@ class CompiledPlan(ABC):
         ]
         for layer, part, view in ops.views:
             cos, sin = self._tables(part.rope.of_context(n_ctx), n_ctx)
-            factors = self._factors(part.temperature, n_ctx) if isinstance(part, blocks.Attention) else None
+            factors = None if isinstance(part, blocks.Indexer) else self._factors(part.temperature, n_ctx)
             view.set(
                 cos=cos.ctypes.data,
                 sin=sin.ctypes.data,

@@ -31,7 +31,7 @@ def can_capture(part: blocks.Part, exact: bool) -> bool:
     if isinstance(part, blocks.Attention):
         return part.temperature is None and part.softcap is None and part.chunk is None
     if isinstance(part, blocks.LatentAttention):
-        return not exact
+        return not exact and part.temperature is None
     if isinstance(part, blocks.Experts):
         return not exact and part.count <= routing.MAX_EXPERTS and part.groups <= routing.WARP
     return isinstance(part, blocks.FeedForward)

@@ -68,6 +68,9 @@ class GpuContext(Protocol):
     def sigmoid(self, x: torch.Tensor) -> torch.Tensor:
         """Elementwise."""
 
+    def scale_queries(self, q: torch.Tensor, temperature: blocks.Temperature, spans: list[Span]) -> None:
+        """Scale queries by their position, in place."""
+
     def apply_rope(self, x: torch.Tensor, rope: blocks.Rope, dim: int, spans: list[Span]) -> None:
         """RoPE in place, of heads of `dim` elements."""
 

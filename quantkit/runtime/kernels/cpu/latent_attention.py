@@ -214,6 +214,14 @@ def _scale(x, n, factor):
 
 
 @kernel
+def _query_scale(scale, view, position):
+    """The factor of the queries of a position."""
+    if view.query_factors != 0:
+        scale *= load_float(view.query_factors + position * 4)
+    return scale
+
+
+@kernel
 def _head_share(heads, dim, multiple, thread, threads):
     """First and last + 1 of the heads whose rows a thread has computed, `dim` each; they were split at `multiple`."""
     first, last = split(heads * dim, multiple, thread, threads), split(heads * dim, multiple, thread + 1, threads)
@@ -241,8 +249,10 @@ class QueriesParameters(NamedTuple):
 def absorbed_queries(parameters, thread, threads):
     """out[h] = [k_h^T a, rope(b)] * scale, rotated, for the thread's heads."""
     p = load_record(QueriesParameters, parameters)
-    s, matrices, scale = load_record(Sizes, p.sizes), load_record(HeadMatrices, p.matrices), load_float(p.scale)
-    cos, sin = _angles(load_record(LayerView, p.layer_view), load_int(p.position), s.rope)
+    s, matrices = load_record(Sizes, p.sizes), load_record(HeadMatrices, p.matrices)
+    view, position = load_record(LayerView, p.layer_view), load_int(p.position)
+    scale = _query_scale(load_float(p.scale), view, position)
+    cos, sin = _angles(view, position, s.rope)
     dim, latent = s.nope + s.rope, s.kv_lora + s.rope
     buffer = p.scratch + thread * p.private_stride
     first, last = _head_share(s.heads, dim, p.multiple, thread, threads)
@@ -521,7 +531,7 @@ class LatentsParameters(NamedTuple):
     eps: int  # address of a float32
     scale: int  # address of a float32: q is multiplied by it
     layer_view: int  # address of a LayerView
-    write: int  # `latent_writer`; 0: latents are not cached
+    write: int  # `latent_writer`; 0: latents are not cached, and q is not multiplied by the factors of positions
     row_bytes: int  # of the cache
 
 
@@ -539,11 +549,12 @@ def latents(parameters, thread, threads):
         for token in range(max(first, span.start), min(last, span.start + span.tokens)):
             position = span.position + token - span.start
             cos, sin = _angles(view, position, s.rope)
+            query_scale = _query_scale(scale, view, position) if p.write != 0 else scale
             for head in range(token * s.heads, (token + 1) * s.heads):
                 q = p.q + head * dim * 4
-                _scale(q, s.nope, scale)
+                _scale(q, s.nope, query_scale)
                 b = floats(q + s.nope * 4, s.rope)
-                apply_rope(b, b, s.rope, cos, sin, s.rope, s.pair_step, s.pair_stride, scale)
+                apply_rope(b, b, s.rope, cos, sin, s.rope, s.pair_step, s.pair_stride, query_scale)
             kv = p.kv + token * latent * 4
             rms_norm_into(kv, p.weight, s.kv_lora, eps, kv)
             r = floats(kv + s.kv_lora * 4, s.rope)

@@ -17,7 +17,7 @@ import numpy as np
 
 from quantkit.archs.common import checked, wrapper
 from quantkit.archs.common import mtp as mtp_layers
-from quantkit.archs.common.blocks import Block, Head, HParams
+from quantkit.archs.common.blocks import Block, Head, HParams, MtpLayer
 from quantkit.archs.common.shapes import ExpectedTensor, Sizes, expected_tensors, has_shape
 from quantkit.archs.common.tensors import (
     LazyTensor,
@@ -143,7 +143,7 @@ class Arch(ABC):
     | override | for |
     | --- | --- |
     | `hparams` | the numbers of a model, from GGUF keys (abstract) |
-    | `blocks` | the layers (abstract) |
+    | `block` | a layer (abstract) |
     | `head` | embedding and output other than RMS norm and a matrix |
 
     Added by `Decoder`:
@@ -155,8 +155,8 @@ class Arch(ABC):
     | `rope_style`, `biased` | "norm" or "neox"; the matrices that attention_bias gives a bias |
     | `attention`, `feed_forward` | the two parts of a layer |
 
-    The callers use `tensors`, `shapes`, `dropped_tensors`, `n_mtp_layers` and `with_mtp` as well; these follow from the
-    above.
+    The callers use `tensors`, `shapes`, `dropped_tensors`, `n_mtp_layers`, `with_mtp`, `blocks` and `mtp_heads` as
+    well; these follow from the above.
     """
 
     name: ClassVar[str]  # general.architecture
@@ -249,10 +249,14 @@ class Arch(ABC):
         """A config.json with an entry that says whether MTP layers are kept.
 
         `policy` is one of `mtp_layers.POLICIES`; "auto" keeps them if files of the architecture usually have them and
-        the checkpoint has them. `names` are the checkpoint's tensors, `canonical`. An error says why "keep" is not
-        possible.
+        the checkpoint has them, "only" keeps them too. `names` are the checkpoint's tensors, `canonical`. An error says
+        why "keep" is not possible.
         """
         there = mtp_layers.tensors(config, names)
+        if policy == "only":
+            policy = "keep"
+            if not there and not mtp_layers.count(config):
+                raise FormatError("--mtp only: the checkpoint has no MTP layers")
         if policy == "keep" and there and not self.mtp:
             what, tensors = next(iter(there.items()))
             raise UnsupportedError(
@@ -337,8 +341,18 @@ class Arch(ABC):
         """The model's numbers. `tensors`, the names in the file, tell biases, RoPE factors and a tied output."""
 
     @abstractmethod
+    def block(self, hp: HParams, i: int) -> Block:
+        """What layer `i` computes. That of an MTP layer is the block within."""
+
     def blocks(self, hparams: HParams) -> list[Block]:
         """What the layers compute, first to last, without MTP layers."""
+        return [self.block(hparams, i) for i in range(hparams.n_main)]
+
+    def mtp_heads(self, hparams: HParams) -> list[MtpLayer]:
+        """The MTP layers of a file. UnsupportedError if it lacks the projection of one of them."""
+        head = self.head(hparams)
+        layers = range(hparams.n_main, hparams.n_layer)
+        return [mtp_layers.layer(hparams, self.block(hparams, i), head) for i in layers]
 
     def head(self, hparams: HParams) -> Head:
         """The embedding, the last norm and the output matrix."""

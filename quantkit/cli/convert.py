@@ -18,6 +18,7 @@ from quantkit.cli.common.options import (
     Json,
     MetadataFile,
     ModelName,
+    MtpPolicy,
     SplitMaxSize,
     SplitMaxTensors,
     Threads,
@@ -73,10 +74,7 @@ def convert(
         str | None,
         typer.Option(metavar="NAME", help="Value of tokenizer.ggml.pre, if the tokenizer is not recognised."),
     ] = None,
-    mtp: Annotated[
-        Literal["auto", "keep", "drop"],
-        typer.Option(help="MTP (multi-token prediction) layers; auto: the architecture's default."),
-    ] = "auto",
+    mtp: MtpPolicy = "auto",
     fuse_gate_up: Annotated[
         bool,
         typer.Option(
@@ -181,7 +179,7 @@ def convert(
     )
     print_left_out(done.left_out, done.warnings)
     if done.n_mtp_layers:
-        print(f"kept: {done.n_mtp_layers} MTP (multi-token prediction) layer(s), which quantkit does not run")
+        print(f"kept: {done.n_mtp_layers} MTP (multi-token prediction) layer(s); `quantkit mtp` measures their drafts")
     if done.fallbacks:
         listed = ", ".join(done.fallbacks[:3]) + (", …" if done.fallbacks[3:] else "")
         print(

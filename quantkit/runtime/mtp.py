@@ -106,6 +106,11 @@ class MtpHead:
                 parts.append(self._states(tokens[a : a + together], hidden[a : a + together], steps, first, stop))
         return [np.concatenate(of_step) for of_step in zip(*parts)]
 
+    def observe_all(self, tokens: np.ndarray, hidden: np.ndarray) -> None:
+        """Run every layer over all positions, so that the observer gets what enters its matrices, its output's too."""
+        for step, states in enumerate(self.states(tokens, hidden, len(self.layers))):
+            self._runner.observe(self.layer(step).output.weight, states.reshape(-1, states.shape[-1]))
+
     def _states(self, tokens: np.ndarray, hidden: np.ndarray, steps: int, first: int, stop: int) -> list[np.ndarray]:
         n_seq, _, n = hidden.shape
         g = self._model.norm(self._model.head.norm, hidden.reshape(-1, n)).reshape(hidden.shape)
@@ -203,9 +208,7 @@ def _require_same(model: Model, hp: blocks.HParams, file: ModelFile) -> None:
             )
 
 
-def _check_tensors(
-    hp: blocks.HParams, layers: list[blocks.MtpLayer], weights: dict[str, Tensor], path: str
-) -> None:
+def _check_tensors(hp: blocks.HParams, layers: list[blocks.MtpLayer], weights: dict[str, Tensor], path: str) -> None:
     for name, shape in required_of_mtp(hp, layers, weights):
         if name not in weights:
             raise FormatError(f"{path}: tensor {name} is missing; the metadata make it {shape}")

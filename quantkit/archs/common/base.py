@@ -30,7 +30,7 @@ from quantkit.archs.common.tensors import (
     pieces,
     split_name,
 )
-from quantkit.errors import FormatError, UnsupportedError
+from quantkit.errors import FormatError, UnknownNameError, UnsupportedError
 from quantkit.formats.gguf.metadata import Entries
 from quantkit.inputs.settings import mapping, real
 
@@ -245,17 +245,22 @@ class Arch(ABC):
         """The number of MTP layers that the GGUF keeps, after the main layers."""
         return mtp_layers.count(config) if self.mtp and config.get(mtp_layers.MTP, self.mtp) == "keep" else 0
 
-    def with_mtp(self, config: Config, policy: str, names: Collection[str]) -> dict[str, Any]:
+    def with_mtp(self, config: Config, policy: str, names: Collection[str] | None = None) -> dict[str, Any]:
         """A config.json with an entry that says whether MTP layers are kept.
 
         `policy` is one of `mtp_layers.POLICIES`; "auto" keeps them if files of the architecture usually have them and
-        the checkpoint has them, "only" keeps them too. `names` are the checkpoint's tensors, `canonical`. An error says
-        why "keep" is not possible.
+        the checkpoint has them, "only" keeps them too. `names` are the checkpoint's tensors, `canonical`; None: not
+        known. An error says why "keep" is not possible.
         """
-        there = mtp_layers.tensors(config, names)
+        counted = mtp_layers.count(config)
+        if policy not in mtp_layers.POLICIES:
+            raise UnknownNameError("policy of --mtp", policy, mtp_layers.POLICIES)
+        there = mtp_layers.tensors(config, names or ())
+        if names is None and counted:
+            there = {"MTP layers": [f"{counted} by config.json"]}
         if policy == "only":
             policy = "keep"
-            if not there and not mtp_layers.count(config):
+            if not there and not counted:
                 raise FormatError("--mtp only: the checkpoint has no MTP layers")
         if policy == "keep" and there and not self.mtp:
             what, tensors = next(iter(there.items()))
@@ -263,10 +268,9 @@ class Arch(ABC):
                 f"{what} ({len(tensors)} tensors, {tensors[0]} …) cannot be kept: files of {self.name} have no names "
                 "for it; use --mtp drop"
             )
-        if policy == "keep" and not there and mtp_layers.count(config):
+        if policy == "keep" and not there and counted:
             raise FormatError(
-                f"config.json has {mtp_layers.count(config)} MTP layer(s), but the checkpoint has no tensors of them; "
-                "use --mtp drop"
+                f"config.json has {counted} MTP layer(s), but the checkpoint has no tensors of them; use --mtp drop"
             )
         if policy == "auto":
             policy = self.mtp if there and self.mtp else "drop"

@@ -131,7 +131,7 @@ def of_config(config: Config) -> Tower:
 
 
 def require_names(found: Sequence[Part], names: Sequence[str], tower: Tower) -> None:
-    """Errors for tensors of a checkpoint's encoder that no part uses, and for those that are missing."""
+    """UnsupportedError for tensors of a checkpoint's encoder that no part uses."""
     used = {part.source for part in found}
     if unknown := [n for n in names if n not in used and not n.startswith(tower.unused or ("\0",))]:
         raise UnsupportedError(
@@ -149,7 +149,12 @@ def embed(file: VisionFile, image: np.ndarray) -> np.ndarray:
         raise DataError(f"{file.path}: an image is float32[3, height, width], not {image.shape}")
     weights = {name: tensor.dequantize().reshape(tensor.shape) for name, tensor in file.tensors.items()}
     keys = {str(key).removeprefix("clip.vision."): value for key, value in file.metadata.items()}
-    return np.asarray(_towers[str(projector)].forward(weights, keys, image.astype(np.float32)), np.float32)
+    try:
+        return np.asarray(_towers[str(projector)].forward(weights, keys, image.astype(np.float32)), np.float32)
+    except KeyError as missing:
+        raise FormatError(
+            f"{file.path}: {missing.args[0]} is missing; the file is not a complete {projector}"
+        ) from None
 
 
 def require_multiple(image: np.ndarray, size: int) -> None:

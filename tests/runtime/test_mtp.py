@@ -37,7 +37,7 @@ def log_probabilities(x: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize(
     ("arch", "layers", "shared"),
     [("deepseek2", 1, False), ("deepseek2", 2, True), ("glm4moe", 1, True), ("deepseek32", 1, True),
-     ("qwen35", 1, True), ("qwen35moe", 1, True)],
+     ("qwen35", 1, True), ("qwen35moe", 1, True), ("qwen3next", 1, True)],
 )  # fmt: skip
 def test_against_torch(tmp_path: Path, arch: str, layers: int, shared: bool) -> None:
     """Steps with a layer of their own, and steps that repeat the last layer."""

@@ -75,13 +75,13 @@ def train(shape: str, text: Path, directory: Path, schedule: Schedule | None = N
     import torch
 
     schedule = schedule or SCHEDULES[shape]
-    steps, rate = schedule.steps, schedule.rate
+    steps = schedule.steps
     ids = np.asarray(tokenize(text, directory))
     model, begin, losses = build(shape), time.perf_counter(), []
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.1)
-    for step, batch in enumerate(_batches(ids, schedule)):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=schedule.rate, betas=(0.9, 0.95), weight_decay=0.1)
+    for step, batch in enumerate(batches(ids, schedule)):
         for group in optimizer.param_groups:
-            group["lr"] = rate * min(1.0, (step + 1) / 50) * (0.05 + 0.95 * (1 + math.cos(math.pi * step / steps)) / 2)
+            group["lr"] = rate_at(step, schedule)
         tokens = torch.from_numpy(batch)
         found = model(tokens[:, :-1])
         loss = torch.nn.functional.cross_entropy(found.logits.flatten(0, 1), tokens[:, 1:].flatten())
@@ -102,13 +102,14 @@ def train(shape: str, text: Path, directory: Path, schedule: Schedule | None = N
     return made
 
 
-def build(shape: str) -> Any:
-    """A model of transformers with random weights."""
+def build(shape: str, **changes: Any) -> Any:
+    """A model of transformers with random weights; `changes` of the settings in SHAPES."""
     import torch
     import transformers
 
     torch.manual_seed(0)
-    config = type(transformers.AutoConfig.for_model(SHAPES[shape]["model_type"]))(**SHAPES[shape])
+    given = SHAPES[shape] | changes
+    config = type(transformers.AutoConfig.for_model(given["model_type"]))(**given)
     models: Any = transformers.AutoModelForCausalLM
     model = models.from_config(config, dtype=torch.float32).train()
     for module in model.modules():
@@ -152,7 +153,13 @@ def unigram_entropy(ids: np.ndarray) -> float:
     return float(-(shares * np.log(shares)).sum())
 
 
-def _batches(ids: np.ndarray, schedule: Schedule) -> Iterator[np.ndarray]:
+def rate_at(step: int, schedule: Schedule) -> float:
+    """The learning rate of a step: up for 50 steps, then a cosine down to a twentieth."""
+    cosine = (1 + math.cos(math.pi * step / schedule.steps)) / 2
+    return schedule.rate * min(1.0, (step + 1) / 50) * (0.05 + 0.95 * cosine)
+
+
+def batches(ids: np.ndarray, schedule: Schedule) -> Iterator[np.ndarray]:
     """int64[batch, CONTEXT + 1] at random places."""
     rng = np.random.default_rng(0)
     for _ in range(schedule.steps):

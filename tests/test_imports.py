@@ -26,7 +26,7 @@ repack
 formats
 hub cluster
 archs
-tokenizers
+tokenizers vision
 recipe
 placement
 pipelines runtime

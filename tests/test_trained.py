@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 import quantkit
-from benchmarks import records, trained
+from benchmarks import records, trained, trained_mtp
+from quantkit.evaluate.nll import negative_log_likelihood
+from quantkit.runtime.mtp import MtpHead
 
 
 @pytest.fixture(autouse=True)
@@ -48,6 +50,23 @@ def test_a_model_learns_and_converts(tmp_path: Path, text: Path, shape: str) -> 
     with torch.no_grad():
         wanted = model(torch.from_numpy(tokens)[None]).logits[0].numpy()
     assert np.abs(quantkit.load(tmp_path / "m.gguf").logits(tokens) - wanted).max() < 1e-3
+
+
+def test_a_trained_mtp_layer_converts(tmp_path: Path, text: Path) -> None:
+    """The loss that is trained in torch is that of the logits here."""
+    import torch
+
+    trained_mtp.train(text, tmp_path / "hf", trained.Schedule(2, 2, 2e-3))
+    quantkit.convert(tmp_path / "hf", tmp_path / "m.gguf", "f32", quantkit.ConvertOptions(mtp="keep"))
+    model = quantkit.load(tmp_path / "m.gguf", n_ctx=24)
+    tokens = np.random.default_rng(0).integers(0, trained.VOCABULARY, (1, 24))
+    head = MtpHead(model)
+    states = head.states(tokens, model.hidden_sequences(tokens, slice(None)))[0][0, :-1]
+    found = negative_log_likelihood(head.project(0, states), tokens[0, 2:])
+    longer, around = trained_mtp.load(tmp_path / "hf")
+    with torch.no_grad():
+        losses = trained_mtp.losses(longer, around, torch.from_numpy(tokens))
+    assert abs(float(losses[1]) - found.mean()) < 1e-4
 
 
 def test_seeds_fix_the_weights() -> None:

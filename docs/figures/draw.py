@@ -75,9 +75,10 @@ def packages() -> None:
          ("runtime", "model, blocks, KV cache, decode plans,|kernels, several devices")],
         [("recipe", "rules, mixes, plan, lint"), ("placement", "tensor to device, fit, memory, speed")],
         [("formats", "GGUF, safetensors,|imatrix, KLD"), ("hub", "the Hugging Face|Hub"),
-         ("cluster", "dask.distributed"),
-         ("archs", "one file|per architecture"),
-         ("tokenizers", "read, write, encode")],
+         ("cluster", "dask.|distributed"),
+         ("archs", "one file per|architecture"),
+         ("tokenizers", "read, write,|encode"),
+         ("vision", "one file|per tower")],
         [("repack", "row interleaving and back")],
         [("types", "one file per type: byte map, encode, decode")],
         [("codegen", "numba kernels and their disk cache, IR builder, SIMD intrinsics, native functions")],
@@ -94,7 +95,7 @@ def packages() -> None:
     p.note(
         390,
         825,
-        "Imports point downwards. Within a row: hub and archs import formats, tokenizers both, placement recipe.",
+        "Imports point downwards. Within a row: hub and archs import formats, tokenizers and vision both, placement recipe.",
     )
     p.save("packages")
 

@@ -100,8 +100,8 @@ class Cohere2(Decoder):
     def numbers(self, keys: Keys, tensors: Collection[str]) -> dict[str, Any]:
         return super().numbers(keys, tensors) | {"logit_scale": keys.real("logit_scale")}
 
-    def blocks(self, hparams: HParams) -> list[Block]:
-        return [replace(block, parallel=True) for block in super().blocks(hparams)]
+    def block(self, hp: HParams, i: int) -> Block:
+        return replace(super().block(hp, i), parallel=True)
 
     def attention(self, hp: HParams, i: int) -> Attention:
         part = super().attention(hp, i)

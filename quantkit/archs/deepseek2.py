@@ -375,11 +375,9 @@ class DeepSeek2(Decoder):
             "normalises": keys.flag("expert_weights_norm", False),
         }
 
-    def blocks(self, hparams: HParams) -> list[Block]:
-        assert isinstance(hparams, LatentHParams)
-        return [
-            Block(i, (self.latent_attention(hparams, i), self.feed_forward(hparams, i))) for i in range(hparams.n_main)
-        ]
+    def block(self, hp: HParams, i: int) -> Block:
+        assert isinstance(hp, LatentHParams)
+        return Block(i, (self.latent_attention(hp, i), self.feed_forward(hp, i)))
 
     def latent_attention(self, hp: LatentHParams, i: int) -> LatentAttention:
         """The attention of layer `i`, with the tensors that its file's layout has."""

@@ -8,8 +8,9 @@ from typing import Any, ClassVar
 from quantkit.archs.common import hybrid
 from quantkit.archs.common.base import EMBEDDING_RULES, Config
 from quantkit.archs.common.hybrid import HybridMoE
+from quantkit.archs.common.qwen_mtp import MTP_RULES
 from quantkit.archs.common.tensors import LazyTensor, TensorRule
-from quantkit.archs.qwen35 import MTP_RULES, RECURRENT_RULES, Qwen35
+from quantkit.archs.qwen35 import RECURRENT_RULES, Qwen35
 from quantkit.errors import UnsupportedError
 from quantkit.formats.gguf.metadata import Entries
 

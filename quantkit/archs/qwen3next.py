@@ -16,6 +16,7 @@ from quantkit.archs.common import hybrid
 from quantkit.archs.common.base import EMBEDDING_RULES
 from quantkit.archs.common.blocks import DeltaNet, HParams
 from quantkit.archs.common.hybrid import HybridMoE, RowRuns, recurrence_of, recurrent_rule
+from quantkit.archs.common.qwen_mtp import MTP_RULES, QwenMtp
 from quantkit.archs.common.tensors import COPY, Piece, Shape, TensorRule
 from quantkit.archs.common.transforms import GatherRows
 
@@ -42,7 +43,7 @@ def _joined(hp: HParams) -> RowRuns:
     return runs
 
 
-class Qwen3Next(HybridMoE):
+class Qwen3Next(QwenMtp, HybridMoE):
     """Qwen3-Next."""
 
     name = "qwen3next"
@@ -59,6 +60,7 @@ class Qwen3Next(HybridMoE):
         recurrent_rule("ssm_out", "out_proj"),
         *hybrid.FFN_NORM_RULES,
         *hybrid.MOE_RULES,
+        *MTP_RULES,
         *hybrid.OUTPUT_RULES,
     )
     EXAMPLE: ClassVar[dict[str, Any]] = {

@@ -33,7 +33,7 @@ from quantkit.errors import OptionError, QuantkitError, printable
 
 # The order of the help page, by when a user needs them. A command that is not listed comes last.
 _ORDER = ("demo", "convert", "export", "imatrix", "sensitivity", "saliency", "recipe", "plan", "quantize", "repack",
-          "unpack", "fuse-gate-up", "prune", "perplexity", "compare", "lm-eval", "bench", "sweep-bench",
+          "unpack", "fuse-gate-up", "prune", "perplexity", "compare", "mtp", "lm-eval", "bench", "sweep-bench",
           "batched-bench", "generate", "serve", "inspect", "diff", "verify", "split", "merge", "upload", "metadata",
           "types")  # fmt: skip
 

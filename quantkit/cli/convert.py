@@ -18,6 +18,7 @@ from quantkit.cli.common.options import (
     Json,
     MetadataFile,
     ModelName,
+    MtpPolicy,
     SplitMaxSize,
     SplitMaxTensors,
     Threads,
@@ -31,6 +32,7 @@ from quantkit.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from quantkit.pipelines.conversion.plan import Conversion
+    from quantkit.pipelines.options import ConvertOptions
 
 _BOUNDED_MEMORY = "Memory use does not grow with the model."
 _ALWAYS_STREAMED = "A checkpoint on the Hub is always streamed."
@@ -73,10 +75,7 @@ def convert(
         str | None,
         typer.Option(metavar="NAME", help="Value of tokenizer.ggml.pre, if the tokenizer is not recognised."),
     ] = None,
-    mtp: Annotated[
-        Literal["auto", "keep", "drop"],
-        typer.Option(help="MTP (multi-token prediction) layers; auto: the architecture's default."),
-    ] = "auto",
+    mtp: MtpPolicy = "auto",
     fuse_gate_up: Annotated[
         bool,
         typer.Option(
@@ -94,6 +93,10 @@ def convert(
             metavar="DIR", help="Convert this PEFT adapter (LoRA) of HF_DIR, not the model.", show_default=False
         ),
     ] = None,
+    mmproj: Annotated[
+        bool,
+        typer.Option("--mmproj", help="Convert the image encoder alone, to a file that llama.cpp loads with --mmproj."),
+    ] = False,
     disk: Disk = None,
     keep_shards: KeepShards = False,
     cluster: Cluster = None,
@@ -150,13 +153,18 @@ def convert(
         if given:
             on_message(f"note: {without_effect.line(flag, reason)}")
     if vision != "drop":
-        raise UnsupportedError(f"--vision {vision}: image and audio encoders are not converted; only drop is supported")
+        raise UnsupportedError(
+            f"--vision {vision}: a model's file has no encoders; --mmproj writes the image encoder alone"
+        )
     size = None if split_max_size is None else parse_size(split_max_size)
     started = time.monotonic()
     options = ConvertOptions(
         pre, mtp, size, dry_run, threads, metadata, model_name, split_max_tensors,
         None if disk is None else parse_size(disk), keep_shards, fuse_gate_up, merge_lora, shared_output, dialect,
     )  # fmt: skip
+    if mmproj:
+        _convert_mmproj(source, str(target), outtype, options, cluster is not None or lora is not None, json)
+        return
     if lora is not None:
         _convert_adapter(lora, source, outfile or out, outtype, json)
         return
@@ -181,7 +189,7 @@ def convert(
     )
     print_left_out(done.left_out, done.warnings)
     if done.n_mtp_layers:
-        print(f"kept: {done.n_mtp_layers} MTP (multi-token prediction) layer(s), which quantkit does not run")
+        print(f"kept: {done.n_mtp_layers} MTP (multi-token prediction) layer(s); `quantkit mtp` measures their drafts")
     if done.fallbacks:
         listed = ", ".join(done.fallbacks[:3]) + (", …" if done.fallbacks[3:] else "")
         print(
@@ -190,6 +198,33 @@ def convert(
         )
     for path in done.paths:
         print(f"wrote {path} in {record['seconds']:.1f} s")
+
+
+def _convert_mmproj(source: Path, out: str, outtype: str, options: ConvertOptions, others: bool, json: bool) -> None:
+    """Write the image encoder of the checkpoint in `source`."""
+    from quantkit.pipelines.conversion.mmproj import plan_mmproj
+
+    if is_on_hub(source):
+        raise UnsupportedError(
+            f"{source}: --mmproj reads a directory; fetch it with `hf download ORG/NAME --local-dir DIR`"
+        )
+    if others or options.merge_lora or options.fuse_gate_up or options.split_max_size or options.split_max_tensors:
+        raise UnsupportedError("--mmproj writes one file on this machine: leave out options of the language model")
+    started = time.monotonic()
+    job = plan_mmproj(source, outtype, options.metadata, options.model_name)
+    name = out if not out.endswith("{name}-{FTYPE}.gguf") else out.replace("{name}", "mmproj-{name}")
+    paths = [] if options.dry_run else job.write(name, threads=options.threads, progress=True)
+    seconds, counts = time.monotonic() - started, Counter(spec.type.name for spec in job.specs)
+    if json:
+        record = {"projector": job.tower.projector, "tensors": len(job.specs), "types": counts, "paths": paths}
+        record |= {"bytes": sum(s.nbytes for s in job.specs), "left_out": job.left_out, "warnings": job.warnings}
+        print_json("quantkit.convert-mmproj/1", record | {"seconds": seconds})
+        return
+    kinds = ", ".join(f"{count} {name}" for name, count in counts.items())
+    print(f"{job.tower.projector}: {len(job.specs)} tensors ({kinds}), {gib(sum(s.nbytes for s in job.specs))}")
+    print_left_out({"unused": job.left_out} if job.left_out else {}, job.warnings)
+    for path in paths:
+        print(f"wrote {path} in {seconds:.1f} s")
 
 
 def _convert_adapter(lora: Path, source: Path, out: str | None, outtype: str, json: bool) -> None:

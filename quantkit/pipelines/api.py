@@ -244,7 +244,7 @@ def plan(
 
     options = options or PlanOptions()
     target = planning.require_file_type(options, type)
-    model = planning.open_model(source)
+    model = planning.open_model(source, mtp=options.mtp)
     matrix = planning.read_imatrix(options)
     type_plan = planning.plan_types_assuming_imatrix(model, target, options, matrix)
     devices = planning.plan_devices(options, type_plan, model.metadata)
@@ -371,7 +371,7 @@ def prepare_quantize(
         raise planning.conflicts_with_plan("TYPE")
     if isinstance(source, (str, os.PathLike)):
         source = parts.open_source(Path(source), options) or source
-    model = planning.open_model(source, weights, options)
+    model = planning.open_model(source, weights, options, options.mtp)
     if model.file is None and weights:
         raise FormatError(f"{source} contains no weights; pass its directory or a GGUF file")
     matrix = planning.read_imatrix(options)

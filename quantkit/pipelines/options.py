@@ -34,7 +34,8 @@ class ConvertOptions:
     The fields are flags of `quantkit convert`:
 
         pre                value of `tokenizer.ggml.pre`, if the tokenizer is not recognised
-        mtp                MTP (multi-token prediction) layers: "keep", "drop", or "auto" for the architecture's default
+        mtp                MTP (multi-token prediction) layers: "keep", "drop", "only" (these alone), or "auto" for the
+                           architecture's default
         split_max_size     maximum bytes of tensors in a shard; None: no limit
         dry_run            check everything and write nothing
         threads            number of threads; None: the CPUs that this process may use
@@ -122,6 +123,11 @@ class TypeOptions:
 
         dialect               "ik" (ik_llama.cpp) or "llama.cpp": types that it does not read are refused
         replace_types         or replaced by the nearest type that it reads, of the same or a smaller size
+
+    A checkpoint as input:
+
+        mtp                   MTP (multi-token prediction) layers: "keep", "drop", "only" for these alone, or "auto" for
+                              the architecture's default
     """
 
     imatrix: PathLike | Imatrix | None = None
@@ -153,6 +159,7 @@ class TypeOptions:
     strict: bool = False
     dialect: str | None = None
     replace_types: bool = False
+    mtp: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -175,6 +182,7 @@ class PlanOptions(TypeOptions):
         cache_type_k       type of the K cache
         cache_type_v       type of the V cache
         mla                layout of a latent cache: 0 stores full heads, 1 to 3 the latent
+        mtp_cache          MTP layers draft, and have a cache too
 
     Predicted speed:
 
@@ -197,6 +205,7 @@ class PlanOptions(TypeOptions):
     cache_type_k: str = "f16"
     cache_type_v: str = "f16"
     mla: int = 3
+    mtp_cache: bool = False
     vram: Sequence[float] = ()
     ram: float | None = None
     fit_margin: float = 1024

@@ -85,7 +85,10 @@ class PlanInput:
 
 
 def open_model(
-    source: PathLike | GGUF | Conversion | PlanInput, weights: bool = False, options: QuantizeOptions | None = None
+    source: PathLike | GGUF | Conversion | PlanInput,
+    weights: bool = False,
+    options: QuantizeOptions | None = None,
+    mtp: str = "auto",
 ) -> PlanInput:
     """Open a GGUF file, a checkpoint directory or its config.json; of the latter two, no weight file is opened.
 
@@ -93,7 +96,8 @@ def open_model(
 
     With `weights`, the weight files of a directory are opened too, to read tensors as `convert` would write them. The
     `options` pre, metadata and model_name are those of `convert`; the latter two are an OptionError for a GGUF file.
-    What is open already is only wrapped.
+    `mtp` says what becomes of a checkpoint's MTP layers, as in `convert`; of a GGUF file `quantkit mtp split` takes
+    them. What is open already is only wrapped.
     """
     options = options or QuantizeOptions()
     if isinstance(source, PlanInput):
@@ -103,7 +107,7 @@ def open_model(
         from quantkit.pipelines.conversion.plan import STORED
         from quantkit.pipelines.conversion.remote import plan_remote
 
-        return PlanInput.of(plan_remote(address, STORED, options, "auto").as_gguf)
+        return PlanInput.of(plan_remote(address, STORED, options, mtp).as_gguf)
     if address is None and (options.disk is not None or options.keep_shards):
         raise OptionError(f"{source} is not a checkpoint on the Hub, which --disk and --keep-shards are about")
     if isinstance(source, (str, os.PathLike)):
@@ -111,18 +115,24 @@ def open_model(
     if isinstance(source, (str, os.PathLike)) and weights and Path(source).is_dir():
         from quantkit.pipelines.conversion.plan import STORED, plan_conversion
 
-        made = plan_conversion(source, STORED, options.pre, metadata=options.metadata, model_name=options.model_name)
+        made = plan_conversion(source, STORED, options.pre, mtp, options.metadata, options.model_name)
         return PlanInput.of(made.as_gguf)
     if options.metadata is not None or options.model_name is not None:
         raise OptionError(
             "--metadata and --model-name describe the model of a checkpoint directory; a file has its description: "
             "change it with --override-kv general.name=str:NAME"
         )
+    is_checkpoint = isinstance(source, (str, os.PathLike)) and is_config(Path(source))
+    if mtp != "auto" and not is_checkpoint:
+        raise OptionError(
+            f"--mtp {mtp} is about the MTP layers of a checkpoint; those of a GGUF file are taken apart by "
+            "`quantkit mtp split`"
+        )
     if not isinstance(source, (str, os.PathLike)):
         return PlanInput.of(source if isinstance(source, GGUF) else source.as_gguf)
     path = Path(source)
     if is_config(path):
-        tensors, metadata = from_config(read_config(path), str(path))
+        tensors, metadata = from_config(read_config(path), str(path), mtp)
         return PlanInput(list(tensors), metadata, None)
     file = gguf.require_model(gguf.open(path))
     validate.check_sizes(file.metadata, path)
@@ -278,7 +288,7 @@ def plan_devices(options: PlanOptions, plan: Plan, metadata: Mapping[str, object
     if not any(given):
         return None
     cache = (
-        CacheSettings(options.ctx_size, options.cache_type_k, options.cache_type_v, options.mla)
+        CacheSettings(options.ctx_size, options.cache_type_k, options.cache_type_v, options.mla, options.mtp_cache)
         if options.ctx_size
         else None
     )

@@ -94,8 +94,8 @@ def _checked(source: GGUF, keep: Mapping[int, Sequence[int]], number_of: Mapping
             continue
         if layer not in keep:
             raise DataError(
-                f"{source.path}: nothing says which experts of blk.{layer} stay; MTP layers do not run, so they are "
-                "not measured: leave them out with --prune-layers, or list their experts in FILE"
+                f"{source.path}: nothing says which experts of blk.{layer} stay; saliencies are of the trunk, without "
+                "MTP layers: leave them out with --prune-layers, or list their experts in FILE"
             )
         numbers = sorted(set(keep[layer]))
         if not numbers or numbers[0] < 0 or numbers[-1] >= tensor.shape[0] or len(numbers) != len(keep[layer]):

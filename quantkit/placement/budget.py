@@ -38,12 +38,16 @@ _KINDS = (("experts", "_exps."), ("attention", ".attn_"), ("recurrent", ".ssm_")
 
 @dataclass(frozen=True)
 class CacheSettings:
-    """The KV cache to allocate: context in tokens, types of keys and values, and the latent attention mode (-mla)."""
+    """The KV cache to allocate: context in tokens, types of keys and values, and the latent attention mode (-mla).
+
+    mtp   the MTP layers draft, and have a cache too
+    """
 
     n_ctx: int
     keys: str = "f16"
     values: str = "f16"
     mla: int = 3
+    mtp: bool = False
 
     def __post_init__(self) -> None:
         if self.n_ctx < 1:
@@ -55,7 +59,7 @@ class CacheSettings:
     def of_layers(self, metadata: Mapping[str, object]) -> list[int]:
         """Bytes of the cache of each layer."""
         keys, values = types.layout(self.keys), types.layout(self.values)
-        return kv_size.of_layers(metadata, self.n_ctx, keys, values, self.mla)
+        return kv_size.of_layers(metadata, self.n_ctx, keys, values, self.mla, self.mtp)
 
 
 @dataclass(frozen=True)
@@ -126,7 +130,7 @@ class Budget:
     def to_json(self) -> dict[str, Any]:
         """The field `devices` of the JSON of `plan`: loads, cache, rules, speed; sizes in bytes."""
         rules = zip(self.placement.rules, self.placement.decided)
-        cache = self.cache and {name: getattr(self.cache, name) for name in ("n_ctx", "keys", "values", "mla")}
+        cache = self.cache and {name: getattr(self.cache, name) for name in ("n_ctx", "keys", "values", "mla", "mtp")}
         return {
             "runtime": self.runtime,
             "devices": [load.to_json() for load in self.loads],

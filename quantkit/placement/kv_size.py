@@ -8,6 +8,7 @@
     recurrent     conv_kernel - 1 columns and a state of heads * key dim * value dim in float32, for any context
 
 In a model with ssm keys, all layers are recurrent except those that full_attention_interval selects and the MTP layers.
+MTP layers have a cache only while they draft: 0 bytes unless `mtp`.
 Sliding windows do not reduce the size: like ik_llama.cpp, the runtime allocates them in full.
 """
 
@@ -24,9 +25,14 @@ _LATENT_DEFAULT = 3
 
 
 def of_layers(
-    metadata: Mapping[str, Any], n_ctx: int, keys: QuantType, values: QuantType, mla: int = _LATENT_DEFAULT
+    metadata: Mapping[str, Any],
+    n_ctx: int,
+    keys: QuantType,
+    values: QuantType,
+    mla: int = _LATENT_DEFAULT,
+    mtp: bool = False,
 ) -> list[int]:
-    """Bytes of each layer's cache, for one sequence of `n_ctx` tokens."""
+    """Bytes of each layer's cache, for one sequence of `n_ctx` tokens. `mtp`: the MTP layers draft."""
     arch = metadata.get("general.architecture")
 
     def number(key: str, layer: int = 0) -> int:
@@ -41,7 +47,9 @@ def of_layers(
     found = []
     for layer in range(layers):
         kv_heads = number("attention.head_count_kv", layer) or heads
-        if number("ssm.inner_size") and layer < main and (layer + 1) % (interval or layers + 1):
+        if layer >= main and not mtp:
+            found.append(0)
+        elif number("ssm.inner_size") and layer < main and (layer + 1) % (interval or layers + 1):
             found.append(4 * _state(number))
         elif latent and mla:
             index = number("attention.indexer.key_length")

@@ -18,6 +18,7 @@ from quantkit import types
 from quantkit.errors import FormatError
 from quantkit.formats.gguf import Metadata, TensorSpec
 from quantkit.inputs import json_input
+from quantkit.inputs.settings import integer
 
 _DTYPES = {"float16": "f16", "float32": "f32"}
 
@@ -44,15 +45,25 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     return archs.language_model(config)
 
 
-def from_config(config: Mapping[str, object], where: str = "config.json") -> tuple[list[TensorSpec], Metadata]:
-    """The tensors of the GGUF file that a checkpoint becomes, in its order, and the keys that plans go by."""
+def from_config(
+    config: Mapping[str, object], where: str = "config.json", mtp: str = "auto"
+) -> tuple[list[TensorSpec], Metadata]:
+    """The tensors of the GGUF file that a checkpoint becomes, in its order, and the keys that plans go by.
+
+    `mtp` is one of `archs.common.mtp.POLICIES`: MTP layers with their embedding and output, as far as config.json says.
+    """
     from quantkit import archs
+    from quantkit.archs.common.mtp import in_head_file
 
     try:
         arch = archs.from_hf(config)
+        if mtp != "auto":
+            config = arch.with_mtp(config, mtp)
         keys, tensors = arch.metadata(config), arch.tensors(config)
     except FormatError as error:
         raise FormatError(f"{where}: {error}") from None
+    if mtp == "only":
+        tensors = [t for t in tensors if in_head_file(t.name, integer(config, "num_hidden_layers"))]
     metadata = Metadata({"general.architecture": arch.name})
     for key, (value, kind) in ({f"{arch.name}.vocab_size": (config["vocab_size"], "u32")} | keys).items():
         metadata.set(key, value, kind)

@@ -11,13 +11,12 @@ import pytest
 
 import quantkit
 from quantkit import archs
+from quantkit.archs.common.qwen_mtp import checkpoint_name, numbered_name
 from quantkit.archs.common.transforms import Chain, Elementwise, GatherRows, ShuffleColumns
-from quantkit.archs.qwen35 import checkpoint_name, numbered_name
 from quantkit.errors import FormatError, UnsupportedError
 from quantkit.formats import gguf
 from quantkit.formats.safetensors import CheckpointSpec, CheckpointWriter, open_checkpoint
 from quantkit.pipelines.conversion.convert import convert_checkpoint
-from quantkit.pipelines.conversion.plan import plan_conversion
 from quantkit.pipelines.export import export_gguf
 from tests.archs.checkpoints import byte_level, tiny, write_tokenizer
 from tests.test_architectures import TOKENS, log_probabilities
@@ -148,10 +147,12 @@ def with_mtp_layer(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return tensors | layer | {f"mtp.{n}.weight": rng.standard_normal(s, np.float32) for n, s in around.items()}
 
 
-@pytest.mark.parametrize("arch", ["qwen35", "qwen35moe"])
+@pytest.mark.parametrize("arch", ["qwen35", "qwen35moe", "qwen3next"])
 def test_mtp_layers_are_dropped_or_kept(tmp_path: Path, arch: str) -> None:
+    """Qwen3-Next's config.json does not count them."""
+    counted = {} if arch == "qwen3next" else {"mtp_num_hidden_layers": 1}
     tiny(tmp_path / "hf", arch=arch)
-    rewritten(tmp_path / "hf", tmp_path / "mtp", with_mtp_layer, {"mtp_num_hidden_layers": 1})
+    rewritten(tmp_path / "hf", tmp_path / "mtp", with_mtp_layer, counted)
     convert_checkpoint(tmp_path / "hf", tmp_path / "m.gguf", "f32")
     dropped = convert_checkpoint(tmp_path / "mtp", tmp_path / "dropped.gguf", "f32")
     assert list(dropped.left_out) == ["MTP layers"]
@@ -172,14 +173,6 @@ def test_mtp_layers_are_dropped_or_kept(tmp_path: Path, arch: str) -> None:
     export_gguf(tmp_path / "kept.gguf", tmp_path / "back")
     assert open_checkpoint(tmp_path / "back").tensors.keys() == stored.keys()
     assert json.loads((tmp_path / "back" / "config.json").read_text())["mtp_num_hidden_layers"] == 1
-
-
-def test_qwen3next_has_no_names_for_mtp_layers(tmp_path: Path) -> None:
-    tiny(tmp_path / "hf", arch="qwen3next")
-    rewritten(tmp_path / "hf", tmp_path / "mtp", with_mtp_layer)
-    assert "MTP layers" in plan_conversion(tmp_path / "mtp", "f32").left_out
-    with pytest.raises(UnsupportedError, match="files of qwen3next have no names for it; use --mtp drop"):
-        plan_conversion(tmp_path / "mtp", "f32", mtp="keep")
 
 
 @pytest.mark.parametrize("name", ["model.layers.3.mlp.up_proj.weight", "lm_head.weight", "model.mtp.other.weight"])

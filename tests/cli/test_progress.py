@@ -179,7 +179,7 @@ print_table([f"title {i}" for i in range(12)], [["a-file-with-a-name"] + ["123.4
 
 def test_what_runs_long_has_the_options() -> None:
     long = {"convert", "convert-mla", "demo", "diff", "export", "merge", "quantize", "repack", "split", "unpack",
-            "verify", "batched-bench", "bench", "compare", "fuse-gate-up", "prune", "saliency",
+            "verify", "batched-bench", "bench", "compare", "fuse-gate-up", "mtp", "prune", "saliency",
             "generate", "imatrix", "perplexity",
             "sensitivity", "serve",
             "sweep-bench", "upload"}  # fmt: skip

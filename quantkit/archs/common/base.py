@@ -17,7 +17,7 @@ import numpy as np
 
 from quantkit.archs.common import checked, wrapper
 from quantkit.archs.common import mtp as mtp_layers
-from quantkit.archs.common.blocks import Block, Head, HParams
+from quantkit.archs.common.blocks import Block, Head, HParams, MtpLayer
 from quantkit.archs.common.shapes import ExpectedTensor, Sizes, expected_tensors, has_shape
 from quantkit.archs.common.tensors import (
     LazyTensor,
@@ -30,7 +30,7 @@ from quantkit.archs.common.tensors import (
     pieces,
     split_name,
 )
-from quantkit.errors import FormatError, UnsupportedError
+from quantkit.errors import FormatError, UnknownNameError, UnsupportedError
 from quantkit.formats.gguf.metadata import Entries
 from quantkit.inputs.settings import mapping, real
 
@@ -143,7 +143,7 @@ class Arch(ABC):
     | override | for |
     | --- | --- |
     | `hparams` | the numbers of a model, from GGUF keys (abstract) |
-    | `blocks` | the layers (abstract) |
+    | `block` | a layer (abstract) |
     | `head` | embedding and output other than RMS norm and a matrix |
 
     Added by `Decoder`:
@@ -155,8 +155,8 @@ class Arch(ABC):
     | `rope_style`, `biased` | "norm" or "neox"; the matrices that attention_bias gives a bias |
     | `attention`, `feed_forward` | the two parts of a layer |
 
-    The callers use `tensors`, `shapes`, `dropped_tensors`, `n_mtp_layers` and `with_mtp` as well; these follow from the
-    above.
+    The callers use `tensors`, `shapes`, `dropped_tensors`, `n_mtp_layers`, `with_mtp`, `blocks` and `mtp_heads` as
+    well; these follow from the above.
     """
 
     name: ClassVar[str]  # general.architecture
@@ -245,24 +245,32 @@ class Arch(ABC):
         """The number of MTP layers that the GGUF keeps, after the main layers."""
         return mtp_layers.count(config) if self.mtp and config.get(mtp_layers.MTP, self.mtp) == "keep" else 0
 
-    def with_mtp(self, config: Config, policy: str, names: Collection[str]) -> dict[str, Any]:
+    def with_mtp(self, config: Config, policy: str, names: Collection[str] | None = None) -> dict[str, Any]:
         """A config.json with an entry that says whether MTP layers are kept.
 
         `policy` is one of `mtp_layers.POLICIES`; "auto" keeps them if files of the architecture usually have them and
-        the checkpoint has them. `names` are the checkpoint's tensors, `canonical`. An error says why "keep" is not
-        possible.
+        the checkpoint has them, "only" keeps them too. `names` are the checkpoint's tensors, `canonical`; None: not
+        known. An error says why "keep" is not possible.
         """
-        there = mtp_layers.tensors(config, names)
+        counted = mtp_layers.count(config)
+        if policy not in mtp_layers.POLICIES:
+            raise UnknownNameError("policy of --mtp", policy, mtp_layers.POLICIES)
+        there = mtp_layers.tensors(config, names or ())
+        if names is None and counted:
+            there = {"MTP layers": [f"{counted} by config.json"]}
+        if policy == "only":
+            policy = "keep"
+            if not there and not counted:
+                raise FormatError("--mtp only: the checkpoint has no MTP layers")
         if policy == "keep" and there and not self.mtp:
             what, tensors = next(iter(there.items()))
             raise UnsupportedError(
                 f"{what} ({len(tensors)} tensors, {tensors[0]} …) cannot be kept: files of {self.name} have no names "
                 "for it; use --mtp drop"
             )
-        if policy == "keep" and not there and mtp_layers.count(config):
+        if policy == "keep" and not there and counted:
             raise FormatError(
-                f"config.json has {mtp_layers.count(config)} MTP layer(s), but the checkpoint has no tensors of them; "
-                "use --mtp drop"
+                f"config.json has {counted} MTP layer(s), but the checkpoint has no tensors of them; use --mtp drop"
             )
         if policy == "auto":
             policy = self.mtp if there and self.mtp else "drop"
@@ -337,8 +345,18 @@ class Arch(ABC):
         """The model's numbers. `tensors`, the names in the file, tell biases, RoPE factors and a tied output."""
 
     @abstractmethod
+    def block(self, hp: HParams, i: int) -> Block:
+        """What layer `i` computes. That of an MTP layer is the block within."""
+
     def blocks(self, hparams: HParams) -> list[Block]:
         """What the layers compute, first to last, without MTP layers."""
+        return [self.block(hparams, i) for i in range(hparams.n_main)]
+
+    def mtp_heads(self, hparams: HParams) -> list[MtpLayer]:
+        """The MTP layers of a file. UnsupportedError if it lacks the projection of one of them."""
+        head = self.head(hparams)
+        layers = range(hparams.n_main, hparams.n_layer)
+        return [mtp_layers.layer(hparams, self.block(hparams, i), head) for i in layers]
 
     def head(self, hparams: HParams) -> Head:
         """The embedding, the last norm and the output matrix."""

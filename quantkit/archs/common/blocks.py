@@ -375,6 +375,30 @@ class Head:
     softcap: float | None = None  # c: logits x become c tanh(x / c)
 
 
+@dataclass(frozen=True)
+class MtpLayer:
+    """A layer that predicts one token more: of the hidden state of a token and the token after it, the next but one.
+
+    With h the trunk's state after its last norm, and e the row of `embedding` of the token after it:
+
+        x       projection([enorm(e), hnorm(h)]), the embedding first
+        g       norm(block(x)), causal over the x of all tokens before
+        logits  output(g)
+
+    A further step takes g in place of h, with the layer after this one, or with the last one again. llama.cpp,
+    ik_llama.cpp (`build_mtp_input`) and SGLang (`deepseek_nextn`) do so; vLLM's `deepseek_mtp` passes block(x) on.
+    """
+
+    embedding: str
+    enorm: Norm
+    hnorm: Norm
+    projection: Linear  # [n_embd, 2 n_embd]
+    block: Block
+    norm: Norm
+    output: Linear
+    embedding_scale: float = 1.0
+
+
 @dataclass(frozen=True, kw_only=True)
 class HParams:
     """Hyperparameters of a model, from its metadata. Architectures that need more of them derive a class."""
@@ -406,7 +430,7 @@ class HParams:
     has_choice_bias: bool = False  # see Experts
     recurrence: Recurrence | None = None
     recurrent: frozenset[int] = frozenset()  # the layers with a recurrence instead of attention
-    n_mtp_layers: int = 0  # the last ones of n_layer, which are not run
+    n_mtp_layers: int = 0  # the last ones of n_layer, which are no part of the trunk
     kv_heads_of: tuple[int, ...] = ()  # of each layer, where they differ; n_head_kv is then the most
     tensors: frozenset[str] = frozenset()  # names in the file, which decide the optional parts
 

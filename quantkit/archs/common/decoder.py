@@ -153,8 +153,8 @@ class Decoder(Arch):
         """Elements of a head that get RoPE, from GGUF keys. The key is required if the default is less than all."""
         return keys.number("rope.dimension_count", head_dim if self.rotary_fraction in (None, 1.0) else None)
 
-    def blocks(self, hparams: HParams) -> list[Block]:
-        return [Block(i, (self.attention(hparams, i), self.feed_forward(hparams, i))) for i in range(hparams.n_main)]
+    def block(self, hp: HParams, i: int) -> Block:
+        return Block(i, (self.attention(hp, i), self.feed_forward(hp, i)))
 
     def attention(self, hp: HParams, i: int) -> Attention:
         """The attention of layer `i`."""

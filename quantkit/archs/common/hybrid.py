@@ -213,8 +213,8 @@ class Hybrid(Decoder):
         recurrent = frozenset(i for i in range(found["n_layer"] - found["n_mtp_layers"]) if (i + 1) % every)
         return found | {"recurrence": sizes, "recurrent": recurrent}
 
-    def blocks(self, hparams: HParams) -> list[Block]:
-        return [Block(i, (self.mixer(hparams, i), self.feed_forward(hparams, i))) for i in range(hparams.n_main)]
+    def block(self, hp: HParams, i: int) -> Block:
+        return Block(i, (self.mixer(hp, i), self.feed_forward(hp, i)))
 
     def mixer(self, hp: HParams, i: int) -> Part:
         """The part of a layer that mixes tokens: the recurrence or the attention."""

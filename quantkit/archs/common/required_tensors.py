@@ -39,6 +39,16 @@ def required(
             yield from _gated(part, hp)
 
 
+def required_of_mtp(hp: blocks.HParams, layers: Sequence[blocks.MtpLayer], tensors: Mapping[str, Shaped]) -> Shapes:
+    """(name, shape) of every tensor that MTP layers name."""
+    n = hp.n_embd
+    for layer in layers:
+        for norm in (layer.enorm, layer.hnorm):
+            yield from _norm(norm, n)
+        yield from _linear(layer.projection, n, 2 * n)
+        yield from required(hp, [layer.block], blocks.Head(layer.embedding, layer.norm, layer.output), tensors)
+
+
 def _attention(part: blocks.Attention, n_embd: int) -> Shapes:
     for norm, heads in ((part.q_norm, part.heads), (part.k_norm, part.kv_heads)):
         yield from _norm(norm, (heads if part.norms_across_heads else 1) * part.head_dim_k)

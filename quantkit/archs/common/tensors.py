@@ -142,6 +142,7 @@ class TensorRule:
     f32: bool = False  # always stored in float32
     layers: Callable[[Any, int], bool] | None = None  # (hparams, layer) -> whether it is required; None: in all layers
     full_names: bool = False  # the names are complete
+    often_shared: bool = False  # a checkpoint may leave it out, because it shares another one; config.json does not say
     to_gguf_only: bool = False  # export does not use the rule: it makes the checkpoint tensor from other GGUF tensors
 
     def names(self, side: str) -> tuple[str, ...]:
@@ -276,7 +277,7 @@ def missing(rules: Sequence[TensorRule], names: Iterable[str], hparams: HParams,
     have = set(names)
     wanted = []
     for rule in rules:
-        if rule.required and (to_gguf or not rule.to_gguf_only):
+        if rule.required and not rule.often_shared and (to_gguf or not rule.to_gguf_only):
             name = rule.names("hf" if to_gguf else "gguf")[0]
             layers: Iterable[int | None] = (
                 [i for i in range(hparams.n_layer) if rule.is_needed(hparams, i)] if ".N." in name else [None]

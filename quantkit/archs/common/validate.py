@@ -62,7 +62,7 @@ def describe(
 def problems(metadata: Mapping[str, object], tensors: Mapping[str, Shaped]) -> list[str]:
     """All contradictions that `describe` would refuse; [] for a file that is not a model of a known architecture."""
     name = metadata.get("general.architecture")
-    if not is_model(metadata) or name not in _names():
+    if not is_model(metadata) or name not in _names() or is_mtp_only(metadata, tensors):
         return []
     try:
         return list(_contradictions(_read(metadata, tensors), metadata, tensors))
@@ -94,6 +94,14 @@ def is_model(metadata: Mapping[str, object]) -> bool:
     return f"{name}.block_count" in metadata and metadata.get("general.type", "model") == "model"
 
 
+def is_mtp_only(metadata: Mapping[str, object], tensors: Mapping[str, Shaped]) -> bool:
+    """Whether a file has MTP layers and no block of their trunk."""
+    layers = {layer for stem, layer, _ in map(split_name, tensors) if layer is not None and stem.startswith("blk.")}
+    arch = metadata.get("general.architecture")
+    count, further = (metadata.get(f"{arch}.{key}") for key in ("block_count", "nextn_predict_layers"))
+    return isinstance(count, int) and isinstance(further, int) and min(layers, default=0) >= max(1, count - further)
+
+
 # --------------------------------------------------------------------------------------------------------------- checks
 
 
@@ -118,6 +126,11 @@ def _check_layers(name: str, metadata: Mapping[str, object], tensors: Mapping[st
     if not isinstance(n_mtp_layers, int) or n_mtp_layers >= value:
         raise FormatError(
             f"metadata key {name}.nextn_predict_layers = {n_mtp_layers}, {key} = {value}: no layer would run"
+        )
+    if is_mtp_only(metadata, tensors):
+        raise FormatError(
+            "the file has MTP layers alone, without the blocks of a model; draft with them by `quantkit mtp MODEL "
+            "--head FILE`, or put them into a model's file by `quantkit mtp join`"
         )
     there = {layer for stem, layer, _ in map(split_name, tensors) if layer is not None and stem.startswith("blk.")}
     if there and max(there) >= value:

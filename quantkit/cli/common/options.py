@@ -80,6 +80,14 @@ Source = Annotated[
 ]
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="The output file.", show_default=False)]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the changes and write nothing.")]
+MtpPolicy = Annotated[
+    Literal["auto", "keep", "drop", "only"],
+    typer.Option(
+        "--mtp",
+        help="MTP (multi-token prediction) layers of a checkpoint; only: these alone, with embedding and output; auto: "
+        "the architecture's default.",
+    ),
+]
 RepackPattern = Annotated[
     list[str] | None,
     typer.Option(metavar="REGEX,…", help="Interleave only tensors whose name matches one of these. Repeatable."),

@@ -11,7 +11,7 @@ import typer
 
 from quantkit.cli.common.command import in_section
 from quantkit.cli.common.launch import placement_flags
-from quantkit.cli.common.options import RepackPattern, with_options
+from quantkit.cli.common.options import MtpPolicy, RepackPattern, with_options
 from quantkit.cli.common.run_options import PLACEMENT, CacheTypeName, Fit, OffloadPolicy, OffloadThreshold
 from quantkit.pipelines.options import PlanOptions
 
@@ -93,6 +93,7 @@ Mla = Annotated[
     int,
     typer.Option("--mla-use", "-mla", help="KV cache of MLA: 0 stores full heads, 1 to 3 the latent.", min=0, max=3),
 ]
+MtpCache = Annotated[bool, typer.Option("--mtp-cache", help="Include a KV cache for MTP layers, which draft then.")]
 Vram = Annotated[str | None, typer.Option(metavar="GIB,…", help="Memory of each GPU, to check whether the model fits.")]
 Ram = Annotated[float | None, typer.Option(metavar="GIB", help="Main memory of the CPU.", show_default=False)]
 Runtime = Annotated[
@@ -161,6 +162,8 @@ _ANNOTATIONS: dict[str, Any] = {
     "cache_type_k": CacheTypeK,
     "cache_type_v": CacheTypeV,
     "mla": Mla,
+    "mtp_cache": MtpCache,
+    "mtp": MtpPolicy,
     "vram": Vram,
     "ram": Ram,
     "fit_margin": FitMargin,
@@ -177,7 +180,7 @@ _SECTIONS = {
         "repack_pattern", "dialect", "replace_types",
     ),
     "Placement": ("fit", "offload_threshold", "offload_policy", "vram", "ram", "fit_margin", "runtime"),
-    "KV cache": ("ctx_size", "cache_type_k", "cache_type_v", "mla"),
+    "KV cache": ("ctx_size", "cache_type_k", "cache_type_v", "mla", "mtp_cache"),
     "Predicted speed": ("bandwidth", "compute", "cluster"),
 }  # fmt: skip
 _SECTION_OF = {name: section for section, names in _SECTIONS.items() for name in names}

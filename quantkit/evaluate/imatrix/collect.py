@@ -27,6 +27,7 @@ from quantkit.codegen import jit, thread_pool
 from quantkit.codegen.jit import kernel
 from quantkit.errors import DataError
 from quantkit.evaluate.chunk_runs import evaluate_chunks
+from quantkit.evaluate.imatrix.mtp import with_mtp_layers
 from quantkit.evaluate.imatrix.second_moments import InputForm, MomentsCollector, MomentsRecorder
 from quantkit.evaluate.models import ChunkModel
 from quantkit.evaluate.nll import negative_log_likelihood
@@ -180,6 +181,7 @@ def collect_here(
     model: ChunkModel, collector: Collector, chunks: Chunks, first: int, options: CollectOptions
 ) -> Generator[np.ndarray | None, None, None]:
     """A `CollectChunks` with a model in this process."""
+    model = with_mtp_layers(model)
     before, model.observer = model.observer, collector.observe
     try:
         run = evaluate_chunks(model, chunks.inputs[first:], options.n_batch, options.rows(chunks.n_ctx))

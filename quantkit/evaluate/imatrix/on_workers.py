@@ -17,6 +17,7 @@ import numpy as np
 from quantkit.cluster.in_order import KeptRun
 from quantkit.evaluate.chunk_runs import evaluate_chunks
 from quantkit.evaluate.imatrix.collect import CollectOptions, Collector, Observation, Recorder
+from quantkit.evaluate.imatrix.mtp import with_mtp_layers
 from quantkit.evaluate.imatrix.second_moments import InputForm, MomentsObservation, MomentsRecorder
 from quantkit.evaluate.models import ChunkModel
 from quantkit.evaluate.on_workers import ClusterRuns, WorkerModel, model_files
@@ -82,7 +83,7 @@ class _CollectingModel:
 
     @classmethod
     def make(cls, model: WorkerModel, forms: Mapping[str, InputForm] | None, threads: int) -> _CollectingModel:
-        return cls(model.open(threads), forms)
+        return cls(with_mtp_layers(model.open(threads)), forms)
 
     def batch(self, argument: tuple[np.ndarray, np.ndarray, CollectOptions]) -> list[_Collected]:
         """The sums and nll of a batch int[chunks, n_ctx], in parts of about PART_BYTES."""

@@ -25,6 +25,7 @@ import numpy as np
 from quantkit.errors import OptionError, UnknownNameError
 from quantkit.evaluate.chunk_runs import check_context
 from quantkit.evaluate.imatrix.collect import Collector
+from quantkit.evaluate.imatrix.mtp import mtp_head, of_layers
 from quantkit.evaluate.imatrix.second_moments import (
     InputForm,
     MomentsCollector,
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from quantkit.formats.pipeline import Progress
     from quantkit.pipelines.conversion.plan import CheckpointView, Conversion
     from quantkit.runtime.model import Model
+    from quantkit.runtime.mtp import MtpHead
 
 PROPAGATED = ("original", "quantized")
 
@@ -117,18 +119,21 @@ def prepare(
         raise UnknownNameError("choice of --propagate", o.propagate, PROPAGATED)
     check_policy(o.missing_experts)
     form = MomentsForm.parse(o.second_moments) if o.second_moments and not options.no_second_moments else None
-    opened = planning.open_model(source, weights=True, options=options)
+    opened = planning.open_model(source, weights=True, options=options, mtp=options.mtp)
     assert opened.file is not None
     model = _load(opened.file, options.threads, o.ctx_size)
     paths = [Path(text) for text in ([texts] if isinstance(texts, (str, os.PathLike)) else texts)]
     chunks = _joined([chunked(model.tokenizer, path, o.ctx_size, o.chunks) for path in paths])
     check_context(model, o.ctx_size)
-    layers = {block.layer for block in model.blocks}
-    measured = planning.complete_imatrix([t for t in opened.tensors if layer_of(t.name) in layers])
+    head = mtp_head(model, on_message)
+    layers = {block.layer for block in [*model.blocks, *(layer.block for layer in (head.layers if head else []))]}
+    measured = planning.complete_imatrix(
+        [t for t in opened.tensors if layer_of(t.name) in layers and ".nextn.embed_tokens." not in t.name]
+    )
     measured = replace(measured, chunks=len(chunks), dataset=chunks.source, chunk_size=o.ctx_size)
     names = replace(options, imatrix=measured, no_second_moments=False)
     job = api.prepare_quantize(opened, type, names)
-    one_pass = _OnePass(model, chunks, form, o)
+    one_pass = _OnePass(model, head, chunks, form, o)
     on_message(one_pass.announcement())
     return replace(job, calibration=one_pass)
 
@@ -149,9 +154,18 @@ def _joined(parts: list[Chunks]) -> Chunks:
 class _OnePass:
     """A `Calibration` that runs the model; see the module."""
 
-    def __init__(self, model: Model, chunks: Chunks, form: MomentsForm | None, options: CalibrationOptions):
-        self._model, self._chunks, self._form, self._options = model, chunks, form, options
-        self._forms = {block.layer: self._plan_forms(block.layer) for block in model.blocks} if form else {}
+    def __init__(
+        self,
+        model: Model,
+        head: MtpHead | None,
+        chunks: Chunks,
+        form: MomentsForm | None,
+        options: CalibrationOptions,
+    ):
+        self._model, self._head, self._chunks, self._form, self._options = model, head, chunks, form, options
+        self._mtp = [layer.block.layer for layer in head.layers] if head is not None else []
+        layers = [*(block.layer for block in model.blocks), *self._mtp]
+        self._forms = {layer: self._plan_forms(layer) for layer in layers} if form else {}
 
     def _plan_forms(self, layer: int) -> dict[str, InputForm]:
         assert self._form is not None
@@ -200,8 +214,10 @@ class _OnePass:
         written: Callable[[], Mapping[str, gguf.Tensor]],
         describe: Callable[[str], None],
     ) -> Iterator[Stage]:
-        """First the tensors of no layer that runs, then those of each layer with its importance matrix."""
-        of_layer: dict[int, list[PlannedTensor]] = {block.layer: [] for block in self._model.blocks}
+        """First the tensors of no layer that runs, then those of each layer with its importance matrix, MTP layers
+        last."""
+        layers = [*(block.layer for block in self._model.blocks), *self._mtp]
+        of_layer: dict[int, list[PlannedTensor]] = {layer: [] for layer in layers}
         others: list[PlannedTensor] = []
         for planned in tensors:
             layer = layer_of(planned.name)
@@ -227,6 +243,27 @@ class _OnePass:
                 describe(f"running blk.{block.layer} as quantized")
                 made = written()
                 self._advance_with(run, block, {t.name: made[t.name] for t in own})
+
+        if self._head is not None:
+            mine = [t for layer in self._mtp for t in of_layer[layer]]
+            measured = run is not None and any(layer in missing for layer in self._mtp)
+            describe("measuring MTP layers")
+            yield Stage(mine, self._measure_mtp(run, batches) if run is not None and measured else None)
+
+    def _measure_mtp(self, run: LayerRun, batches: Sequence[slice]) -> Imatrix:
+        """The importance matrix of the MTP layers, on the states that leave the last block."""
+        assert self._head is not None
+        forms = {name: form for layer in self._mtp for name, form in self._forms.get(layer, {}).items()}
+        collector = Collector(moments=MomentsCollector(forms) if self._form is not None else None)
+        collector.chunks = len(self._chunks)
+        self._head.observer = of_layers(collector.observe)
+        try:
+            for batch in batches:
+                self._head.observe_all(np.asarray(self._chunks.inputs[batch], np.int64), run.hidden[batch])
+        finally:
+            self._head.observer = None
+        found = collector.result(self._chunks.source, self._chunks.inputs.shape[1])
+        return fill_missing(found, self._options.missing_experts)
 
     def _measure(self, run: LayerRun, block: Block) -> Imatrix:
         """The importance matrix of a block's weights on the hidden states that enter it."""

@@ -17,6 +17,7 @@ from quantkit.evaluate.conditions import Conditions, evaluation_conditions, resu
 from quantkit.evaluate.fingerprint import fingerprint
 from quantkit.evaluate.imatrix.collect import Collector, TextState, collect, pooled
 from quantkit.evaluate.imatrix.coverage import split_by_matrix
+from quantkit.evaluate.imatrix.mtp import with_mtp_layers
 from quantkit.evaluate.imatrix.on_workers import CollectOnWorkers
 from quantkit.evaluate.imatrix.saved_run import SavedRun
 from quantkit.evaluate.imatrix.second_moments import (
@@ -149,12 +150,13 @@ def imatrix(
         _require_fit(file, matrix, path)
     if isinstance(model, (str, os.PathLike)):
         model = open_model(path, numerics=o.numerics, threads=o.threads, n_ctx=o.ctx_size)
+    drafts = with_mtp_layers(model, on_message) is not model
     chunk_sets = [chunked(model.tokenizer, text, o.ctx_size, o.chunks, o.from_chunk, o.chat) for text in paths]
     conditions = evaluation_conditions(model, o.ctx_size, sum(map(len, chunk_sets)), ", ".join(map(str, paths)))
     settings = result_conditions(conditions) | {
         "texts": paths, "shares": o.shares, "chunk": o.from_chunk, "output": o.process_output, "ppl": not o.no_ppl,
         "batch": o.batch_size, "chat": o.chat, "each": [len(chunks) for chunks in chunk_sets],
-        "second moments": o.second_moments,
+        "second moments": o.second_moments, **({"mtp": True} if drafts else {}),
         "blocks": {name: form.key for name, form in forms.items()} if forms is not None else None,
     }  # fmt: skip
     run = fingerprint([*model_paths, *paths, *o.in_file], settings)

@@ -24,7 +24,7 @@ from quantkit.formats.imatrix.factors import RANK
 from quantkit.formats.imatrix.second_moments import BLOCK, stored_values
 
 FORMS = "full, rank, rank:N, blocks, blocks:N or auto"
-_ROUTER = re.compile(r"\.ffn_gate_inp(_shexp)?\.")
+_NOT_MEASURED = re.compile(r"\.(ffn_gate_inp(_shexp)?|nextn\.embed_tokens)\.")
 _SAME_INPUT = ("attn_q", "attn_k", "attn_v"), ("ffn_gate", "ffn_up"), ("ffn_gate_exps", "ffn_up_exps")
 
 
@@ -262,11 +262,15 @@ def _make_smaller(shapes: Mapping[str, tuple[int, ...]], forms: dict[str, InputF
 
 
 def measured_shapes(tensors: Iterable[HasShape]) -> dict[str, tuple[int, ...]]:
-    """Shapes of the weights whose inputs are measured: matrices of the blocks but routers, which stay f32."""
+    """Shapes of the weights whose inputs are measured: matrices of the blocks, except routers, which stay f32, and the
+    embeddings of MTP layers, which are only looked up."""
     return {
         t.name: t.shape
         for t in tensors
-        if len(t.shape) > 1 and t.name.startswith("blk.") and t.name.endswith(".weight") and not _ROUTER.search(t.name)
+        if len(t.shape) > 1
+        and t.name.startswith("blk.")
+        and t.name.endswith(".weight")
+        and not _NOT_MEASURED.search(t.name)
     }
 
 

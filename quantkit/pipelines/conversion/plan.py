@@ -27,7 +27,7 @@ import numpy as np
 from quantkit import archs, types
 from quantkit.archs import Arch
 from quantkit.archs.common import fused_experts
-from quantkit.archs.common.mtp import POLICIES
+from quantkit.archs.common.mtp import POLICIES, in_head_file
 from quantkit.archs.common.tensors import Piece
 from quantkit.errors import DataError, FormatError, UnknownNameError, UnsupportedError
 from quantkit.formats.gguf import Metadata, TensorSpec, Writer
@@ -37,6 +37,7 @@ from quantkit.formats.safetensors.quantized import ScaledTensor, unscaled
 from quantkit.formats.safetensors.quantized.gptq import GPTQTensor
 from quantkit.formats.torch_bin import is_bin, open_bin
 from quantkit.inputs.json_input import read_object
+from quantkit.inputs.settings import integer
 from quantkit.pipelines.arrivals import Arrivals
 from quantkit.pipelines.conversion.lora import merged
 from quantkit.pipelines.conversion.metadata import general_keys
@@ -199,6 +200,8 @@ def plan_conversion(
         left_out = arch.dropped_tensors(config, names)
         keys = arch.metadata(config)
         tokenizer = vocab.read(directory, config, pre)
+        if mtp == "only":
+            pieces = [piece for piece in pieces if in_head_file(piece.name, integer(config, "num_hidden_layers"))]
         if fuse_gate_up:
             pieces = _fused(pieces, arch.name)
         expected = arch.shapes(config, [piece.name for piece in pieces])

@@ -59,6 +59,9 @@ _KEPT = {
     "attn_rel_b.weight": "a position bias",
     "position_embd.weight": "position embeddings",
     "token_types.weight": "token types",
+    "v.patch_embd.weight": "a convolution",  # these three in the files of image encoders
+    "mm.patch_merger.weight": "a convolution",
+    "mm.input_projection.weight": "a matrix that the loader transposes",
 }
 # Types that llama.cpp never uses without importance, except for embeddings and output; also q2_K in Q2_K_S.
 _VERY_LOW = frozenset(["iq2_xxs", "iq2_xs", "iq2_s", "iq1_s", "iq1_m", "iq1_s_r4", "iq1_m_r4", "iq1_kt", "iq2_kt"])

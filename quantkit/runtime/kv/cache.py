@@ -5,6 +5,8 @@ An attention layer has two arrays of encoded rows; RoPE is applied to the keys a
     k[layer]   uint8[n_head_kv, n_ctx, row bytes of head_dim_k]
     v[layer]   uint8[n_head_kv, n_ctx, row bytes of head_dim_v]
 
+MTP layers have none: their caches are with the layers (runtime/mtp.py).
+
 With latent attention (runtime/blocks/latent.py) k has one row per token, its latent, and v none.
 
 A row is one head's key or value in the K or V type, rounded as runtime/kernels/kv_rounding.py says. Positions of a
@@ -93,7 +95,8 @@ class Cache:
         self._describe(CacheShape.of(hparams), n_ctx, kind, one_layer)
         sides = (self.type.k, hparams.head_dim_k), (self.type.v, hparams.head_dim_v)
         kv_heads = hparams.kv_heads_of or (hparams.n_head_kv,) * hparams.n_layer
-        heads = [0 if i in hparams.recurrent else kv_heads[i] for i in range(hparams.n_layer)]
+        without = hparams.recurrent | set(range(hparams.n_main, hparams.n_layer))  # MTP layers: see runtime/mtp.py
+        heads = [0 if i in without else kv_heads[i] for i in range(hparams.n_layer)]
         shapes = [(self.n_ctx, types.layout(name).row_bytes(dim)) for name, dim in sides]
         self.k, self.v = (_rows(heads, shape, one_layer) for shape in shapes)
         self.states: dict[int, LayerState] = {}

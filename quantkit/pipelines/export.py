@@ -27,7 +27,7 @@ from quantkit.archs.common import fused_experts, validate
 from quantkit.archs.common.tensors import Piece, ReadRows
 from quantkit.errors import DataError, FormatError, UnknownNameError, UnsupportedError
 from quantkit.formats.atomic import writing
-from quantkit.formats.gguf import GGUF, Tensor
+from quantkit.formats.gguf import GGUF, Tensor, scales
 from quantkit.formats.gguf import open as open_gguf
 from quantkit.formats.pipeline import Bar, Job, Progress, pump, row_ranges
 from quantkit.formats.safetensors import CheckpointSpec, CheckpointWriter
@@ -167,7 +167,7 @@ def _row_reader(tensor: Tensor, raw: bool) -> ReadRows:
             return tensor.rows(start, stop)
         first = start // group * group
         data = tensor.rows(first, min(tensor.n_rows, -(-stop // group) * group))
-        return tensor.type.dequantize(data, tensor.shape[-1], threads=1)[start - first : stop - first]
+        return scales.decode(tensor, data, first, threads=1)[start - first : stop - first]
 
     if len(tensor.shape) > 1:
         return rows

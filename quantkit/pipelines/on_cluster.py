@@ -64,7 +64,8 @@ class Place(NamedTuple):
 class Input(NamedTuple):
     """The files that a tensor is read from.
 
-    checkpoint  arguments of `plan_conversion` for a checkpoint; None for a GGUF file, which is the only one of `files`
+    checkpoint  arguments of `plan_conversion` for a checkpoint; None for GGUF: the file of the tensor, and the one with
+                its scales if that is another shard
     """
 
     files: tuple[FileIdentity, ...]
@@ -157,7 +158,10 @@ def _opened(input: Input) -> Mapping[str, SourceTensor]:
     for file in input.files:
         _require_same(file)
     if input.checkpoint is None:
-        return gguf.open_parts([input.files[0].path]).tensors
+        tensors = gguf.open_parts([file.path for file in input.files]).tensors
+        for tensor in tensors.values():
+            tensor.is_complete = True  # the coordinator, which has all shards open, named the file of its scales
+        return tensors
     from quantkit.pipelines.conversion.plan import plan_conversion
 
     return plan_conversion(*input.checkpoint).tensors
@@ -384,7 +388,9 @@ class Workers:
 
     def _input(self, tensor: SourceTensor) -> Input:
         if self._checkpoint is None:
-            return Input((self._files[str(tensor.path)],))
+            scale = getattr(tensor, "scale", None)
+            paths = dict.fromkeys([str(tensor.path), *([] if scale is None else [str(scale.path)])])
+            return Input(tuple(self._files[path] for path in paths))
         return Input(tuple(self._files.values()), self._checkpoint)
 
     def _moments_of(self, planned: PlannedTensor, expected: provenance.Record) -> tuple[FileIdentity, str] | None:

@@ -100,18 +100,18 @@ def open_model(
         return source
     address = models.checkpoint_address(source)
     if address is not None and weights:
-        from quantkit.pipelines.conversion.plan import STORED
+        from quantkit.pipelines.conversion.plan import VALUES
         from quantkit.pipelines.conversion.remote import plan_remote
 
-        return PlanInput.of(plan_remote(address, STORED, options, "auto").as_gguf)
+        return PlanInput.of(plan_remote(address, VALUES, options, "auto").as_gguf)
     if address is None and (options.disk is not None or options.keep_shards):
         raise OptionError(f"{source} is not a checkpoint on the Hub, which --disk and --keep-shards are about")
     if isinstance(source, (str, os.PathLike)):
         source = models.model_file(source) if weights else models.header_file(source, config=True)
     if isinstance(source, (str, os.PathLike)) and weights and Path(source).is_dir():
-        from quantkit.pipelines.conversion.plan import STORED, plan_conversion
+        from quantkit.pipelines.conversion.plan import VALUES, plan_conversion
 
-        made = plan_conversion(source, STORED, options.pre, metadata=options.metadata, model_name=options.model_name)
+        made = plan_conversion(source, VALUES, options.pre, metadata=options.metadata, model_name=options.model_name)
         return PlanInput.of(made.as_gguf)
     if options.metadata is not None or options.model_name is not None:
         raise OptionError(

@@ -13,6 +13,7 @@ number of threads. The output appears under its final name when it is complete. 
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -169,7 +170,7 @@ def quantize_with_plan(
     if has_records:
         _set_records(metadata, job.expected.values(), hide_imatrix)
     specs = [TensorSpec(t.name, t.shape, t.type) for t in plan.tensors]
-    counts = (part.counts if part is not None else _shards(source)) if keep_split else None
+    counts = (part.counts if part is not None else _shards(source, plan)) if keep_split else None
     limits = (split_max_bytes, split_max_tensors, counts)
     chosen = part.shards if part is not None else None
     job.layouts = layouts(out, metadata, specs, *limits, chosen=chosen)
@@ -239,11 +240,13 @@ def _stages(
     return calibration.stages(plan.tensors, job.done.keys() | job.copied.keys(), job.written, bar.describe)
 
 
-def _shards(source: QuantizeSource) -> list[int]:
+def _shards(source: QuantizeSource, plan: Plan) -> list[int]:
+    """The number of planned tensors in each shard of the source."""
     shards: list[int] | None = getattr(source, "shards", None)
     if shards is None:
         raise QuantkitError(f"{source.paths[0]}: a checkpoint has no GGUF shards to keep; use --split-max-size")
-    return shards
+    names, planned = iter(source.tensors), {t.name for t in plan.tensors}
+    return [sum(name in planned for name in itertools.islice(names, count)) for count in shards]
 
 
 # ----------------------------------------------------------------------------------------------------------- the pieces

@@ -34,7 +34,7 @@ from quantkit.formats.mapping import release
 from quantkit.formats.pipeline import Progress, spread
 from quantkit.formats.provenance import Record, Rows
 from quantkit.pipelines.arrivals import Arrivals
-from quantkit.pipelines.resume import hash_tensor
+from quantkit.pipelines.resume import hash_source
 from quantkit.recipe import importance_entry
 from quantkit.types import check_finite
 from quantkit.types.families.interleave import Interleaved
@@ -241,7 +241,7 @@ def _reasons_to_change(record: Record, file: GGUF, source: OriginalModel | None,
         original = source.tensors.get(record.name)
         if original is None:
             reasons.append("it is missing from the source")
-        elif hash_tensor(original) != record.source:
+        elif hash_source(original) != record.source:
             reasons.append("its source has changed")
     compared = record.importance not in (provenance.NONE, provenance.HIDDEN) and not _is_calibrated(file)
     if source is not None and compared and imatrix is not None:

@@ -35,6 +35,7 @@ import numpy as np
 
 from quantkit import types
 from quantkit.errors import DataError
+from quantkit.formats.gguf import scales
 from quantkit.formats.imatrix import Imatrix
 from quantkit.recipe.errors import ImportanceError, RecipeError
 from quantkit.recipe.planning import dialects, lint
@@ -196,7 +197,7 @@ def plan(
         _require_of_model(imatrix, listed)
     selection = Selection(options.repack_patterns, names) if options.repack or options.repack_patterns else None
     planner = _Planner(target, recipe, options, ModelTraits.of(metadata or {}, names), imatrix, selection)
-    planned = tuple(planner.tensor(t) for t in listed)
+    planned = without_scales(tuple(planner.tensor(t) for t in listed))
     if not options.allow_requantize:
         refuse_requantizing(planned, selection is not None)
     dialects.refuse_foreign(planned, options.dialect)
@@ -423,6 +424,18 @@ def fitted_type(wanted: QuantType, t: Tensor) -> tuple[QuantType, str]:
             why.append(f"{rows} rows are no multiple of {found.name}'s {interleaved_rows(found)}")
             found = row_by_row(found)
     return found, "; ".join(why)
+
+
+def without_scales(planned: tuple[PlannedTensor, ...]) -> tuple[PlannedTensor, ...]:
+    """The tensors without the scales of NVFP4 weights that become another type, whose values have them."""
+    left_out = applied_scales(planned)
+    return tuple(t for t in planned if t.name not in left_out) if left_out else planned
+
+
+def applied_scales(planned: Iterable[PlannedTensor]) -> set[str]:
+    """Names that scales of NVFP4 weights have, of those weights that become another type."""
+    changed = (t.name for t in planned if t.source.name == scales.SCALED and not t.copied)
+    return {name for weight in changed for name in scales.companions(weight)}
 
 
 def _require_of_model(imatrix: Imatrix, tensors: Sequence[Tensor]) -> None:

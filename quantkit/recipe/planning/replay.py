@@ -15,7 +15,7 @@ from quantkit.formats.imatrix import Imatrix
 from quantkit.recipe.planning.dialects import refuse_foreign
 from quantkit.recipe.planning.fallback import interleaved_rows
 from quantkit.recipe.planning.planned import Plan, PlannedTensor, RuleUse
-from quantkit.recipe.planning.planner import Options, Tensor, refuse_requantizing
+from quantkit.recipe.planning.planner import Options, Tensor, applied_scales, refuse_requantizing
 from quantkit.recipe.planning.presets import file_type
 from quantkit.recipe.rules.grammar import parse
 
@@ -52,7 +52,9 @@ def replay(
         warnings, notes = tuple(map(str, document["warnings"])), tuple(map(str, document.get("notes", ())))
     except (KeyError, TypeError, ValueError) as error:
         raise FormatError(f"{where}: not a plan as `quantkit plan --json` writes it: {error!r}") from None
-    _refuse_other_tensors(planned, [t.name for t in listed], where)
+    left_out = applied_scales(replayed)
+    _refuse_other_tensors(planned, [t.name for t in listed if t.name in planned or t.name not in left_out], where)
+    replayed = tuple(t for t in replayed if t.name not in left_out)
     for t in replayed:
         _check_importance(t, imatrix, where)
     if not allow_requantize:

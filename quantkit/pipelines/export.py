@@ -114,7 +114,8 @@ def plan_export(source: GGUF, directory: str | os.PathLike[str], dtype: str = "a
     described = validate.describe(source.metadata, source.tensors, source.path)
     arch, hparams = described.arch, described.hparams
     try:
-        shapes = {tensor.name: tensor.shape for tensor in source.tensors.values()}
+        applied = scales.all_companions({name: tensor.type for name, tensor in source.tensors.items()})
+        shapes = {name: tensor.shape for name, tensor in source.tensors.items() if name not in applied}
         pieces = arch.to_hf(hparams, fused_experts.separate_shapes(shapes))
         pieces = fused_experts.read_fused(pieces, shapes)
         config = arch.config(source.metadata, source.tensors)

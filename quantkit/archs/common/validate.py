@@ -23,7 +23,7 @@ from quantkit.archs.common.blocks import Block, Head, HParams
 from quantkit.archs.common.required_tensors import Shaped, required
 from quantkit.archs.common.tensors import split_name
 from quantkit.errors import FormatError, QuantkitError, UnsupportedError
-from quantkit.formats.gguf.scales import SCALED, input_scales, scale_name
+from quantkit.formats.gguf.scales import SCALED, all_companions, scale_name
 from quantkit.types import QuantType
 
 REMEDY = "correct a wrong key with `quantkit metadata set FILE KEY=TYPE:VALUE`; if the file is damaged, get it again"
@@ -199,7 +199,7 @@ def _rope_problems(rope: blocks.Rope, head_dim: int, rotates_all: bool) -> Itera
 def _unused_tensors(found: Description, wanted: Mapping[str, object], tensors: Mapping[str, Shaped]) -> Iterator[str]:
     """Tensors that the computation would not use, so that the model would not be the one in the file."""
     hp = found.hparams
-    unneeded = input_scales(_nvfp4(tensors))
+    unneeded = {name for name in all_companions(_nvfp4(tensors)) if name.endswith(".input_scale")}
     for name in tensors:
         _, layer, _ = split_name(name)
         of_mtp = layer is not None and hp.n_main <= layer < hp.n_layer

@@ -51,10 +51,9 @@ def companions(weight: str) -> tuple[str, ...]:
     return f"{stem}.scale", f"{stem}.input_scale", f"{weight}.scale", f"{weight}.input_scale"
 
 
-def input_scales(tensors: Mapping[str, QuantType]) -> set[str]:
-    """Names of the tensors that scale activations only, given the type of each tensor."""
-    weights = [name for name, kind in tensors.items() if kind.name == SCALED]
-    return {name for weight in weights for name in companions(weight)[1::2] if name in tensors}
+def all_companions(tensors: Mapping[str, QuantType]) -> set[str]:
+    """`companions` of all NVFP4 weights among the tensors with these types."""
+    return {name for weight, kind in tensors.items() if kind.name == SCALED for name in companions(weight)}
 
 
 def matrices(shape: Iterable[int]) -> int:

@@ -434,8 +434,7 @@ def without_scales(planned: tuple[PlannedTensor, ...]) -> tuple[PlannedTensor, .
 
 def applied_scales(planned: Iterable[PlannedTensor]) -> set[str]:
     """Names that scales of NVFP4 weights have, of those weights that become another type."""
-    changed = (t.name for t in planned if t.source.name == scales.SCALED and not t.copied)
-    return {name for weight in changed for name in scales.companions(weight)}
+    return scales.all_companions({t.name: t.source for t in planned if not t.copied})
 
 
 def _require_of_model(imatrix: Imatrix, tensors: Sequence[Tensor]) -> None:

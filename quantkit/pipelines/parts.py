@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from quantkit.errors import FormatError, OptionError
 from quantkit.formats import gguf, provenance
-from quantkit.formats.gguf import shards
+from quantkit.formats.gguf import dialects, shards
 from quantkit.formats.gguf.reader import MAX_TENSORS, PART
 from quantkit.formats.gguf.writer import ShardsOfSet
 from quantkit.pipelines.options import QuantizeOptions, comma_separated, texts
@@ -163,11 +163,13 @@ def join(
     paths: Sequence[str | os.PathLike[str]],
     out: str | os.PathLike[str],
     *,
+    dialect: str | None = None,
     threads: int | None = None,
     progress: Progress | bool = False,
 ) -> tuple[Path, int]:
     """Join the parts `paths` to the file `out`; returns its path and the number of its tensors.
 
+    `dialect` is stated as the program that the file is for; UnsupportedError for types that it does not read.
     FormatError for a file that is no part, for parts of different plans, and where tensors are missing.
     """
     files = [gguf.open(path) for path in paths]
@@ -189,6 +191,8 @@ def join(
         )
     tensors = [placed[number] for number in range(total)]
     _set_whole(metadata, files, tensors)
+    if dialect is not None:
+        dialects.state(metadata, {tensor.name: tensor for tensor in tensors}, dialect, files[0].path)
     inputs = [path for file in files for path in file.paths]
     return shards.copy_to(out, metadata, tensors, inputs, threads=threads, progress=progress), total
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from quantkit import types
+from quantkit.cli import main
 from quantkit.errors import FormatError, UnknownNameError
 from quantkit.formats import gguf
 from quantkit.formats.gguf import TensorSpec, Writer, dialects
@@ -142,3 +143,47 @@ def test_ids_of_forks_are_named(number: int, names: str, tmp_path: Path) -> None
     path.write_bytes(data[:at] + number.to_bytes(4, "little") + data[at + 4 :])
     with pytest.raises(FormatError, match=f"attn_k.weight' has type id {number}, which is not known.*{names}|{names}"):
         gguf.open(path)
+
+
+# ------------------------------------------------------------------------------------------------- --dialect of readers
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["inspect", "{}"], ["verify", "{}"], ["metadata", "{}"], ["metadata", "set", "{}", "a.b=i32:1"],
+        ["diff", "{}", "{}"], ["repack", "{}", "{}.out"], ["unpack", "{}", "{}.out"], ["export", "{}", "{}.hf"],
+        ["prune", "{}", "{}.out", "--prune-layers", "0"], ["split", "{}", "{}.s"], ["merge", "{}", "{}.out"],
+        ["perplexity", "{}", "-f", "{}"], ["generate", "{}", "-p", "a"], ["imatrix", "{}", "-f", "{}", "-o", "{}.i"],
+        ["compare", "{}", "{}", "-f", "{}"], ["bench", "{}"], ["saliency", "-m", "{}", "-f", "{}"],
+        ["sensitivity", "{}", "-f", "{}"], ["upload", "{}", "hf://a/b", "--card", "--dry-run"],
+    ],
+    ids=lambda words: " ".join(word for word in words[:2] if "{" not in word),
+)  # fmt: skip
+def test_commands_that_read_can_be_told(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They refuse a file that may be of two programs, and say how to go on; the option answers the question."""
+    path, _ = written(tmp_path / "a.gguf", "q2_0", 4, 256)
+    words = [word.format(path) for word in words]
+    question = "padding hides which; if the file is llama.cpp's, pass --dialect llama.cpp"
+    assert main(words) == 1
+    assert question in capsys.readouterr().err
+    main([*words, "--dialect", "llama.cpp"])
+    assert question not in capsys.readouterr().err
+    monkeypatch.setenv("QUANTKIT_DIALECT", "ik")  # says that it is not llama.cpp's; an option counts more
+    assert main([*words, "--dialect", "llama.cpp"]) in (0, 1)
+    assert question not in capsys.readouterr().err
+
+
+def test_copies_state_the_dialect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Then the question is answered for all readers."""
+    path, data = written(tmp_path / "a.gguf", "q2_0", 4, 256)
+    assert main(["split", str(path), str(tmp_path / "s"), "--dialect", "llama.cpp"]) == 0
+    shard = next(tmp_path.glob("s-*.gguf"))
+    assert gguf.open(shard).metadata[dialects.KEY] == "llama.cpp"
+    assert main(["merge", str(shard), str(tmp_path / "m.gguf")]) == 0
+    assert np.array_equal(gguf.open(tmp_path / "m.gguf").tensors["blk.0.attn_k.weight"].data, data)
+    assert main(["merge", str(shard), str(tmp_path / "n.gguf"), "--dialect", "ik"]) == 1
+    assert "blk.0.attn_q.weight and 1 more are q2_0, which --dialect ik does not read" in capsys.readouterr().err
+    assert not (tmp_path / "n.gguf").exists()

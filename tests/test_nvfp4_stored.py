@@ -204,7 +204,7 @@ def test_scales_that_are_no_scales_are_refused_by_name(
 
 @pytest.mark.parametrize(("shape", "kind"), [((2,), "f32"), ((1, 3), "f32"), ((3,), "f16")])
 def test_scales_that_do_not_fit_are_refused_by_name(shape: tuple[int, ...], kind: str, tmp_path: Path) -> None:
-    specs = [TensorSpec("a.weight", (3, 4, 64), "nvfp4"), TensorSpec("a.scale", shape, kind)]
+    specs = [TensorSpec("a.weight", (3, 4, 64), types.get("nvfp4")), TensorSpec("a.scale", shape, types.get(kind))]
     with Writer(tmp_path / "a.gguf", {"general.architecture": "llama"}, specs) as writer:
         for spec in specs:
             writer.write(spec.name, np.zeros(spec.nbytes, np.uint8))

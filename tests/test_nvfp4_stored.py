@@ -230,3 +230,65 @@ def test_devices_refuse_scales_of_experts(stored: dict[str, Path]) -> None:
         quantkit.load(stored["qwen3moe"], devices="cpu:0=1GiB,cpu:1=1GiB")
     several = quantkit.load(stored["llama"], devices="cpu:0=1GiB,cpu:1=1GiB", split_mode="graph")
     np.testing.assert_allclose(several.logits(TOKENS), quantkit.load(stored["llama"]).logits(TOKENS), atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose weights are as small as those of large models."""
+    where = tmp_path_factory.mktemp("small")
+    tiny(where / "hf", "float32", "qwen3moe", hidden_size=128, head_dim=32, moe_intermediate_size=64,
+         num_hidden_layers=1)  # fmt: skip
+    quantkit.convert(where / "hf", where / "f32.gguf", "f32")
+    file = gguf.open(where / "f32.gguf")
+    specs = [TensorSpec(t.name, t.shape, t.type) for t in file.tensors.values()]
+    with Writer(where / "small.gguf", file.metadata, specs) as writer:
+        for t in file.tensors.values():
+            factor = 0.1 if "_exps" in t.name or ".attn_v." in t.name else 1.0
+            writer.write(t.name, (t.dequantize() * np.float32(factor)).reshape(-1).view(np.uint8))
+    return where / "small.gguf"
+
+
+def test_encoding_with_scales(small: Path, tmp_path: Path, capsys: Any) -> None:
+    """Errors of small weights fall; the file runs, is planned to the byte, verified, resumed and replayed."""
+    out, without = tmp_path / "q.gguf", tmp_path / "w.gguf"
+    words = ["NVFP4", "--custom-q", "ffn_up_exps=q8_0", "--effort", "fast"]
+    assert main(["quantize", str(small), str(out), *words, "--scale-nvfp4"]) == 0
+    assert main(["quantize", str(small), str(without), *words]) == 0
+    planned = quantkit.plan(small, "NVFP4", quantkit.PlanOptions(custom_q=["ffn_up_exps=q8_0"], scale_nvfp4=True)).plan
+    found = gguf.open(out).tensors
+    assert [(t.name, t.type, t.shape) for t in planned.tensors] == [(t.name, t.type, t.shape) for t in found.values()]
+    matrices = "attn_q", "attn_output", "ffn_gate_exps", "ffn_down_exps"  # of which the mix makes nvfp4
+    assert {name for name in found if "scale" in name} == {f"blk.0.{name}.scale" for name in matrices}
+    assert found[SCALE].dequantize().tolist() == [2.0**-7] * 6
+    original, plain = gguf.open(small).tensors[DOWN].dequantize(), gguf.open(without).tensors[DOWN].dequantize()
+    errors = [np.square(x - original).mean() for x in (found[DOWN].dequantize(), plain)]
+    assert errors[0] < 0.8 * errors[1]
+    np.testing.assert_array_equal(  # encoded as values divided by the scale are
+        found[DOWN].data, types.get("nvfp4").quantize(original.reshape(-1, 64) * np.float32(128), effort="fast")
+    )
+    expected, logits = (quantkit.load(path).logits(TOKENS) for path in (small, out))
+    assert np.abs(logits - expected).mean() < 0.2 * np.abs(expected).mean()
+    capsys.readouterr()
+    for path in (out, without):
+        assert main(["verify", str(path), "--source", str(small)]) == 0
+        assert "a rerun would give the same bytes" in capsys.readouterr().out
+    before = out.read_bytes()
+    assert main(["quantize", str(small), str(out), *words, "--scale-nvfp4", "--partial-requant"]) == 0
+    assert "reused: 19 of 19" in " ".join(capsys.readouterr().out.split())
+    assert out.read_bytes() == before
+    assert main(["quantize", str(small), str(without), *words, "--scale-nvfp4", "--partial-requant"]) == 0
+    assert without.read_bytes() == before  # tensors without a scale were not taken for those with one
+    document = quantkit.plan(small, "NVFP4", quantkit.PlanOptions(scale_nvfp4=True)).to_json()
+    assert recipe.replay(document, gguf.open(small).tensors.values()).tensors[1].name == "blk.0.attn_norm.weight"
+    assert len(recipe.replay(document, gguf.open(small).tensors.values()).tensors) == len(document["tensors"])
+
+
+def test_scales_do_not_clip_in_silence(small: Path, tmp_path: Path, capsys: Any) -> None:
+    large = tmp_path / "large.gguf"
+    tensor = gguf.open(small).tensors["blk.0.attn_q.weight"]
+    data = bytearray(small.read_bytes())
+    data[tensor.offset : tensor.offset + 4] = np.array([-25], "<f4").tobytes()
+    large.write_bytes(data)
+    assert main(["quantize", str(large), str(tmp_path / "q.gguf"), "NVFP4", "--scale-nvfp4"]) == 1
+    said = capsys.readouterr().err
+    assert "blk.0.attn_q.weight: row 0, column 0 is -25.0; under --scale-nvfp4 nvfp4 ends at 21" in said

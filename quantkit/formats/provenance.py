@@ -186,9 +186,14 @@ def of_imatrix(matrix: Imatrix) -> str:
 
 
 @functools.cache
-def codec(name: str, effort: str, second_moments: bool = False) -> str:
-    """The version of a type's encoder: a hash of the encoded probe (under second moments), 16 hexadecimal digits."""
+def codec(name: str, effort: str, second_moments: bool = False, scale: float | None = None) -> str:
+    """The version of a type's encoder: a hash of the encoded probe (under second moments), 16 hexadecimal digits.
+
+    `scale` is what values are divided by before.
+    """
     kind, digest = types.get(name), hashlib.sha256()
+    if scale is not None:
+        digest.update(f"scale {scale}\n".encode())
     x, importance = _probe()
     if second_moments:
         integers = np.rint(x[:16] * 2**15).astype(np.int64)  # sums of integers are the same on every machine

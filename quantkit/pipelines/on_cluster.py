@@ -80,6 +80,7 @@ class PieceTask:
     moments     the importance matrix file and the entry whose second moments are used; None for none
     codec       the version of the encoder that the output records
     place       where a worker writes; None: it returns the bytes
+    scale       what values are divided by before they are encoded; None: nothing
     """
 
     input: Input
@@ -95,6 +96,7 @@ class PieceTask:
     verbatim: bool
     codec: str
     place: Place | None = None
+    scale: float | None = None
 
     def __str__(self) -> str:
         return f"{self.input.files[0].path}: {self.name}, pieces {self.first} to {self.stop - 1}"
@@ -119,7 +121,8 @@ class Done(NamedTuple):
 def encode_pieces(task: PieceTask) -> Done:
     """Encode the pieces of a task; executed by a worker."""
     tensor = _tensor(task)
-    planned = PlannedTensor(task.name, task.shape, types.layout(task.source), types.layout(task.type), "")
+    kinds = types.layout(task.source), types.layout(task.type)
+    planned = PlannedTensor(task.name, task.shape, *kinds, "", scale=task.scale)
     _require_codec(task)
     ranges = list(provenance.row_pieces(task.shape))[task.first : task.stop]
     begin, row_bytes = ranges[0][0], planned.type.row_bytes(task.shape[-1])
@@ -195,7 +198,7 @@ def _require_codec(task: PieceTask) -> None:
     """UnfitWorker if this machine's encoder gives other bytes than the coordinator's."""
     if task.codec == provenance.COPY:
         return
-    here = provenance.codec(task.type, task.effort, task.moments is not None)
+    here = provenance.codec(task.type, task.effort, task.moments is not None, task.scale)
     if here != task.codec:
         raise UnfitWorker(
             f"its encoder of {task.type} gives other bytes than the coordinator's: version {here} instead of "
@@ -384,6 +387,7 @@ class Workers:
             pieces[0].verbatim,
             expected.codec,
             place,
+            planned.scale,
         )
 
     def _input(self, tensor: SourceTensor) -> Input:

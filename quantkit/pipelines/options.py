@@ -122,6 +122,7 @@ class TypeOptions:
 
         dialect               "ik" (ik_llama.cpp) or "llama.cpp": types that it does not read are refused
         replace_types         or replaced by the nearest type that it reads, of the same or a smaller size
+        scale_nvfp4           give each tensor that becomes NVFP4 a tensor NAME.scale, which lowers its error
     """
 
     imatrix: PathLike | Imatrix | None = None
@@ -153,6 +154,7 @@ class TypeOptions:
     strict: bool = False
     dialect: str | None = None
     replace_types: bool = False
+    scale_nvfp4: bool = False
 
 
 @dataclass(frozen=True)

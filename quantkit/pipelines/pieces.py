@@ -92,6 +92,9 @@ class Piece:
             check_finite(x, self.start, self.planned.type.overflow, self.planned.type.name)
             if self.planned.copied or self.planned.reordered:
                 return self._same_bits(data)
+            if self.planned.scale is not None:
+                self._check_range(x, self.planned.scale)
+                x /= np.float32(self.planned.scale)
             moments = self.moments() if self.moments is not None else None
             encoded = self.planned.type.quantize(
                 x, self.importance, second_moments=moments, effort=self.effort, threads=1
@@ -113,6 +116,17 @@ class Piece:
     @property
     def _label(self) -> str:
         return f"{self.tensor.path}: {self.planned.name}"
+
+    def _check_range(self, x: np.ndarray, scale: float) -> None:
+        """DataError for a value that is clipped because it is divided by a number below 1."""
+        bad = np.argwhere(np.abs(x) > scales.LARGEST * scale)
+        if len(bad):
+            row, column = (int(v) for v in bad[0])
+            raise DataError(
+                f"row {self.start + row}, column {column} is {x[row, column]}; under --scale-nvfp4 "
+                f"{self.planned.type.name} ends at {scales.LARGEST * scale:g}: leave the option out, or give this "
+                "tensor another type"
+            )
 
     def _check_encoded(self, x: np.ndarray, encoded: np.ndarray) -> None:
         """Raise DataError for a finite weight that is too large for the type's half-precision scales."""

@@ -175,7 +175,7 @@ def planner_options(options: TypeOptions) -> Options:
     chosen = {name: types.layout(t) for name, t in of_class.items() if t}
     switches = (options.leave_output_tensor, options.allow_requantize, options.ignore_imatrix_rules, options.repack)
     patterns = tuple(comma_separated(options.repack_pattern))
-    program = options.dialect, options.replace_types
+    program = options.dialect, options.replace_types, options.scale_nvfp4
     return Options(options.pure, output, embedding, router, chosen, *switches, patterns, *program)
 
 
@@ -203,7 +203,7 @@ def plan_types_assuming_imatrix(model: PlanInput, target: str, options: TypeOpti
 def replay_plan(model: PlanInput, options: QuantizeOptions, matrix: Imatrix | None) -> Plan:
     """The plan of `options.plan`, a document or its file, which decides every type."""
     assert options.plan is not None
-    if chosen := first_given(options, *CHOOSING, "repack", "repack_pattern", "replace_types"):
+    if chosen := first_given(options, *CHOOSING, "repack", "repack_pattern", "replace_types", "scale_nvfp4"):
         raise conflicts_with_plan(chosen)
     document, where = (options.plan, "plan") if isinstance(options.plan, Mapping) else (
         json_input.read(Path(options.plan)), str(options.plan))  # fmt: skip

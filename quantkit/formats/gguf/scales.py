@@ -21,6 +21,8 @@ from quantkit.errors import FormatError
 from quantkit.types import QuantType
 
 SCALED = "nvfp4"
+ENCODED = 2.0**-7  # the number of tensors that are encoded with one
+LARGEST = 2688.0  # magnitude of the type
 _WEIGHT = ".weight"
 
 

@@ -57,21 +57,21 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return made
 
 
+def _converted(sources: dict[str, Path], where: Path, outtype: str) -> dict[str, Path]:
+    for arch, source in sources.items():
+        quantkit.convert(source, where / f"{arch}.gguf", outtype)
+    return {arch: where / f"{arch}.gguf" for arch in sources}
+
+
 @pytest.fixture(scope="module")
 def stored(sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The same as GGUF with NVFP4 tensors."""
-    where = tmp_path_factory.mktemp("stored")
-    for arch, source in sources.items():
-        quantkit.convert(source, where / f"{arch}.gguf", "stored")
-    return {arch: where / f"{arch}.gguf" for arch in sources}
+    return _converted(sources, tmp_path_factory.mktemp("stored"), "stored")
 
 
 @pytest.fixture(scope="module")
 def floats(sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    where = tmp_path_factory.mktemp("floats")
-    for arch, source in sources.items():
-        quantkit.convert(source, where / f"{arch}.gguf", "f32")
-    return {arch: where / f"{arch}.gguf" for arch in sources}
+    return _converted(sources, tmp_path_factory.mktemp("floats"), "f32")
 
 
 def test_codes_and_scales_are_the_checkpoint_s(sources: dict[str, Path], stored: dict[str, Path]) -> None:
@@ -292,3 +292,19 @@ def test_scales_do_not_clip_in_silence(small: Path, tmp_path: Path, capsys: Any)
     assert main(["quantize", str(large), str(tmp_path / "q.gguf"), "NVFP4", "--scale-nvfp4"]) == 1
     said = capsys.readouterr().err
     assert "blk.0.attn_q.weight: row 0, column 0 is -25.0; under --scale-nvfp4 nvfp4 ends at 21" in said
+
+
+def test_new_scales_are_in_the_shard_of_their_tensor(small: Path, tmp_path: Path) -> None:
+    assert main(["split", str(small), str(tmp_path / "s"), "--split-max-tensors", "6"]) == 0
+    first = min(tmp_path.glob("s-*.gguf"))
+    words = ["NVFP4", "--pure", "--scale-nvfp4", "--keep-split", "--effort", "fast"]
+    assert main(["quantize", str(first), str(tmp_path / "q.gguf"), *words]) == 0
+    shards = sorted(tmp_path.glob("q-*.gguf"))
+    assert len(shards) == len(list(tmp_path.glob("s-*.gguf")))
+    for path in shards:
+        names = gguf.open_parts([path]).tensors.keys()
+        assert {name for name in names if name.endswith(".scale")} == {
+            name.replace(".weight", ".scale") for name, t in gguf.open_parts([path]).tensors.items()
+            if t.type.name == "nvfp4" and name != "token_embd.weight"
+        }  # fmt: skip
+    assert gguf.open(first.with_name(shards[0].name)).tensors["blk.0.ffn_up_exps.weight"].scales is not None

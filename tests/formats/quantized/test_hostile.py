@@ -172,6 +172,6 @@ def test_groups_larger_than_a_row_are_the_row(kind: str, name: str, tmp_path: Pa
         key = {"fp8": "weight_block_size", "packed": "config_groups", "gptq": "group_size"}[kind]
         value = weights_of(group_size=size) if kind == "packed" else size
         (tmp_path / str(number)).mkdir()
-        return changed(kind, tmp_path / str(number), one, **{key: value})[name].dequantize()
+        return np.asarray(changed(kind, tmp_path / str(number), one, **{key: value})[name].dequantize())
 
     assert np.array_equal(values([large, large] if kind == "fp8" else large, 0), values(whole, 1))

@@ -94,7 +94,7 @@ class NVFP4Tensor(ScaledTensor):
             return found
         with np.errstate(over="ignore"):
             inverse = np.float32(1) / found
-        return finite(self.whole, inverse[None])[0]
+        return np.asarray(finite(self.whole, inverse[None])[0])
 
 
 def of_pairs(checkpoint: Checkpoint, module: str, codes: CheckpointTensor) -> NVFP4Tensor:

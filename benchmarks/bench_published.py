@@ -61,7 +61,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     },
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": _GROUP, "sym": True, "desc_act": False},
 }
-_FLOATS = {"nvfp4": "bf16", "gptq": "f16"}  # in which the programs of the format compute
+_FLOATS = {"nvfp4": "bf16", "gptq": "stored"}  # --outtype: the floats in which programs of the format compute
 
 
 def _parts(kind: str, name: str, rows: int, n: int) -> list[CheckpointSpec]:

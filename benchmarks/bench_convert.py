@@ -57,7 +57,7 @@ _COMMON = {"vocab_size": 4096, "hidden_size": 4096, "num_attention_heads": 32, "
            "hidden_act": "silu", "tie_word_embeddings": False}  # fmt: skip
 
 
-def config(kind: str, gigabytes: float, item: int) -> dict[str, Any]:
+def config(kind: str, gigabytes: float, item: float) -> dict[str, Any]:
     """A config.json of a model of that size, with matrix elements of `item` bytes."""
     if kind == "llama":
         layers = max(1, round(gigabytes * 1e9 / (218e6 * item)))

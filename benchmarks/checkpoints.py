@@ -40,18 +40,24 @@ def _is_coded(name: str) -> bool:
     return name.endswith("_proj.weight")
 
 
-def _specs(config: dict[str, Any], dtype: str) -> Iterator[CheckpointSpec]:
+def plain_specs(config: dict[str, Any], dtype: str = "BF16") -> Iterator[CheckpointSpec]:
+    """The tensors of a config.json's model, of one dtype."""
     arch = archs.from_hf(config)
     keys = {key: value for key, (value, _) in arch.metadata(config).items()} | {"general.architecture": arch.name}
     keys[f"{arch.name}.vocab_size"] = config["vocab_size"]
     tensors = {t.name: t.shape for t in arch.tensors(config)}
     for piece in arch.to_hf(arch.hparams(keys, tensors), tensors):
-        if dtype == "FP8" and _is_coded(piece.name):
-            rows, n = piece.shape
-            yield CheckpointSpec(piece.name, piece.shape, "F8_E4M3")
-            yield CheckpointSpec(f"{piece.name}_scale_inv", (-(-rows // _BLOCK), -(-n // _BLOCK)), "F32")
+        yield CheckpointSpec(piece.name, piece.shape, dtype)
+
+
+def _specs(config: dict[str, Any], dtype: str) -> Iterator[CheckpointSpec]:
+    for spec in plain_specs(config, "F32" if dtype == "F32" else "BF16"):
+        if dtype == "FP8" and _is_coded(spec.name):
+            rows, n = spec.shape
+            yield CheckpointSpec(spec.name, spec.shape, "F8_E4M3")
+            yield CheckpointSpec(f"{spec.name}_scale_inv", (-(-rows // _BLOCK), -(-n // _BLOCK)), "F32")
         else:
-            yield CheckpointSpec(piece.name, piece.shape, "F32" if dtype == "F32" else "BF16")
+            yield spec
 
 
 def write(directory: Path, config: dict[str, Any], dtype: str, shard_bytes: int = 5 * 10**9) -> int:

@@ -19,6 +19,7 @@ from quantkit.cli.common.plan_options import (
     CacheTypeK,
     CacheTypeV,
     Context,
+    Dialect,
     FitMargin,
     ImatrixFile,
     Mla,
@@ -44,7 +45,7 @@ _SCHEMA = "quantkit.recipe-fit/1"
 @shows_progress
 @in_sections(
     Limits=["size", "bpw", "vram", "ram", "fit_margin", "min_tg", "bandwidth"],
-    Types_of_tensors=["types", "minimum", "maximum", "same", "layer_group", "max_types", "runtime"],
+    Types_of_tensors=["types", "minimum", "maximum", "same", "layer_group", "max_types", "dialect", "runtime"],
     KV_cache=["ctx_size", "cache_type_k", "cache_type_v", "mla"],
     Proof=["verify", "verify_ctx", "verify_chunks", "verify_folder", "force"],
 )
@@ -95,6 +96,7 @@ def _fit(
     max_types: Annotated[
         int | None, typer.Option("--max-types", metavar="N", help="Use at most N different types.", min=1)
     ] = None,
+    dialect: Dialect = None,
     runtime: Runtime = "ik_llama.cpp",
     ctx_size: Context = None,
     cache_type_k: CacheTypeK = "f16",
@@ -146,8 +148,9 @@ def _fit(
     options = FitOptions(
         size=parse_size(size) if size else None, bpw=bpw, vram=read_vram(vram), ram=ram, min_tg=min_tg,
         fit_margin=fit_margin, types=tuple(comma_separated(types)), min=tuple(minimum or ()), max=tuple(maximum or ()),
-        same=same, layer_group=layer_group, max_types=max_types, placement=placement, bandwidth=bandwidth,
-        runtime=runtime, ctx_size=ctx_size, cache_type_k=cache_type_k, cache_type_v=cache_type_v, mla=mla,
+        same=same, layer_group=layer_group, max_types=max_types, dialect=dialect, placement=placement,
+        bandwidth=bandwidth, runtime=runtime, ctx_size=ctx_size, cache_type_k=cache_type_k,
+        cache_type_v=cache_type_v, mla=mla,
         allow_requantize=allow_requantize, seconds=seconds,
     )  # fmt: skip
     measured, about = costs_file.read(costs), planning.open_model(model, weights=_has_weights(model))

@@ -11,6 +11,7 @@ import typer
 
 from quantkit.cli.common.options import Json, Threads
 from quantkit.cli.common.output import gib, print_json
+from quantkit.cli.common.plan_options import Dialect
 from quantkit.cli.common.progress_options import shows_progress
 from quantkit.errors import QuantkitError
 
@@ -25,6 +26,7 @@ def merge(
             show_default=False,
         ),
     ],
+    dialect: Dialect = None,
     threads: Threads = None,
     json: Json = False,
 ) -> None:
@@ -34,7 +36,7 @@ def merge(
     same holds for parts, which may be given in any order. An existing file is not overwritten, as in gguf-split.
     """
     from quantkit.formats import gguf
-    from quantkit.formats.gguf import shards
+    from quantkit.formats.gguf import dialects, shards
     from quantkit.pipelines import parts
     from quantkit.pipelines.parts import TENSORS as PART
 
@@ -44,12 +46,15 @@ def merge(
     if os.path.lexists(out):
         raise QuantkitError(f"{out} already exists, and merge does not overwrite files; remove it or give another name")
     started = time.perf_counter()
-    if len(inputs) == 1 and PART not in (file := gguf.open(inputs[0])).metadata:
-        path, joined = shards.merge(file, out, threads=threads, progress=True), file.paths
-        tensors, kind = len(file.tensors), "shards"
-    else:
-        path, tensors = parts.join(inputs, out, threads=threads, progress=True)
-        joined, kind = inputs, "parts"
+    with dialects.assumed(dialect):
+        if len(inputs) == 1 and PART not in (file := gguf.open(inputs[0])).metadata:
+            if dialect is not None:
+                dialects.state(file.metadata, file.tensors, dialect, inputs[0])
+            path, joined = shards.merge(file, out, threads=threads, progress=True), file.paths
+            tensors, kind = len(file.tensors), "shards"
+        else:
+            path, tensors = parts.join(inputs, out, dialect=dialect, threads=threads, progress=True)
+            joined, kind = inputs, "parts"
     size = path.stat().st_size
     if json:
         print_json(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from quantkit.cli.common.dialect import knows_dialect
 from quantkit.cli.common.hub import from_hub
 from quantkit.cli.common.options import DryRun, Json
 from quantkit.cli.common.output import print_json, print_table
@@ -62,6 +63,7 @@ def get(path: File, keys: Keys, json: Json = False) -> None:
 
 
 @shows_progress
+@knows_dialect
 def set_(
     path: File,
     values: Annotated[
@@ -104,6 +106,7 @@ def set_(
 
 
 @shows_progress
+@knows_dialect
 def remove(path: File, keys: Keys, force: Force = False, dry_run: DryRun = False, json: Json = False) -> None:
     """Remove keys of a GGUF file."""
     from quantkit.formats import gguf

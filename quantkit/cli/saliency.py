@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from quantkit.cli.common.dialect import knows_dialect
 from quantkit.cli.common.options import Json, Threads
 from quantkit.cli.common.output import print_json, print_table
 from quantkit.cli.common.progress_options import shows_progress
@@ -14,6 +15,7 @@ from quantkit.progress import ProgressBar
 
 
 @shows_progress
+@knows_dialect
 def saliency(
     model: Annotated[Path, typer.Option("--model", "-m", metavar="GGUF", help="The model.", show_default=False)],
     file: Annotated[Path, typer.Option("--file", "-f", metavar="TEXT", help="Text, UTF-8.", show_default=False)],

@@ -11,6 +11,7 @@ import typer
 
 from quantkit.cli.common.cluster import Cluster, connected
 from quantkit.cli.common.command import takes_model
+from quantkit.cli.common.dialect import knows_dialect
 from quantkit.cli.common.evaluation import Context, TextFile, on_message, required_text
 from quantkit.cli.common.options import Json, Threads, comma_separated
 from quantkit.cli.common.output import print_json, print_table
@@ -21,6 +22,7 @@ from quantkit.progress import ProgressBar
 
 @shows_progress
 @takes_model()
+@knows_dialect
 def sensitivity(
     model: Annotated[
         Path,

@@ -11,6 +11,7 @@ import typer
 from quantkit.cli.common.hub import from_hub
 from quantkit.cli.common.options import Json, Source, SplitMaxSize, SplitMaxTensors, Threads, parse_size
 from quantkit.cli.common.output import gib, print_json, print_table
+from quantkit.cli.common.plan_options import Dialect
 from quantkit.cli.common.progress_options import shows_progress
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ def split(
     no_tensor_first_split: Annotated[
         bool, typer.Option("--no-tensor-first-split", help="Write only metadata to the first shard.")
     ] = False,
+    dialect: Dialect = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the shards and write nothing.")] = False,
     threads: Threads = None,
     json: Json = False,
@@ -40,10 +42,13 @@ def split(
     IN may be split already. `quantkit merge` restores the file.
     """
     from quantkit.formats import gguf
-    from quantkit.formats.gguf import shards
+    from quantkit.formats.gguf import dialects, shards
     from quantkit.formats.gguf.writer import shard_names
 
-    file = gguf.open(source)
+    with dialects.assumed(dialect):
+        file = gguf.open(source)
+    if dialect is not None:
+        dialects.state(file.metadata, file.tensors, dialect, source)
     if split_max_size is None and split_max_tensors is None:
         split_max_tensors = DEFAULT_TENSORS
     size = None if split_max_size is None else parse_size(split_max_size)

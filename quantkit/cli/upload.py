@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from quantkit.cli.common.dialect import knows_dialect
 from quantkit.cli.common.evaluation import on_message
 from quantkit.cli.common.options import Json
 from quantkit.cli.common.output import print_json
@@ -15,6 +16,7 @@ from quantkit.errors import OptionError
 
 
 @shows_progress
+@knows_dialect
 def upload(
     words: Annotated[
         list[str],

@@ -1,7 +1,8 @@
 """Hashes of the inputs of each tensor of an output. They tell which tensors have to be requantized.
 
-    source      the type and the bytes of the tensor that was read. For a checkpoint, the bytes that `convert` would
-                write, so that quantizing a checkpoint and quantizing the converted file have the same source
+    source      the type and the bytes of the tensor that was read, and the scales of an NVFP4 tensor. For a checkpoint,
+                the bytes that `convert` would write, so that quantizing a checkpoint and quantizing the converted file
+                have the same source
     importance  the float32 importance of its columns, "-" for none; where second moments of its input were used,
                 followed by their hash
     codec       the version of the encoder (below); "copy" if the bits were copied
@@ -41,6 +42,7 @@ from typing import Protocol
 import numpy as np
 
 from quantkit import types
+from quantkit.formats.gguf.scales import Scaled
 from quantkit.formats.imatrix import Imatrix
 from quantkit.types import QuantType
 
@@ -56,8 +58,8 @@ PIECE_ELEMENTS = 1 << 19  # 2 MiB of float32: stays in a core's cache from decod
 _GROUP = 16  # rows; a multiple of the rows that any type interleaves
 
 
-class Rows(Protocol):
-    """A tensor of a GGUF file, or a tensor of a checkpoint as `convert` would write it."""
+class StoredRows(Protocol):
+    """Rows of a tensor, or of an unfinished one, as a file stores them."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -69,6 +71,10 @@ class Rows(Protocol):
 
     def rows(self, start: int, stop: int) -> np.ndarray:
         """uint8[stop - start, row_bytes]: some rows as stored."""
+
+
+class Rows(StoredRows, Scaled, Protocol):
+    """A tensor of a GGUF file, or a tensor of a checkpoint as `convert` would write it."""
 
 
 @dataclass(frozen=True)
@@ -180,9 +186,14 @@ def of_imatrix(matrix: Imatrix) -> str:
 
 
 @functools.cache
-def codec(name: str, effort: str, second_moments: bool = False) -> str:
-    """The version of a type's encoder: a hash of the encoded probe (under second moments), 16 hexadecimal digits."""
+def codec(name: str, effort: str, second_moments: bool = False, scale: float | None = None) -> str:
+    """The version of a type's encoder: a hash of the encoded probe (under second moments), 16 hexadecimal digits.
+
+    `scale` is what values are divided by before.
+    """
     kind, digest = types.get(name), hashlib.sha256()
+    if scale is not None:
+        digest.update(f"scale {scale}\n".encode())
     x, importance = _probe()
     if second_moments:
         integers = np.rint(x[:16] * 2**15).astype(np.int64)  # sums of integers are the same on every machine

@@ -32,9 +32,13 @@ def real(config: Mapping[str, object], key: str, default: float = 0.0) -> float:
     value = config.get(key)
     if value is None:
         return default
-    if type(value) not in (int, float) or not math.isfinite(value):  # type: ignore[arg-type]  # int or float
+    try:
+        number = float(value) if type(value) in (int, float) else math.nan  # type: ignore[arg-type]  # int or float
+    except OverflowError:  # a whole number of more than 308 digits
+        number = math.nan
+    if not math.isfinite(number):
         raise _wrong(key, value, "a finite number")
-    return float(value)  # type: ignore[arg-type]  # int or float
+    return number
 
 
 def sequence(config: Mapping[str, object], key: str) -> Sequence[object]:

@@ -34,6 +34,7 @@ from quantkit.placement.rules import Flags
 from quantkit.placement.speed import ASSUMED, parse_rates
 from quantkit.recipe import ImportanceError, Options, Plan, Recipe, parse
 from quantkit.recipe import plan as decide
+from quantkit.recipe.planning.dialects import checked, reads
 from quantkit.recipe.planning.planned import PlannedTensor
 from quantkit.recipe.rules.layers import listed
 
@@ -58,6 +59,7 @@ class FitOptions:
         same               "gate-up", "experts" (also down) or "none": tensors of a layer that get one type
         layer_group        number of neighbouring layers that get the same types
         max_types          largest number of different types
+        dialect            program that the file is for, "ik" or "llama.cpp": only types that it reads are chosen
 
     Placement and cache, as of PlanOptions: placement, bandwidth, runtime, ctx_size, cache_type_k, cache_type_v, mla
 
@@ -76,6 +78,7 @@ class FitOptions:
     same: str = "gate-up"
     layer_group: int = 1
     max_types: int | None = None
+    dialect: str | None = None
     placement: Flags | str | None = None
     bandwidth: str | None = None
     runtime: str = PlanOptions.runtime
@@ -98,6 +101,7 @@ class FitOptions:
             self.layer_group,
             self.max_types,
             self.runtime,
+            self.dialect,
         )
 
 
@@ -154,11 +158,26 @@ class CurvePoint:
         return {"bits_per_weight": self.bits_per_weight, "bytes": self.nbytes, "kld": self.cost, "type": self.label}
 
 
+def _of_dialect(options: FitOptions, costs: Costs) -> FitOptions:
+    """The options with types that the program of the dialect reads. OptionError for others among those named."""
+    if checked(options.dialect) is None:
+        return options
+    wanted = [kind.name for kind in options.constraints.types] or list(costs.types())
+    read = tuple(name for name in wanted if reads(options.dialect, types.layout(name)))
+    foreign = [name for name in wanted if name not in read]
+    if foreign and (options.types or not read):
+        raise OptionError(
+            f"--types {','.join(foreign)}: --dialect {options.dialect} does not read them; `quantkit types` shows what "
+            "it reads"
+        )
+    return dataclasses.replace(options, types=read)
+
+
 class _Fit:
     """One model with its costs and options."""
 
     def __init__(self, model: PlanInput, costs: Costs, options: FitOptions, matrix: Imatrix | None, imatrix_file: str):
-        self.model, self.costs, self.options = model, costs, options
+        self.model, self.costs, self.options = model, costs, _of_dialect(options, costs)
         self.matrix, self.imatrix_file = matrix, imatrix_file
         if options.same not in grouping.SAME:
             raise OptionError(f"--same {options.same}: choose one of {', '.join(grouping.SAME)}")
@@ -187,7 +206,7 @@ class _Fit:
         """The plan of a recipe; a complete importance matrix is assumed if none is given and a type needs one."""
 
         def planned(matrix: Imatrix | None) -> Plan:
-            options = Options(allow_requantize=self.options.allow_requantize)
+            options = Options(allow_requantize=self.options.allow_requantize, dialect=self.options.dialect)
             return decide(
                 self.model.tensors, file_type, recipe, metadata=self.model.metadata, imatrix=matrix, options=options
             )

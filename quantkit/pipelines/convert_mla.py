@@ -202,6 +202,11 @@ def _type(
     """The type of a new tensor, and its method."""
     for tensor in sources.values():
         group, step = tensor.type.interleave, math.gcd(sizes.nope, sizes.v, sizes.latent)
+        if tensor.scale is not None:
+            raise UnsupportedError(
+                f"{tensor.path}: tensor {tensor.name} is scaled by {tensor.scale.name}, which other tensors could not "
+                "name; quantize it to another type first, for example --custom-q attn_=q8_0"
+            )
         if not tensor.type.has_codec or tensor.type.whole_tensor or step % group:
             raise UnsupportedError(
                 f"{tensor.path}: tensor {tensor.name} is {tensor.type.name}, whose rows cannot be split by heads"

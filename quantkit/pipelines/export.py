@@ -27,7 +27,7 @@ from quantkit.archs.common import fused_experts, validate
 from quantkit.archs.common.tensors import Piece, ReadRows
 from quantkit.errors import DataError, FormatError, UnknownNameError, UnsupportedError
 from quantkit.formats.atomic import writing
-from quantkit.formats.gguf import GGUF, Tensor
+from quantkit.formats.gguf import GGUF, Tensor, scales
 from quantkit.formats.gguf import open as open_gguf
 from quantkit.formats.pipeline import Bar, Job, Progress, pump, row_ranges
 from quantkit.formats.safetensors import CheckpointSpec, CheckpointWriter
@@ -114,7 +114,8 @@ def plan_export(source: GGUF, directory: str | os.PathLike[str], dtype: str = "a
     described = validate.describe(source.metadata, source.tensors, source.path)
     arch, hparams = described.arch, described.hparams
     try:
-        shapes = {tensor.name: tensor.shape for tensor in source.tensors.values()}
+        applied = scales.all_companions({name: tensor.type for name, tensor in source.tensors.items()})
+        shapes = {name: tensor.shape for name, tensor in source.tensors.items() if name not in applied}
         pieces = arch.to_hf(hparams, fused_experts.separate_shapes(shapes))
         pieces = fused_experts.read_fused(pieces, shapes)
         config = arch.config(source.metadata, source.tensors)
@@ -167,7 +168,7 @@ def _row_reader(tensor: Tensor, raw: bool) -> ReadRows:
             return tensor.rows(start, stop)
         first = start // group * group
         data = tensor.rows(first, min(tensor.n_rows, -(-stop // group) * group))
-        return tensor.type.dequantize(data, tensor.shape[-1], threads=1)[start - first : stop - first]
+        return scales.decode(tensor, data, first, threads=1)[start - first : stop - first]
 
     if len(tensor.shape) > 1:
         return rows

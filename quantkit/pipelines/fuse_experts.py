@@ -87,6 +87,8 @@ def _fused(name: str, pair: list[Tensor], shard: int) -> RewrittenTensor:
 def _separate(names: tuple[str, str], tensor: Tensor, shard: int) -> list[RewrittenTensor]:
     if len(tensor.shape) < 2 or tensor.shape[1] % 2:
         raise DataError(f"{tensor.path}: tensor {tensor.name} has shape {tensor.shape}, which has no two halves")
+    if tensor.scale is not None:
+        raise UnsupportedError(f"{tensor.path}: tensor {tensor.name} is scaled by {tensor.scale.name}, of both halves")
     shape = fused_experts.half_shape(tensor.shape)
     require_cuttable(tensor, shape[1] if len(shape) > 2 else 1)
     each = tensor.nbytes // tensor.shape[0] // 2

@@ -64,7 +64,8 @@ class Place(NamedTuple):
 class Input(NamedTuple):
     """The files that a tensor is read from.
 
-    checkpoint  arguments of `plan_conversion` for a checkpoint; None for a GGUF file, which is the only one of `files`
+    checkpoint  arguments of `plan_conversion` for a checkpoint; None for GGUF: the file of the tensor, and the one with
+                its scales if that is another shard
     """
 
     files: tuple[FileIdentity, ...]
@@ -79,6 +80,7 @@ class PieceTask:
     moments     the importance matrix file and the entry whose second moments are used; None for none
     codec       the version of the encoder that the output records
     place       where a worker writes; None: it returns the bytes
+    scale       what values are divided by before they are encoded; None: nothing
     """
 
     input: Input
@@ -94,6 +96,7 @@ class PieceTask:
     verbatim: bool
     codec: str
     place: Place | None = None
+    scale: float | None = None
 
     def __str__(self) -> str:
         return f"{self.input.files[0].path}: {self.name}, pieces {self.first} to {self.stop - 1}"
@@ -118,7 +121,8 @@ class Done(NamedTuple):
 def encode_pieces(task: PieceTask) -> Done:
     """Encode the pieces of a task; executed by a worker."""
     tensor = _tensor(task)
-    planned = PlannedTensor(task.name, task.shape, types.layout(task.source), types.layout(task.type), "")
+    kinds = types.layout(task.source), types.layout(task.type)
+    planned = PlannedTensor(task.name, task.shape, *kinds, "", scale=task.scale)
     _require_codec(task)
     ranges = list(provenance.row_pieces(task.shape))[task.first : task.stop]
     begin, row_bytes = ranges[0][0], planned.type.row_bytes(task.shape[-1])
@@ -157,7 +161,10 @@ def _opened(input: Input) -> Mapping[str, SourceTensor]:
     for file in input.files:
         _require_same(file)
     if input.checkpoint is None:
-        return gguf.open_parts([input.files[0].path]).tensors
+        tensors = gguf.open_parts([file.path for file in input.files]).tensors
+        for tensor in tensors.values():
+            tensor.is_complete = True  # the coordinator, which has all shards open, named the file of its scales
+        return tensors
     from quantkit.pipelines.conversion.plan import plan_conversion
 
     return plan_conversion(*input.checkpoint).tensors
@@ -191,7 +198,7 @@ def _require_codec(task: PieceTask) -> None:
     """UnfitWorker if this machine's encoder gives other bytes than the coordinator's."""
     if task.codec == provenance.COPY:
         return
-    here = provenance.codec(task.type, task.effort, task.moments is not None)
+    here = provenance.codec(task.type, task.effort, task.moments is not None, task.scale)
     if here != task.codec:
         raise UnfitWorker(
             f"its encoder of {task.type} gives other bytes than the coordinator's: version {here} instead of "
@@ -380,11 +387,14 @@ class Workers:
             pieces[0].verbatim,
             expected.codec,
             place,
+            planned.scale,
         )
 
     def _input(self, tensor: SourceTensor) -> Input:
         if self._checkpoint is None:
-            return Input((self._files[str(tensor.path)],))
+            scale = getattr(tensor, "scale", None)
+            paths = dict.fromkeys([str(tensor.path), *([] if scale is None else [str(scale.path)])])
+            return Input(tuple(self._files[path] for path in paths))
         return Input(tuple(self._files.values()), self._checkpoint)
 
     def _moments_of(self, planned: PlannedTensor, expected: provenance.Record) -> tuple[FileIdentity, str] | None:

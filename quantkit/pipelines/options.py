@@ -123,6 +123,7 @@ class TypeOptions:
 
         dialect               "ik" (ik_llama.cpp) or "llama.cpp": types that it does not read are refused
         replace_types         or replaced by the nearest type that it reads, of the same or a smaller size
+        scale_nvfp4           give each tensor that becomes NVFP4 a tensor NAME.scale, which lowers its error
 
     A checkpoint as input:
 
@@ -160,6 +161,7 @@ class TypeOptions:
     dialect: str | None = None
     replace_types: bool = False
     mtp: str = "auto"
+    scale_nvfp4: bool = False
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING
 
 from quantkit.errors import FormatError, OptionError
 from quantkit.formats import gguf, provenance
-from quantkit.formats.gguf import shards
-from quantkit.formats.gguf.reader import MAX_TENSORS
+from quantkit.formats.gguf import dialects, shards
+from quantkit.formats.gguf.reader import MAX_TENSORS, PART
 from quantkit.formats.gguf.writer import ShardsOfSet
 from quantkit.pipelines.options import QuantizeOptions, comma_separated, texts
 from quantkit.recipe.rules.ecmascript import compile_pattern
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from quantkit.formats.pipeline import Progress
     from quantkit.recipe import Plan
 
-TENSORS = "quantkit.part.tensors"  # u32: tensors of the whole file
+TENSORS = PART  # u32: tensors of the whole file
 NUMBERS = "quantkit.part.numbers"  # u32[]: places of the part's tensors among them, from 0
 _PER_TENSOR = (TENSORS, NUMBERS, provenance.TENSORS, provenance.SOURCE)  # keys that differ between parts
 _SHOWN = 5
@@ -106,7 +106,7 @@ def choose(plan: Plan, source: object, options: QuantizeOptions) -> Part | None:
     if options.only and options.individual_tensors:
         raise OptionError("--only and --individual-tensors both select tensors: pass one of them")
     if options.individual_tensors:
-        return _by_shards(source, options)
+        return _by_shards(plan, source, options)
     if options.keep_split or options.split_max_size or options.split_max_tensors or options.skip_first_shard:
         raise OptionError("--only writes one file; to write some shards of a set use --individual-tensors N,…")
     names = set[str]()
@@ -119,7 +119,7 @@ def choose(plan: Plan, source: object, options: QuantizeOptions) -> Part | None:
     return Part(frozenset(names))
 
 
-def _by_shards(source: object, options: QuantizeOptions) -> Part:
+def _by_shards(plan: Plan, source: object, options: QuantizeOptions) -> Part:
     """The part that --individual-tensors selects."""
     if not options.keep_split or not isinstance(source, gguf.GGUF) or len(source.paths) < 2:
         raise OptionError(
@@ -131,7 +131,12 @@ def _by_shards(source: object, options: QuantizeOptions) -> Part:
     if not options.skip_first_shard:
         wanted.add(1)
     names, numbers, counts = set[str](), list[int](), list[int]()
-    tensors = iter(source.tensors)
+    tensors, planned = iter(source.tensors), {t.name for t in plan.tensors}
+    if len(planned) < len(source.tensors):
+        raise OptionError(
+            f"{source.path}: the scales of {len(source.tensors) - len(planned)} NVFP4 tensors become part of other "
+            "tensors, so that shards cannot be written one by one; leave out --individual-tensors"
+        )
     for (number, _), held in zip(found, source.shards):
         own = [next(tensors) for _ in range(held)]
         if number in wanted:
@@ -158,11 +163,13 @@ def join(
     paths: Sequence[str | os.PathLike[str]],
     out: str | os.PathLike[str],
     *,
+    dialect: str | None = None,
     threads: int | None = None,
     progress: Progress | bool = False,
 ) -> tuple[Path, int]:
     """Join the parts `paths` to the file `out`; returns its path and the number of its tensors.
 
+    `dialect` is stated as the program that the file is for; UnsupportedError for types that it does not read.
     FormatError for a file that is no part, for parts of different plans, and where tensors are missing.
     """
     files = [gguf.open(path) for path in paths]
@@ -184,6 +191,8 @@ def join(
         )
     tensors = [placed[number] for number in range(total)]
     _set_whole(metadata, files, tensors)
+    if dialect is not None:
+        dialects.state(metadata, {tensor.name: tensor for tensor in tensors}, dialect, files[0].path)
     inputs = [path for file in files for path in file.paths]
     return shards.copy_to(out, metadata, tensors, inputs, threads=threads, progress=progress), total
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from quantkit.errors import DataError
 from quantkit.formats import provenance
-from quantkit.formats.gguf import Metadata
+from quantkit.formats.gguf import Metadata, scales
 from quantkit.formats.mapping import release
 from quantkit.recipe import PlannedTensor
 from quantkit.types import check_finite
@@ -77,21 +77,24 @@ class Piece:
     def encode(self) -> Encoded:
         """The rows in the planned type. The data of copied rows are a view of the source."""
         data = self.tensor.rows(self.start, self.stop)
-        source_hash = provenance.of_piece(data)  # hashing first also brings the rows into the CPU cache
+        source_hash = scales.hash_of_piece(self.tensor, data, self.start)  # also brings the rows into the CPU cache
         encoded = self._converted(data)
         if encoded is data:  # still needed for writing
-            return Encoded(data, source_hash, source_hash)
+            return Encoded(data, source_hash, source_hash if self.tensor.scales is None else provenance.of_piece(data))
         release(data)
         return Encoded(encoded, source_hash, provenance.of_piece(encoded))
 
     def _converted(self, data: np.ndarray) -> np.ndarray:
         if self.verbatim:
             return self._same_bits(data)
-        x = self.planned.source.dequantize(data, self.planned.shape[-1], threads=1)
+        x = scales.decode(self.tensor, data, self.start, threads=1)
         try:
             check_finite(x, self.start, self.planned.type.overflow, self.planned.type.name)
             if self.planned.copied or self.planned.reordered:
                 return self._same_bits(data)
+            if self.planned.scale is not None:
+                self._check_range(x, self.planned.scale)
+                x /= np.float32(self.planned.scale)
             moments = self.moments() if self.moments is not None else None
             encoded = self.planned.type.quantize(
                 x, self.importance, second_moments=moments, effort=self.effort, threads=1
@@ -113,6 +116,17 @@ class Piece:
     @property
     def _label(self) -> str:
         return f"{self.tensor.path}: {self.planned.name}"
+
+    def _check_range(self, x: np.ndarray, scale: float) -> None:
+        """DataError for a value that is clipped because it is divided by a number below 1."""
+        bad = np.argwhere(np.abs(x) > scales.LARGEST * scale)
+        if len(bad):
+            row, column = (int(v) for v in bad[0])
+            raise DataError(
+                f"row {self.start + row}, column {column} is {x[row, column]}; under --scale-nvfp4 "
+                f"{self.planned.type.name} ends at {scales.LARGEST * scale:g}: leave the option out, or give this "
+                "tensor another type"
+            )
 
     def _check_encoded(self, x: np.ndarray, encoded: np.ndarray) -> None:
         """Raise DataError for a finite weight that is too large for the type's half-precision scales."""

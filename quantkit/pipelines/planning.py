@@ -104,18 +104,18 @@ def open_model(
         return source
     address = models.checkpoint_address(source)
     if address is not None and weights:
-        from quantkit.pipelines.conversion.plan import STORED
+        from quantkit.pipelines.conversion.plan import VALUES
         from quantkit.pipelines.conversion.remote import plan_remote
 
-        return PlanInput.of(plan_remote(address, STORED, options, mtp).as_gguf)
+        return PlanInput.of(plan_remote(address, VALUES, options, mtp).as_gguf)
     if address is None and (options.disk is not None or options.keep_shards):
         raise OptionError(f"{source} is not a checkpoint on the Hub, which --disk and --keep-shards are about")
     if isinstance(source, (str, os.PathLike)):
         source = models.model_file(source) if weights else models.header_file(source, config=True)
     if isinstance(source, (str, os.PathLike)) and weights and Path(source).is_dir():
-        from quantkit.pipelines.conversion.plan import STORED, plan_conversion
+        from quantkit.pipelines.conversion.plan import VALUES, plan_conversion
 
-        made = plan_conversion(source, STORED, options.pre, mtp, options.metadata, options.model_name)
+        made = plan_conversion(source, VALUES, options.pre, mtp, options.metadata, options.model_name)
         return PlanInput.of(made.as_gguf)
     if options.metadata is not None or options.model_name is not None:
         raise OptionError(
@@ -185,7 +185,7 @@ def planner_options(options: TypeOptions) -> Options:
     chosen = {name: types.layout(t) for name, t in of_class.items() if t}
     switches = (options.leave_output_tensor, options.allow_requantize, options.ignore_imatrix_rules, options.repack)
     patterns = tuple(comma_separated(options.repack_pattern))
-    program = options.dialect, options.replace_types
+    program = options.dialect, options.replace_types, options.scale_nvfp4
     return Options(options.pure, output, embedding, router, chosen, *switches, patterns, *program)
 
 
@@ -213,7 +213,7 @@ def plan_types_assuming_imatrix(model: PlanInput, target: str, options: TypeOpti
 def replay_plan(model: PlanInput, options: QuantizeOptions, matrix: Imatrix | None) -> Plan:
     """The plan of `options.plan`, a document or its file, which decides every type."""
     assert options.plan is not None
-    if chosen := first_given(options, *CHOOSING, "repack", "repack_pattern", "replace_types"):
+    if chosen := first_given(options, *CHOOSING, "repack", "repack_pattern", "replace_types", "scale_nvfp4"):
         raise conflicts_with_plan(chosen)
     document, where = (options.plan, "plan") if isinstance(options.plan, Mapping) else (
         json_input.read(Path(options.plan)), str(options.plan))  # fmt: skip

@@ -2,8 +2,8 @@
 
     job = plan_prune(open("model.gguf"), {3: [0, 2, 5], …}, drop_layers=[7])
 
-Of each layer with experts the same number stays, in their order: of the stacked matrices, the router's rows, its bias
-and the choice bias. `expert_count` follows. Layers that stay are numbered anew; `block_count`,
+Of each layer with experts the same number stays, in their order: of the stacked matrices, their scales, the router's
+rows, its bias and the choice bias. `expert_count` follows. Layers that stay are numbered anew; `block_count`,
 `leading_dense_block_count`, `nextn_predict_layers` and values per layer follow. A file whose remaining layers would
 compute otherwise, because their number decides about windows or recurrence, is refused.
 """
@@ -22,7 +22,7 @@ from quantkit.errors import DataError, FormatError, UnsupportedError
 from quantkit.formats.gguf import GGUF, Metadata, Tensor
 from quantkit.pipelines.rewrite import Rewrite, RewrittenTensor, by_shard, copied, selected
 
-_OF_EXPERTS = re.compile(r"blk\.\d+\.(ffn_\w+_exps|ffn_gate_inp|exp_probs_b)\.(weight|bias)")
+_OF_EXPERTS = re.compile(r"blk\.\d+\.(ffn_\w+_exps|ffn_gate_inp|exp_probs_b)\.(weight|bias|scale|input_scale)")
 
 
 def most_salient(saliency: Mapping[int, Sequence[float]], keep: int, groups: int = 1) -> dict[int, list[int]]:

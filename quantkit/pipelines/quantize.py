@@ -13,6 +13,7 @@ number of threads. The output appears under its final name when it is complete. 
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -35,6 +36,7 @@ from quantkit.formats.pipeline import Bar, Job, Progress, pump
 from quantkit.pipelines import on_cluster, resume
 from quantkit.pipelines.arrivals import Arrivals
 from quantkit.pipelines.calibration import Calibration, Stage
+from quantkit.pipelines.new_scales import WithNewScales
 from quantkit.pipelines.parts import Part
 from quantkit.pipelines.pieces import Piece, QuantizeSource, TensorProgress
 from quantkit.pipelines.second_moments import PreparedMoments
@@ -149,6 +151,9 @@ def quantize_with_plan(
     out = followed(Path(out))
     refuse_directory(out)
     refuse_inputs([out], source.paths)
+    if calibration is not None and any(t.scale is not None for t in plan.tensors):
+        raise OptionError("--scale-nvfp4: --calibrate runs layers that are written already, without new scales")
+    given, source = source, WithNewScales(source, plan)
     metadata = output_metadata(source.metadata, plan, imatrix, imatrix_file, overrides, effort, hide_imatrix)
     if calibration is not None:
         _set_calibration(metadata, calibration, hide_imatrix)
@@ -169,7 +174,7 @@ def quantize_with_plan(
     if has_records:
         _set_records(metadata, job.expected.values(), hide_imatrix)
     specs = [TensorSpec(t.name, t.shape, t.type) for t in plan.tensors]
-    counts = (part.counts if part is not None else _shards(source)) if keep_split else None
+    counts = (part.counts if part is not None else _shards(source, plan)) if keep_split else None
     limits = (split_max_bytes, split_max_tensors, counts)
     chosen = part.shards if part is not None else None
     job.layouts = layouts(out, metadata, specs, *limits, chosen=chosen)
@@ -186,7 +191,7 @@ def quantize_with_plan(
             pool = None
             if client is not None:
                 shared = on_cluster.shared_files(writer, job.layouts) if shared_output else None
-                pool = on_cluster.Workers(client, source, imatrix_file, shared, on_message)
+                pool = on_cluster.Workers(client, given, imatrix_file, shared, on_message)
             with Bar(run.nbytes, progress) as bar:
                 for stage in _stages(plan, imatrix, calibration, job, bar):
                     if pool is None:
@@ -239,11 +244,18 @@ def _stages(
     return calibration.stages(plan.tensors, job.done.keys() | job.copied.keys(), job.written, bar.describe)
 
 
-def _shards(source: QuantizeSource) -> list[int]:
+def _shards(source: QuantizeSource, plan: Plan) -> list[int]:
+    """The number of planned tensors in each shard of the source."""
     shards: list[int] | None = getattr(source, "shards", None)
     if shards is None:
         raise QuantkitError(f"{source.paths[0]}: a checkpoint has no GGUF shards to keep; use --split-max-size")
-    return shards
+    names = iter(source.tensors)
+    shard_of = {name: i for i, count in enumerate(shards) for name in itertools.islice(names, count)}
+    counts, shard = [0] * len(shards), 0
+    for t in plan.tensors:
+        shard = shard_of.get(t.name, shard)  # a new scale follows its tensor
+        counts[shard] += 1
+    return counts
 
 
 # ----------------------------------------------------------------------------------------------------------- the pieces
@@ -423,7 +435,7 @@ def _expected_records(
                     importance = provenance.of_calibration(calibration.digest, with_moments)
                 else:
                     importance = provenance.of_entry(imatrix, planned.importance, with_moments)
-            codec = provenance.codec(planned.type.name, effort, provenance.has_moments(importance))
+            codec = provenance.codec(planned.type.name, effort, provenance.has_moments(importance), planned.scale)
         found[planned.name] = provenance.unknown(planned.name, planned.type.name, importance, codec)
     return found
 

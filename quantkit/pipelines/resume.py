@@ -37,9 +37,10 @@ import numpy as np
 from quantkit.errors import FormatError
 from quantkit.formats import gguf, journal, provenance
 from quantkit.formats.atomic import JOURNAL, PARTIAL_JOB, refuse_live, remove_stale
+from quantkit.formats.gguf import scales
 from quantkit.formats.mapping import map_file, release
 from quantkit.formats.pipeline import spread
-from quantkit.formats.provenance import Record, Rows
+from quantkit.formats.provenance import Record, Rows, StoredRows
 from quantkit.formats.stream import Layout, StreamWriter, partial
 from quantkit.inputs.json_input import Json
 from quantkit.types import QuantType
@@ -65,10 +66,15 @@ class PartialTensor:
         return self.type.rows_of(self.data, self.shape[-1], start, stop)
 
 
-def hash_tensor(tensor: Rows) -> str:
+def hash_tensor(tensor: StoredRows) -> str:
     """Read a tensor and return the hash of its type and bytes."""
 
     return provenance.of_pieces(tensor.type.name, _hashes(tensor, provenance.row_pieces(tensor.shape)))
+
+
+def hash_source(tensor: Rows) -> str:
+    """Read a tensor and return the hash of its type, bytes and scales."""
+    return provenance.of_pieces(tensor.type.name, _source_hashes(tensor, provenance.row_pieces(tensor.shape)))
 
 
 # -------------------------------------------------------------------------------------------------------- an older file
@@ -137,7 +143,7 @@ class ResumableJob:
     identities: Sequence[Sequence[object]] | None = None
     done: dict[str, Record] = field(default_factory=dict)
     pieces: dict[str, dict[int, tuple[bytes, bytes]]] = field(default_factory=dict)
-    copied: dict[str, tuple[Rows, Record]] = field(default_factory=dict)
+    copied: dict[str, tuple[StoredRows, Record]] = field(default_factory=dict)
     resumed: set[str] = field(default_factory=set)
     _old_files: list[OldFile] = field(default_factory=list)
     _settings: Mapping[str, str] = field(default_factory=dict)
@@ -218,7 +224,7 @@ class ResumableJob:
         arrives_later = self.whole_source or self.is_streamed
 
         def examine(tensor: PlannedTensor) -> int:
-            name, source_hash = tensor.name, functools.cache(lambda: hash_tensor(source[tensor.name]))
+            name, source_hash = tensor.name, functools.cache(lambda: hash_source(source[tensor.name]))
             record = known.get(name)
             if record and name in stored and record.same_encoding(self.expected[name]):
                 where, in_place = stored[name]
@@ -243,7 +249,7 @@ class ResumableJob:
 
     def reuse(self, planned: PlannedTensor, source: Rows) -> bool:
         """Whether an older file has the tensor as it would come out; it is then in `copied`. For arriving sources."""
-        return self._reuse(planned, functools.cache(lambda: hash_tensor(source)))
+        return self._reuse(planned, functools.cache(lambda: hash_source(source)))
 
     def _reuse(self, tensor: PlannedTensor, source_hash: Callable[[], str]) -> bool:
         """As `reuse`; the source is only read where everything else is the same."""
@@ -267,7 +273,8 @@ class ResumableJob:
             record, numbers = _record(entry), range(*_bounds(entry, len(ranges)))
             if not record.same_encoding(self.expected[planned.name]):
                 continue
-            hashes = [_hashes(rows, [ranges[number] for number in numbers]) for rows in (source, stored)]
+            chosen = [ranges[number] for number in numbers]
+            hashes = [_source_hashes(source, chosen), _hashes(stored, chosen)]
             kinds = planned.source.name, planned.type.name
             if [provenance.of_pieces(*each) for each in zip(kinds, hashes)] == [record.source, record.data]:
                 found |= dict(zip(numbers, zip(*hashes)))
@@ -393,12 +400,22 @@ def _bounds(entry: Json, count: int) -> tuple[int, int]:
     return (bounds[0], bounds[1]) if 0 <= bounds[0] < bounds[1] <= count else (0, 0)
 
 
-def _hashes(rows: Rows, ranges: Iterable[tuple[int, int]]) -> list[bytes]:
-    """The hash of each range of rows."""
+def _hashes(rows: StoredRows, ranges: Iterable[tuple[int, int]]) -> list[bytes]:
+    """The hash of the bytes of each range of rows."""
     found = []
     for start, stop in ranges:
         data = rows.rows(start, stop)
         found.append(provenance.of_piece(data))
+        release(data)
+    return found
+
+
+def _source_hashes(rows: Rows, ranges: Iterable[tuple[int, int]]) -> list[bytes]:
+    """The hash of each range of rows, with its scale."""
+    found = []
+    for start, stop in ranges:
+        data = rows.rows(start, stop)
+        found.append(scales.hash_of_piece(rows, data, start))
         release(data)
     return found
 

@@ -28,13 +28,13 @@ from quantkit import __version__, types
 from quantkit.archs.common import validate
 from quantkit.errors import DataError
 from quantkit.formats import provenance
-from quantkit.formats.gguf import GGUF, Tensor
+from quantkit.formats.gguf import GGUF, Tensor, scales
 from quantkit.formats.imatrix import Imatrix
 from quantkit.formats.mapping import release
 from quantkit.formats.pipeline import Progress, spread
 from quantkit.formats.provenance import Record, Rows
 from quantkit.pipelines.arrivals import Arrivals
-from quantkit.pipelines.resume import hash_tensor
+from quantkit.pipelines.resume import hash_source
 from quantkit.recipe import importance_entry
 from quantkit.types import check_finite
 from quantkit.types.families.interleave import Interleaved
@@ -234,14 +234,17 @@ def _reasons_to_change(record: Record, file: GGUF, source: OriginalModel | None,
     reasons = []
     effort = str(file.metadata.get("quantkit.effort", "normal"))
     if record.codec != provenance.COPY:
-        now = provenance.codec(record.type, effort, provenance.has_moments(record.importance))
+        scale = scales.ENCODED if _has_new_scale(file.tensors[record.name]) else None
+        now = provenance.codec(record.type, effort, provenance.has_moments(record.importance), scale)
         if now != record.codec:
             reasons.append(f"the codec of {record.type} has changed (it was {record.codec}, it is now {now})")
     if source is not None:
         original = source.tensors.get(record.name)
+        if original is None and _is_new_scale(file, record.name):
+            return reasons
         if original is None:
             reasons.append("it is missing from the source")
-        elif hash_tensor(original) != record.source:
+        elif hash_source(original) != record.source:
             reasons.append("its source has changed")
     compared = record.importance not in (provenance.NONE, provenance.HIDDEN) and not _is_calibrated(file)
     if source is not None and compared and imatrix is not None:
@@ -252,6 +255,20 @@ def _reasons_to_change(record: Record, file: GGUF, source: OriginalModel | None,
             with_moments = types.get(record.type).uses_second_moments_at(effort)
             reasons += _changed_importance(provenance.of_entry(imatrix, entry, with_moments), record.importance)
     return reasons
+
+
+def _has_new_scale(tensor: Tensor) -> bool:
+    """Whether a tensor has the scale of `new_scales.py`."""
+    return tensor.scale is not None and bool((tensor.scale.dequantize() == np.float32(scales.ENCODED)).all())
+
+
+def _is_new_scale(file: GGUF, name: str) -> bool:
+    """Whether a tensor is such a scale, of a tensor that was encoded with it."""
+    weight = file.tensors.get(name.removesuffix(".scale") + ".weight")
+    if weight is None or weight.scale is not file.tensors[name] or not _has_new_scale(weight):
+        return False
+    record = provenance.records(file.metadata).get(weight.name)
+    return record is not None and record.codec != provenance.COPY
 
 
 def _changed_importance(now: str, recorded: str) -> list[str]:

@@ -104,6 +104,8 @@ def load(
     kind = cache_type_of(cache_type, numerics, attention)
     file = gguf.require_model(gguf.open(model_file(path))) if isinstance(path, (str, os.PathLike)) else path
     described = validate.describe(file.metadata, file.tensors, file.path)
+    for tensor in file.tensors.values():
+        _ = tensor.scales  # raises an error for bad numbers
     rules = (override_tensor,) if isinstance(override_tensor, str) else tuple(override_tensor)
     requested = parse_devices(devices) if isinstance(devices, str) else tuple(devices) or (CPU,)
     available = _with_memory(requested)

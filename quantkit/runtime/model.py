@@ -457,9 +457,7 @@ class Model(BlockRunner, Locked):
     @one_at_a_time
     def embed(self, tokens: np.ndarray) -> np.ndarray:
         """float32[tokens, n_embd] that enters the first block."""
-        x = float_linear.embed(self.weights[self.head.embedding], tokens)
-        if self.head.embedding_scale != 1:
-            x *= np.float32(self.head.embedding_scale)
+        x = float_linear.embed(self.weights, self.head, tokens)
         return x if self.split is None else self.split.embedded(x)
 
     def layer_cache(self, n_ctx: int) -> Cache:

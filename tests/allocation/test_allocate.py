@@ -120,6 +120,15 @@ def test_constraints() -> None:
     assert free.cost < found.cost
 
 
+def test_types_of_one_program() -> None:
+    """Also where rows need a fallback, as SmolLM2's of 576 columns do."""
+    found = fitted("SMOLLM2", bpw=6.0, types=(), dialect="llama.cpp")
+    assert all("llama.cpp" in t.type.readers for t in found.plan.tensors)
+    assert found.plan.dialect == "llama.cpp"
+    with pytest.raises(OptionError, match=r"--types iq4_k: --dialect llama.cpp does not read them"):
+        fitted("SMOLLM2", bpw=6.0, types=("iq4_k", "q8_0"), dialect="llama.cpp")
+
+
 def test_gate_and_up_have_one_type() -> None:
     kinds = {t.name: t.type for t in fitted("LLAMA_8B", bpw=4.0).tensors}
     assert all(kinds[f"blk.{i}.ffn_gate.weight"] is kinds[f"blk.{i}.ffn_up.weight"] for i in range(32))

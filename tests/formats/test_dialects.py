@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from quantkit import types
+from quantkit.cli import main
 from quantkit.errors import FormatError, UnknownNameError
 from quantkit.formats import gguf
 from quantkit.formats.gguf import TensorSpec, Writer, dialects
@@ -142,3 +143,119 @@ def test_ids_of_forks_are_named(number: int, names: str, tmp_path: Path) -> None
     path.write_bytes(data[:at] + number.to_bytes(4, "little") + data[at + 4 :])
     with pytest.raises(FormatError, match=f"attn_k.weight' has type id {number}, which is not known.*{names}|{names}"):
         gguf.open(path)
+
+
+# ------------------------------------------------------------------------------------------------- --dialect of readers
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["inspect", "{}"], ["verify", "{}"], ["metadata", "{}"], ["metadata", "set", "{}", "a.b=i32:1"],
+        ["diff", "{}", "{}"], ["repack", "{}", "{}.out"], ["unpack", "{}", "{}.out"], ["export", "{}", "{}.hf"],
+        ["prune", "{}", "{}.out", "--prune-layers", "0"], ["split", "{}", "{}.s"], ["merge", "{}", "{}.out"],
+        ["perplexity", "{}", "-f", "{}"], ["generate", "{}", "-p", "a"], ["imatrix", "{}", "-f", "{}", "-o", "{}.i"],
+        ["compare", "{}", "{}", "-f", "{}"], ["bench", "{}"], ["saliency", "-m", "{}", "-f", "{}"],
+        ["sensitivity", "{}", "-f", "{}"], ["upload", "{}", "hf://a/b", "--card", "--dry-run"],
+    ],
+    ids=lambda words: " ".join(word for word in words[:2] if "{" not in word),
+)  # fmt: skip
+def test_commands_that_read_can_be_told(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They refuse a file that may be of two programs, and say how to go on; the option answers the question."""
+    path, _ = written(tmp_path / "a.gguf", "q2_0", 4, 256)
+    words = [word.format(path) for word in words]
+    question = "padding hides which; if the file is llama.cpp's, pass --dialect llama.cpp"
+    assert main(words) == 1
+    assert question in capsys.readouterr().err
+    main([*words, "--dialect", "llama.cpp"])
+    assert question not in capsys.readouterr().err
+    monkeypatch.setenv("QUANTKIT_DIALECT", "ik")  # says that it is not llama.cpp's; an option counts more
+    assert main([*words, "--dialect", "llama.cpp"]) in (0, 1)
+    assert question not in capsys.readouterr().err
+
+
+def test_copies_state_the_dialect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Then the question is answered for all readers."""
+    path, data = written(tmp_path / "a.gguf", "q2_0", 4, 256)
+    assert main(["split", str(path), str(tmp_path / "s"), "--dialect", "llama.cpp"]) == 0
+    shard = next(tmp_path.glob("s-*.gguf"))
+    assert gguf.open(shard).metadata[dialects.KEY] == "llama.cpp"
+    assert main(["merge", str(shard), str(tmp_path / "m.gguf")]) == 0
+    assert np.array_equal(gguf.open(tmp_path / "m.gguf").tensors["blk.0.attn_k.weight"].data, data)
+    assert main(["merge", str(shard), str(tmp_path / "n.gguf"), "--dialect", "ik"]) == 1
+    assert "blk.0.attn_q.weight and 1 more are q2_0, which --dialect ik does not read" in capsys.readouterr().err
+    assert not (tmp_path / "n.gguf").exists()
+
+
+# --------------------------------------------------------------------------------- whole files, and the other's reader
+
+
+@pytest.fixture(scope="module")
+def floats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of a few matrices and a norm; rows of `ffn_up` fit no block of 256."""
+    path = tmp_path_factory.mktemp("floats") / "f32.gguf"
+    shapes = {"token_embd.weight": (64, 256), "blk.0.attn_norm.weight": (256,), "blk.0.attn_v.weight": (64, 256),
+              "blk.0.ffn_down.weight": (64, 512), "blk.0.ffn_up.weight": (64, 384),
+              "output.weight": (64, 256)}  # fmt: skip
+    rng = np.random.default_rng(4)
+    specs = [TensorSpec(name, shape, types.get("f32")) for name, shape in shapes.items()]
+    with Writer(path, {"general.architecture": "llama"}, specs) as writer:
+        for spec in specs:
+            writer.write(spec.name, rng.standard_normal(spec.shape).astype("<f4").reshape(-1).view(np.uint8))
+    return path
+
+
+_READ_ALL = _READ.replace(
+    "print(lib.gguf_get_tensor_type(file, 0), lib.gguf_get_tensor_offset(file, 1))",
+    """
+lib.gguf_get_tensor_name.restype = ctypes.c_char_p
+lib.gguf_get_tensor_name.argtypes = [ctypes.c_void_p, ctypes.c_int]
+lib.gguf_get_n_tensors.argtypes = lib.gguf_get_data_offset.argtypes = [ctypes.c_void_p]
+lib.gguf_get_data_offset.restype = ctypes.c_size_t
+start = lib.gguf_get_data_offset(file)
+for i in range(lib.gguf_get_n_tensors(file)):
+    print(lib.gguf_get_tensor_name(file, i).decode(), lib.gguf_get_tensor_type(file, i),
+          start + lib.gguf_get_tensor_offset(file, i))
+""",
+)
+_OF_EACH = [(dialect, target) for dialect in types.DIALECTS
+            for target in ("Q4_K_M", "IQ4_NL", "Q1_0")]  # fmt: skip
+_OF_LLAMA_CPP = [("llama.cpp", target) for target in ("NVFP4", "TQ1_0", "TQ2_0", "Q2_0")]
+_OF_IK = [("ik", target) for target in ("IQ4_K", "IQ2_BN", "Q4_K_R4")]
+
+
+@pytest.mark.parametrize(("dialect", "target"), [*_OF_EACH, *_OF_LLAMA_CPP, *_OF_IK])
+def test_files_of_each_dialect_and_both_readers(dialect: str, target: str, floats: Path, tmp_path: Path) -> None:
+    """Each reader finds every tensor with its type, place, bytes and values, or refuses the file: the other's may."""
+    from tests.conformance import ggml
+
+    out = tmp_path / "m.gguf"
+    flags = ["--dialect", dialect, "--ignore-imatrix-rules"]
+    assert main(["quantize", str(floats), str(out), target, *flags]) == 0
+    written = gguf.open(out).tensors
+    command = [sys.executable, "-c", _READ_ALL, str(ggml.ROOT / "lib" / "libggml.so"), str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    for program, known in (
+        ("llama.cpp", all(t.type.ggml_type in KNOWN for t in written.values())),
+        ("ik", all("ik" in t.type.readers for t in written.values())),
+    ):
+        assert known or program != dialect or target == "Q2_0"  # which is newer than the package
+        if program == "ik":
+            lines = [f"{t.name} {t.type.ggml_type} {t.offset}" for t in written.values()]
+            assert done.stdout.split("\n")[:-1] == (lines if known else [])
+            assert known == (done.returncode == 0)
+        elif not known:
+            with pytest.raises(ValueError, match="is not a valid GGMLQuantizationType"):
+                library.GGUFReader(out)
+        else:
+            for theirs in library.GGUFReader(out).tensors:
+                ours = written[theirs.name]
+                assert (theirs.tensor_type, theirs.data_offset) == (ours.type.ggml_type, ours.offset)
+                try:
+                    values = library.quants.dequantize(theirs.data, theirs.tensor_type)
+                except NotImplementedError:  # of ids that the package knows without a codec
+                    assert np.array_equal(np.asarray(theirs.data).reshape(-1).view(np.uint8), ours.stored)
+                else:
+                    assert np.array_equal(values.reshape(ours.shape), ours.dequantize())

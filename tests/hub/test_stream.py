@@ -115,6 +115,11 @@ def test_published_quantized_checkpoints(hub: FakeHub, tmp_path: Path, kind: str
     quantkit.quantize(directory, tmp_path / "local.gguf", "Q8_0")
     quantkit.quantize("hf://org/Codes", tmp_path / "hub.gguf", "Q8_0")
     assert (tmp_path / "hub.gguf").read_bytes() == (tmp_path / "local.gguf").read_bytes()
+    if kind == "nvfp4":
+        quantkit.convert(directory, tmp_path / "local.gguf", "stored")
+        quantkit.convert("hf://org/Codes", tmp_path / "hub.gguf", "stored")
+        assert (tmp_path / "hub.gguf").read_bytes() == (tmp_path / "local.gguf").read_bytes()
+        assert "blk.0.attn_q.scale" in quantkit.open(tmp_path / "hub.gguf").tensors
 
 
 def test_the_disk_is_bounded(hub: FakeHub, checkpoint: Path, tmp_path: Path) -> None:

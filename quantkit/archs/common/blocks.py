@@ -71,7 +71,7 @@ class Linear:
 
     weight: str
     bias: str | None = None
-    scale: str | None = None  # tensor float32[1]
+    scale: str | None = None  # tensor float32[1]; of experts float32[experts]
     factor: float = 1.0
     half: int | None = None
     rows: tuple[int, int] | None = None
@@ -372,6 +372,7 @@ class Head:
     norm: Norm
     output: Linear
     embedding_scale: float = 1.0  # factor of the rows of the embedding
+    embedding_factor: str | None = None  # tensor float32[1], another one: the scale of an NVFP4 embedding
     softcap: float | None = None  # c: logits x become c tanh(x / c)
 
 

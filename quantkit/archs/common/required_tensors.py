@@ -23,6 +23,8 @@ def required(
 ) -> Shapes:
     """(name, shape) of every tensor that the blocks, embedding, final norm and output name."""
     yield head.embedding, (hp.n_vocab, hp.n_embd)
+    if head.embedding_factor:
+        yield head.embedding_factor, (1,)
     yield from _norm(head.norm, hp.n_embd)
     yield from _linear(head.output, hp.n_vocab, hp.n_embd)
     for part in (part for block in parts for part in block.parts):
@@ -83,6 +85,8 @@ def _latent(part: blocks.LatentAttention, n_embd: int, tensors: Mapping[str, Sha
         if linear is not None:
             stacked = linear.weight in tensors and len(tensors[linear.weight].shape) == 3
             yield linear.weight, (part.heads, count, columns) if stacked else (part.heads * count, columns)
+            if linear.scale:
+                yield linear.scale, (1,)
     yield from _norm(part.q_a_norm, part.q_lora)
     yield from _norm(part.kv_a_norm, lora)
     yield from _factors(part.rope)
@@ -121,6 +125,8 @@ def _experts(part: blocks.Experts, hp: blocks.HParams) -> Shapes:
         rows, columns = (hp.n_embd, part.ff) if linear is part.down else (gate_rows, hp.n_embd)
         if linear.bias:
             yield linear.bias, (part.count, rows)
+        if linear.scale:
+            yield linear.scale, (part.count,)
         yield linear.weight, (part.count, rows, columns)
     if part.shared_gate is not None:
         yield part.shared_gate, (hp.n_embd,)

@@ -14,7 +14,7 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quantkit import archs
 from quantkit.archs.common import blocks, checked
@@ -23,6 +23,8 @@ from quantkit.archs.common.blocks import Block, Head, HParams
 from quantkit.archs.common.required_tensors import Shaped, required
 from quantkit.archs.common.tensors import split_name
 from quantkit.errors import FormatError, QuantkitError, UnsupportedError
+from quantkit.formats.gguf.scales import SCALED, all_companions, scale_name
+from quantkit.types import QuantType
 
 REMEDY = "correct a wrong key with `quantkit metadata set FILE KEY=TYPE:VALUE`; if the file is damaged, get it again"
 _OPTIONAL = ("bias", "scale")
@@ -114,7 +116,9 @@ def _read(metadata: Mapping[str, object], tensors: Mapping[str, Shaped]) -> Desc
     checked.check_tokenizer(metadata)
     _check_layers(name, metadata, tensors)
     hp = arch.hparams(metadata, tensors.keys())
-    return Description(arch, hp, arch.blocks(hp), arch.head(hp))
+    head = arch.head(hp)
+    factor = scale_name(head.embedding)
+    return Description(arch, hp, arch.blocks(hp), replace(head, embedding_factor=factor) if factor in tensors else head)
 
 
 def _check_layers(name: str, metadata: Mapping[str, object], tensors: Mapping[str, Shaped]) -> None:
@@ -208,18 +212,28 @@ def _rope_problems(rope: blocks.Rope, head_dim: int, rotates_all: bool) -> Itera
 def _unused_tensors(found: Description, wanted: Mapping[str, object], tensors: Mapping[str, Shaped]) -> Iterator[str]:
     """Tensors that the computation would not use, so that the model would not be the one in the file."""
     hp = found.hparams
+    unneeded = {name for name in all_companions(_nvfp4(tensors)) if name.endswith(".input_scale")}
     for name in tensors:
         _, layer, _ = split_name(name)
         of_mtp = layer is not None and hp.n_main <= layer < hp.n_layer
-        if name not in wanted and not of_mtp and not _IGNORED_TENSORS.fullmatch(name):
+        if name not in wanted and name not in unneeded and not of_mtp and not _IGNORED_TENSORS.fullmatch(name):
             yield f"tensor {name} is not used by {hp.arch} as quantkit computes it; the model is a variant of it"
+
+
+def _nvfp4(tensors: Mapping[str, Shaped]) -> dict[str, QuantType]:
+    """The NVFP4 tensors and their type; of tensors without types, none."""
+    kinds = {name: getattr(tensor, "type", None) for name, tensor in tensors.items()}
+    return {name: kind for name, kind in kinds.items() if isinstance(kind, QuantType) and kind.name == SCALED}
 
 
 def _incomplete_sets(found: Description, tensors: Mapping[str, Shaped]) -> Iterator[str]:
     """Biases and scales that some layers have and others lack although they have the matrix."""
     layers: dict[tuple[str, str], set[int]] = {}
+    optional = {scale_name(name) for name in _nvfp4(tensors)}
     for name in tensors:
         stem, layer, suffix = split_name(name)
+        if name in optional:  # llama.cpp leaves out a scale of 1, and layers may have other types
+            continue
         if layer is not None and layer < found.hparams.n_main:
             layers.setdefault((stem, suffix), set()).add(layer)
     for (stem, suffix), those in layers.items():

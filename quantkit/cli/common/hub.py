@@ -10,6 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
+from quantkit.cli.common.dialect import knows_dialect
+
 PANEL = "Checkpoints on the Hub"
 
 Disk = Annotated[
@@ -33,8 +35,9 @@ def from_hub(*names: str, headers: bool = False) -> Callable[[Callable[..., None
     """Decorator: the arguments `names`, files or lists of files, may be on the Hub; the command gets local paths.
 
     Whole files are fetched into the cache. With `headers`, the command gets files of which only the headers are there.
+    The command gets --dialect (`knows_dialect`).
     """
-    return lambda command: _with_local_paths(command, names, headers)
+    return lambda command: _with_local_paths(knows_dialect(command), names, headers)
 
 
 def _with_local_paths(command: Callable[..., None], names: Sequence[str], headers: bool) -> Callable[..., None]:

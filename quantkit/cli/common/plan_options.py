@@ -68,6 +68,13 @@ Dialect = Annotated[
         show_default=False,
     ),
 ]
+ScaleNvfp4 = Annotated[
+    bool,
+    typer.Option(
+        "--scale-nvfp4",
+        help="Give each tensor that becomes NVFP4 a tensor NAME.scale, as llama.cpp reads it: small weights lose less.",
+    ),
+]
 ReplaceTypes = Annotated[
     bool,
     typer.Option(
@@ -152,6 +159,7 @@ _ANNOTATIONS: dict[str, Any] = {
     "strict": Strict,
     "dialect": Dialect,
     "replace_types": ReplaceTypes,
+    "scale_nvfp4": ScaleNvfp4,
     "fit": Fit,
     "bandwidth": Bandwidth,
     "compute": Compute,
@@ -177,7 +185,7 @@ _SECTIONS = {
         "custom_q", "tensor_type", "tensor_type_file", "recipe", "settings", "pure", "output_tensor_type",
         "token_embedding_type", "ffn_gate_inp_type", "attn_q_type", "attn_k_type", "attn_v_type", "attn_qkv_type",
         "attn_output_type", "ffn_gate_type", "ffn_down_type", "ffn_up_type", "leave_output_tensor", "repack",
-        "repack_pattern", "dialect", "replace_types",
+        "repack_pattern", "dialect", "replace_types", "scale_nvfp4",
     ),
     "Placement": ("fit", "offload_threshold", "offload_policy", "vram", "ram", "fit_margin", "runtime"),
     "KV cache": ("ctx_size", "cache_type_k", "cache_type_v", "mla", "mtp_cache"),

@@ -34,6 +34,11 @@ class ComputedTensor(Tensor):
         return self._data
 
     @property
+    def scales(self) -> np.ndarray | None:
+        """float32[matrices], or None."""
+        return self._source.scales
+
+    @property
     def stored(self) -> np.ndarray:
         """uint8[nbytes]."""
         return self.data.reshape(-1)

@@ -8,18 +8,21 @@
 
 The rest of the ids in `quantkit.types.layouts` have one meaning each. Tensors of id 42 are told apart by the offset of
 the next tensor. Where those of a file are so small that padding hides the difference, the key `quantkit.dialect`
-decides, which quantkit writes, or the environment variable QUANTKIT_DIALECT; without either the file is refused.
+decides, which quantkit writes, or the environment variable QUANTKIT_DIALECT, which --dialect of commands that read
+files sets; without either the file is refused.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from quantkit.errors import FormatError, UnknownNameError
+from quantkit.errors import FormatError, UnknownNameError, UnsupportedError
+from quantkit.formats.gguf.metadata import Metadata
 from quantkit.types import DIALECTS, QuantType
 from quantkit.types.base import LLAMA_CPP
 
@@ -84,8 +87,39 @@ def check_blocks(
         raise FormatError(
             f"{path}: tensor {t.name} of id {_Q2_0} may be {t.nbytes} bytes of llama.cpp's q2_0 or "
             f"{math.prod(t.shape) // _PRISM_BLOCK * _PRISM_BYTES} of another type of PrismML's fork, and padding hides "
-            f"which; if the file is llama.cpp's, set {VARIABLE}=llama.cpp"
+            f"which; if the file is llama.cpp's, pass --dialect llama.cpp to a command that only reads it, or set "
+            f"{VARIABLE}=llama.cpp"
         )
+
+
+@contextlib.contextmanager
+def assumed(dialect: str | None) -> Iterator[None]:
+    """A context in which files are taken for those of a program where they do not say it; None changes nothing."""
+    if dialect is None:
+        yield
+        return
+    if dialect not in DIALECTS:
+        raise UnknownNameError("dialect", dialect, DIALECTS)
+    before = os.environ.get(VARIABLE)
+    os.environ[VARIABLE] = dialect
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(VARIABLE, None)
+        else:
+            os.environ[VARIABLE] = before
+
+
+def state(metadata: Metadata, tensors: Mapping[str, Placed], dialect: str, path: Path) -> None:
+    """Say in the metadata for which program a file is; UnsupportedError for a tensor that it does not read."""
+    foreign = [tensor for tensor in tensors.values() if dialect not in tensor.type.readers]
+    if foreign:
+        raise UnsupportedError(
+            f"{path}: {foreign[0].name} and {len(foreign) - 1} more are {foreign[0].type.name}, which --dialect "
+            f"{dialect} does not read; quantize the file with --dialect {dialect}, or drop the option"
+        )
+    metadata.set(KEY, dialect, "str")
 
 
 def _padded(nbytes: int, alignment: int) -> int:
@@ -97,4 +131,4 @@ def _stated(metadata: Mapping[str, object]) -> str:
     named = os.environ.get(VARIABLE, "")
     if named and named not in DIALECTS:
         raise UnknownNameError(f"dialect in {VARIABLE}", named, DIALECTS)
-    return named or str(metadata.get(KEY, ""))
+    return str(metadata.get(KEY, "")) or named

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from quantkit.formats.gguf import scales
 from quantkit.formats.gguf.metadata import Value
 from quantkit.formats.gguf.reader import GGUF, Metadata, Tensor
 from quantkit.formats.mapping import release
@@ -107,7 +108,7 @@ def of_tensors(
     """
     differences = [_compare_infos(a, b, name) for name in dict.fromkeys([*a.tensors, *b.tensors])]
     alike = [d for d in differences if d.status == "same"]
-    differing: set[str] = set()
+    differing = {d.name for d in alike if _scaled_otherwise(d)}
     compared = (task for d in alike for task in _byte_tasks(d, differing))
     spread(compared, sum(d.a.nbytes for d in alike if d.a), threads=threads, progress=progress)
     for d in alike:
@@ -124,6 +125,12 @@ def _compare_infos(a: GGUF, b: GGUF, name: str) -> Difference:
     if x is None or y is None:
         return Difference(name, x, y, "only in b" if x is None else "only in a")
     return Difference(name, x, y, "shape" if x.shape != y.shape else "type" if x.type is not y.type else "same")
+
+
+def _scaled_otherwise(d: Difference) -> bool:
+    """Whether the values of two NVFP4 tensors are multiplied by different numbers."""
+    x, y = (None if t is None else t.scales for t in (d.a, d.b))
+    return not (x is y or (x is not None and y is not None and np.array_equal(x, y)))
 
 
 def _byte_tasks(d: Difference, differing: set[str]) -> Iterator[Callable[[], int]]:
@@ -196,9 +203,8 @@ def _value_tasks(d: Difference, measured: _Measured) -> Iterator[Callable[[], in
 
 
 def _compare_values(x: Tensor, y: Tensor, start: int, stop: int, matrix: int, measured: _Measured) -> int:
-    n = x.shape[-1]
     stored = x.rows(start, stop), y.rows(start, stop)
-    p, q = (t.type.dequantize(rows, n, threads=1).astype(np.float64) for t, rows in zip((x, y), stored))
+    p, q = (scales.decode(t, rows, start, threads=1).astype(np.float64) for t, rows in zip((x, y), stored))
     measured.pieces[start] = _sums(p, q, start, None if measured.weights is None else measured.weights[matrix])
     for rows in stored:
         release(rows)

@@ -34,7 +34,7 @@ import numpy as np
 from quantkit import types
 from quantkit.errors import DataError, FormatError, UnsupportedError
 from quantkit.formats.atomic import allow_open_files
-from quantkit.formats.gguf import dialects
+from quantkit.formats.gguf import dialects, scales
 from quantkit.formats.gguf.metadata import ARRAY, DTYPES, KINDS, Metadata
 from quantkit.formats.gguf.writer import ALIGNMENT, MAX_DIMS, TensorSpec, Writer
 from quantkit.formats.mapping import map_file, release, require_whole
@@ -42,6 +42,7 @@ from quantkit.types import QuantType
 
 __all__ = ["GGUF", "Metadata", "Shard", "Tensor", "TensorSpec", "Writer", "open"]
 
+PART = "quantkit.part.tensors"  # key of a file that holds some tensors of a model (pipelines/parts.py)
 MAX_HEADER = 40 << 20  # bytes; the largest vocabularies of today take 16 MiB
 MAX_ELEMENTS = 3 << 20  # of all metadata arrays together
 MAX_KEYS = 1 << 16
@@ -66,14 +67,17 @@ class Tensor:
     shape   numpy order, rows last but one; (n,) for a vector
     nbytes  size of its data                   n_rows  product of all but the last axis
     path    the file that holds it             offset  of its data in that file
+    scale   the tensor of an NVFP4 tensor's scales, None without one (`gguf.scales`)
     """
 
-    __slots__ = ("_file", "name", "nbytes", "offset", "path", "shape", "type")
+    __slots__ = ("_file", "is_complete", "name", "nbytes", "offset", "path", "scale", "shape", "type")
 
     def __init__(self, name: str, shape: tuple[int, ...], type: QuantType, nbytes: int, offset: int, path: Path):
         self.name, self.shape, self.type, self.nbytes = name, shape, type, nbytes
         self.offset, self.path = offset, path
         self._file = np.empty(0, np.uint8)
+        self.scale: Tensor | None = None
+        self.is_complete = True  # False if the scales may be in a file that was not opened
 
     def __repr__(self) -> str:
         return f"<tensor {self.name} {self.type.name} {self.shape}>"
@@ -87,6 +91,19 @@ class Tensor:
     def row_bytes(self) -> int:
         """Bytes of a row as stored."""
         return self.type.row_bytes(self.shape[-1])
+
+    @property
+    def scales(self) -> np.ndarray | None:
+        """float32[matrices]: what the values of each matrix are multiplied by; None: 1. FormatError for bad numbers."""
+        if not self.is_complete:
+            raise FormatError(
+                f"{self.path}: tensor {self.name}: its values are multiplied by {scales.scale_name(self.name)}, if the "
+                "model has such a tensor, and only a part of the model is open; give all of it"
+            )
+        if self.scale is None:
+            return None
+        found = scales.checked(self.scale.dequantize(), f"{self.scale.path}: tensor {self.scale.name}")
+        return np.broadcast_to(found, scales.matrices(self.shape))
 
     @property
     def data(self) -> np.ndarray:
@@ -128,7 +145,7 @@ class Tensor:
         """
         if not self.type.has_codec:
             raise UnsupportedError(f"{self.path}: tensor {self.name}: quantkit cannot decode {self.type.name}")
-        return self.type.dequantize(self.rows(start, stop), self.shape[-1])
+        return scales.decode(self, self.rows(start, stop), start)
 
     def dequantize(self) -> np.ndarray:
         """float32[shape]: the exact values of the whole tensor."""
@@ -160,9 +177,30 @@ class GGUF:
                 if name in self.tensors:
                     raise FormatError(f"{shard.path}: tensor {name} is also in {self.tensors[name].path}")
                 self.tensors[name] = tensor
+        _attach_scales(self.tensors, self._is_whole(shards))
+
+    def _is_whole(self, shards: list[Shard]) -> bool:
+        """Whether all tensors of the model are there: not of a part (`quantize --only`) nor of some shards of a set."""
+        count = self.metadata.get("split.count", 0)
+        return PART not in self.metadata and (not isinstance(count, int) or len(shards) >= count)
 
     def __repr__(self) -> str:
         return f"<gguf {self.path}: {len(self.tensors)} tensors, {self.size} bytes in {len(self.paths)} file(s)>"
+
+
+def _attach_scales(tensors: dict[str, Tensor], is_whole: bool) -> None:
+    """Give NVFP4 tensors the tensors of their scales. FormatError for one that does not fit."""
+    for tensor in [t for t in tensors.values() if t.type.name == scales.SCALED]:
+        names = scales.companions(tensor.name)[::2]
+        tensor.scale = next((tensors[name] for name in names if name in tensors), None)
+        tensor.is_complete = is_whole or tensor.scale is not None
+        found, count = tensor.scale, scales.matrices(tensor.shape)
+        if found is not None and (found.type.name != "f32" or found.shape not in ((1,), (count,))):
+            raise FormatError(
+                f"{found.path}: tensor {found.name} is {found.type.name} of shape {found.shape}; {tensor.name}, "
+                f"{tensor.type.name} of shape {tensor.shape}, needs f32 of shape {(count,)}: one number for each "
+                "matrix; get the file again"
+            )
 
 
 def open(path: str | os.PathLike[str]) -> GGUF:

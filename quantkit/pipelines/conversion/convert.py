@@ -16,6 +16,7 @@ from quantkit.formats.pipeline import Progress
 from quantkit.pipelines.conversion.plan import Conversion, plan_conversion
 from quantkit.pipelines.output import write_gguf
 from quantkit.types import DIALECTS
+from quantkit.types.base import LLAMA_CPP
 
 
 def convert_checkpoint(
@@ -68,8 +69,13 @@ def convert_checkpoint(
 
 
 def refuse_foreign_specs(conversion: Conversion, dialect: str | None) -> None:
-    """UnsupportedError for a tensor whose type the program does not read; the metadata get the key of the dialect."""
+    """UnsupportedError for a tensor whose type the program does not read; the metadata get the key of the dialect.
+
+    Without a dialect they get llama.cpp's if only that program reads a type.
+    """
     if dialect is None:
+        if any(spec.type.readers == (LLAMA_CPP,) for spec in conversion.specs):
+            conversion.metadata.set(dialects.KEY, LLAMA_CPP, "str")
         return
     if dialect not in DIALECTS:
         raise UnknownNameError("dialect", dialect, DIALECTS)

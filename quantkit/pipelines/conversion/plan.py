@@ -7,8 +7,10 @@ output norm, output.
 
 Types: `outtype`, except that norms, biases and all tensors of one dimension are f32, and matrices whose rows do not
 fit q8_0's blocks of 32 are f16. "auto" is the dtype of the first matrix in bf16 or f16, and f16 for a checkpoint that
-is all float32. "stored" is the same, but f32 for an all-float32 checkpoint. Matrices stored as codes and scales (FP8,
-MXFP4) count as bf16: their float32 products are rounded to nearest, ties to even.
+is all float32. Matrices stored as codes and scales (FP8, NVFP4) count as bf16: their float32 products are rounded to
+nearest, ties to even. MXFP4 stays MXFP4. "values", which `quantize` reads, is "auto", but f32 for an all-float32
+checkpoint, and each quantized matrix has the type of its own format. "stored" is that, but NVFP4 stays NVFP4, with a
+tensor NAME.scale beside it; a matrix of it that GGUF's type cannot say becomes bf16, with a warning.
 """
 
 from __future__ import annotations
@@ -30,24 +32,33 @@ from quantkit.archs.common import fused_experts
 from quantkit.archs.common.mtp import POLICIES, in_head_file
 from quantkit.archs.common.tensors import Piece
 from quantkit.errors import DataError, FormatError, UnknownNameError, UnsupportedError
-from quantkit.formats.gguf import Metadata, TensorSpec, Writer
+from quantkit.formats.gguf import Metadata, TensorSpec, Writer, scales
 from quantkit.formats.safetensors import Checkpoint, open_checkpoint
 from quantkit.formats.safetensors.peft_adapter import open_adapter
 from quantkit.formats.safetensors.quantized import ScaledTensor, unscaled
 from quantkit.formats.safetensors.quantized.gptq import GPTQTensor
+from quantkit.formats.safetensors.quantized.nvfp4 import NVFP4Tensor
 from quantkit.formats.torch_bin import is_bin, open_bin
 from quantkit.inputs.json_input import read_object
 from quantkit.inputs.settings import integer
 from quantkit.pipelines.arrivals import Arrivals
 from quantkit.pipelines.conversion.lora import merged
 from quantkit.pipelines.conversion.metadata import general_keys
-from quantkit.pipelines.conversion.tensor import ConvertedTensor, GeneratedTensor, OutputTensor, SourceTensor
+from quantkit.pipelines.conversion.tensor import (
+    ConvertedTensor,
+    GeneratedTensor,
+    OutputTensor,
+    ScaleTensor,
+    SourceTensor,
+    why_not_packed,
+)
 from quantkit.pipelines.output import WriteTask
 from quantkit.tokenizers import vocab
 from quantkit.types import QuantType
 
 OUTTYPES = ("auto", "bf16", "f16", "f32", "q8_0")
 STORED = "stored"  # the lossless outtype
+VALUES = "values"  # what is quantized: as STORED, but values of NVFP4 are bf16, as its own programs compute them
 _DTYPES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 
 
@@ -96,9 +107,18 @@ class Conversion:
     def _tensor(self, spec: TensorSpec) -> OutputTensor:
         if spec.name in self.generated:
             return GeneratedTensor(spec, self.source / "config.json", self.generated[spec.name])
+        if weight := self._scaled.get(spec.name):
+            converted = self._tensor(weight)
+            assert isinstance(converted, ConvertedTensor)
+            return ScaleTensor(spec, converted.path, converted)
         piece = self.pieces[spec.name]
         sources = [self.checkpoint.tensors[name] for name in piece.sources]
         return ConvertedTensor(spec, sources[0].path, piece, sources)
+
+    @functools.cached_property
+    def _scaled(self) -> dict[str, TensorSpec]:
+        """The weights of NVFP4 codes by the names of the tensors of their scales."""
+        return {scales.scale_name(spec.name): spec for spec in self.specs if spec.type.name == scales.SCALED}
 
     @property
     def as_gguf(self) -> CheckpointView:
@@ -170,14 +190,14 @@ def plan_conversion(
 ) -> Conversion:
     """Read configuration, tokenizer and tensor names of a checkpoint and plan its GGUF.
 
-    `outtype` is one of OUTTYPES, or STORED for the checkpoint's own. `mtp` is passed to `Arch.with_mtp`. `metadata` (a
-    JSON file) and `model_name` override what the checkpoint states about the model (`metadata.py`). `opened` are its
-    tensors, if they are not in `source`; `arrivals` then brings their bytes. With `fuse_gate_up`, gate and up of
-    experts are one tensor (`archs/common/fused_experts.py`); UnsupportedError for a model without experts. `merge_lora`
-    is the directory of a PEFT adapter that is added to the weights.
+    `outtype` is one of OUTTYPES, or STORED or VALUES for the checkpoint's own. `mtp` is passed to `Arch.with_mtp`.
+    `metadata` (a JSON file) and `model_name` override what the checkpoint states about the model (`metadata.py`).
+    `opened` are its tensors, if they are not in `source`; `arrivals` then brings their bytes. With `fuse_gate_up`, gate
+    and up of experts are one tensor (`archs/common/fused_experts.py`); UnsupportedError for a model without experts.
+    `merge_lora` is the directory of a PEFT adapter that is added to the weights.
     """
     directory = Path(source)
-    if outtype not in (*OUTTYPES, STORED):
+    if outtype not in (*OUTTYPES, STORED, VALUES):
         raise UnknownNameError("outtype", outtype, OUTTYPES)
     if mtp not in POLICIES:
         raise UnknownNameError("policy of --mtp", mtp, POLICIES)
@@ -187,7 +207,7 @@ def plan_conversion(
         arch = archs.from_hf(config)
     opened = opened or (open_bin(directory) if is_bin(directory) else open_checkpoint(directory))
     checkpoint = unscaled(opened, config)
-    automatic = {"auto": "f16", STORED: "f32"}  # for a checkpoint that is all float32
+    automatic = {"auto": "f16", STORED: "f32", VALUES: "f32"}  # for a checkpoint that is all float32
     chosen = types.get(_first_16_bit(checkpoint) or automatic[outtype] if outtype in automatic else outtype)
     if merge_lora is not None:
         checkpoint = merged(checkpoint, open_adapter(merge_lora), arch)
@@ -206,17 +226,24 @@ def plan_conversion(
             pieces = _fused(pieces, arch.name)
         expected = arch.shapes(config, [piece.name for piece in pieces])
     _check_tensors(checkpoint, pieces, expected)
+    warnings: list[str] = []
+    packed = _packed(pieces, checkpoint, warnings) if outtype == STORED else set()
     specs = [TensorSpec(name, x.shape, types.get("f32")) for name, x in generated.items()]
-    specs += [
-        TensorSpec(piece.name, piece.shape, _type_of(piece, checkpoint, chosen, outtype == STORED)) for piece in pieces
-    ]
+    for piece in pieces:
+        if piece.name not in packed:
+            specs.append(TensorSpec(piece.name, piece.shape, _type_of(piece, checkpoint, chosen, outtype)))
+            continue
+        specs.append(TensorSpec(piece.name, piece.shape, types.get(scales.SCALED)))
+        specs.append(TensorSpec(scales.scale_name(piece.name), (scales.matrices(piece.shape),), types.get("f32")))
     by_name = {piece.name: piece for piece in pieces}
     reopen = (os.path.abspath(directory), outtype, pre, mtp, None, None, None, None, fuse_gate_up)  # of the tensors
     conversion = Conversion(
-        directory, arch, checkpoint, chosen, Metadata(), specs, by_name, generated, left_out, [], [], arrivals, reopen
-    )
+        directory, arch, checkpoint, chosen, Metadata(), specs, by_name, generated, left_out, warnings, [], arrivals,
+        reopen,
+    )  # fmt: skip
     overrides_file = None if metadata is None else Path(metadata)
-    general = general_keys(directory, stated, arch.name, specs, chosen, conversion.warnings, overrides_file, model_name)
+    main = types.get(scales.SCALED) if packed else chosen
+    general = general_keys(directory, stated, arch.name, specs, main, conversion.warnings, overrides_file, model_name)
     # Tokenizer keys that the architecture sets override those read from the tokenizer files.
     overrides = {key: entry for key, entry in keys.items() if key.startswith("tokenizer.")}
     for key, (value, kind) in (general | keys | tokenizer | overrides).items():
@@ -267,14 +294,32 @@ def _float_type(tensor: SourceTensor) -> str | None:
     return tensor.float_type if isinstance(tensor, ScaledTensor) else _DTYPES.get(tensor.dtype)
 
 
-def _type_of(piece: Piece, checkpoint: Checkpoint, outtype: QuantType, stored: bool) -> QuantType:
+def _packed(pieces: list[Piece], checkpoint: Checkpoint, warnings: list[str]) -> set[str]:
+    """The tensors that keep the codes of NVFP4; a line in `warnings` says which matrices do not, and why."""
+    found, others = set[str](), dict[str, list[str]]()
+    for piece in pieces:
+        sources = [checkpoint.tensors[name] for name in piece.sources]
+        if not all(isinstance(tensor, NVFP4Tensor) for tensor in sources):
+            continue
+        reason = why_not_packed(piece, sources)
+        if reason or piece.f32 or not piece.name.endswith(".weight"):
+            others.setdefault(reason or "it is no weight", []).append(piece.name)
+        else:
+            found.add(piece.name)
+    for reason, names in others.items():
+        more = f" and {len(names) - 1} more" if names[1:] else ""
+        warnings.append(f"{names[0]}{more}: not kept as nvfp4: {reason}")
+    return found
+
+
+def _type_of(piece: Piece, checkpoint: Checkpoint, outtype: QuantType, name: str) -> QuantType:
     """The output type of a piece. MXFP4 stays MXFP4: another type would be larger or less accurate."""
     if piece.transform.copies_rows and all(checkpoint.tensors[name].dtype == "MXFP4" for name in piece.sources):
         return types.get("mxfp4")
     if piece.f32 or len(piece.shape) <= 1 or not piece.name.endswith(".weight"):
         return types.get("f32")
     sources: list[SourceTensor] = [checkpoint.tensors[name] for name in piece.sources]
-    if stored and all(isinstance(tensor, ScaledTensor) for tensor in sources):
+    if name in (STORED, VALUES) and all(isinstance(tensor, ScaledTensor) for tensor in sources):
         kinds = {_float_type(tensor) for tensor in sources}
         return types.get("f16" if kinds == {"f16"} else "bf16")
     return types.get("f16") if piece.shape[-1] % outtype.block_size else outtype

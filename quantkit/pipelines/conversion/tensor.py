@@ -5,7 +5,8 @@
 The sources give rows in one of two forms, and the transform works on either:
 
 - Bytes in the output type, if every source stores that type or has a direct conversion to it, and the transform only
-  moves whole rows. The values are checked to be finite.
+  moves whole rows. The values are checked to be finite. NVFP4 has one number more for each matrix, which is a tensor of
+  its own in GGUF (`ScaleTensor`); matrices that are joined to one have to have the same.
 - float32, in all other cases. The result is encoded in the output type.
 
 A native function converts and writes a range of rows if the range lies unchanged in one source (`Transform.locate`)
@@ -25,13 +26,14 @@ import numpy as np
 
 from quantkit.archs.common.tensors import Piece, ReadRows
 from quantkit.errors import DataError
-from quantkit.formats.gguf import TensorSpec, Writer
+from quantkit.formats.gguf import TensorSpec, Writer, scales
 from quantkit.formats.mapping import is_mapped, release
 from quantkit.formats.pipeline import row_ranges
 from quantkit.formats.safetensors import CheckpointTensor
 from quantkit.formats.safetensors.quantized import ScaledTensor
 from quantkit.formats.safetensors.quantized.fp8 import FP8Tensor
 from quantkit.formats.safetensors.quantized.mxfp4 import MXFP4Tensor
+from quantkit.formats.safetensors.quantized.nvfp4 import GGUF_BLOCK, NVFP4Tensor
 from quantkit.pipelines.output import WriteTask
 from quantkit.types import QuantType, check_finite
 from quantkit.types.floats import FLOATS, is_finite
@@ -82,6 +84,11 @@ class OutputTensor:
         """The tensors of the checkpoint that its rows are read from."""
         return []
 
+    @property
+    def scales(self) -> np.ndarray | None:
+        """As `formats.gguf.Tensor.scales`."""
+        return None
+
     def rows(self, start: int, stop: int) -> np.ndarray:
         """Rows in the GGUF type as uint8[stop - start, row_bytes]."""
         raise NotImplementedError
@@ -117,6 +124,17 @@ class ConvertedTensor(OutputTensor):
     @property
     def inputs(self) -> list[CheckpointTensor]:
         return [part for t in self.sources for part in (t.inputs if isinstance(t, ScaledTensor) else [t])]
+
+    @functools.cached_property
+    def scales(self) -> np.ndarray | None:
+        """As `formats.gguf.Tensor.scales`, of a tensor that keeps the codes of NVFP4."""
+        if self.type.name != scales.SCALED:
+            return None
+        sources = [tensor for tensor in self.sources if isinstance(tensor, NVFP4Tensor)]
+        owners = owners_of_matrices(self.piece, [tensor.shape for tensor in sources])
+        assert owners is not None
+        factors = np.concatenate([tensor.factors() for tensor in sources])
+        return np.ascontiguousarray(factors[owners], np.float32)
 
     def tasks(self, writer: Writer) -> Iterator[WriteTask]:
         for start, stop in self._ranges():
@@ -198,7 +216,7 @@ class ConvertedTensor(OutputTensor):
     def _moved(self, readers: _SourceReaders, start: int, stop: int) -> np.ndarray | None:
         """Rows as bytes of the sources. None if a float is not finite: encoding then raises the error that says where.
 
-        Raises DataError for MXFP4 values that are not finite.
+        Raises DataError for MXFP4 and NVFP4 scales that are not numbers.
         """
         data, n = self.piece.transform.rows(readers, start, stop), self.shape[-1]
         if self.type.name not in FLOATS:
@@ -206,6 +224,50 @@ class ConvertedTensor(OutputTensor):
             return data
         finite = readers.all_finite and (not readers.any_unchecked or is_finite(self.type, data))
         return data if finite else None
+
+
+@dataclass(frozen=True)
+class ScaleTensor(OutputTensor):
+    """NAME.scale of `weight`, a tensor of NVFP4 codes."""
+
+    weight: ConvertedTensor
+
+    @property
+    def inputs(self) -> list[CheckpointTensor]:
+        return [tensor.whole for tensor in self.weight.sources if isinstance(tensor, NVFP4Tensor)]
+
+    def rows(self, start: int, stop: int) -> np.ndarray:
+        assert self.weight.scales is not None
+        return self.weight.scales.view(np.uint8).reshape(1, -1)[start:stop]
+
+
+def why_not_packed(piece: Piece, sources: Sequence[SourceTensor]) -> str:
+    """Why a tensor of the GGUF cannot have the codes of its NVFP4 sources; "" if it can."""
+    if not piece.transform.copies_rows:
+        return "its rows are computed, not copied"
+    if piece.shape[-1] % GGUF_BLOCK:
+        return f"{piece.shape[-1]} columns are no multiple of {GGUF_BLOCK}"
+    if owners_of_matrices(piece, [tensor.shape for tensor in sources]) is None:
+        return "a matrix of it is made of several, each with a number of its own"
+    return ""
+
+
+def owners_of_matrices(piece: Piece, shapes: Sequence[tuple[int, ...]]) -> np.ndarray | None:
+    """int[matrices]: the matrix of the sources, counted through all of them, that a matrix of a tensor is made of.
+
+    None if one is made of several. Sources have the given shapes; the tensor's rows are copied from theirs.
+    """
+    counts = [scales.matrices(shape) for shape in shapes]
+    firsts = np.cumsum([0, *counts])
+
+    def reader(number: int) -> ReadRows:
+        rows = shapes[number][-2]
+        return lambda start, stop: (firsts[number] + np.arange(start, stop) // rows)[:, None]
+
+    found = piece.transform.rows([reader(i) for i in range(len(shapes))], 0, math.prod(piece.shape[:-1]))
+    by_matrix = found.reshape(scales.matrices(piece.shape), -1)
+    owners: np.ndarray = by_matrix[:, 0]
+    return owners if (by_matrix == owners[:, None]).all() else None
 
 
 # ------------------------------------------------------------------------------------------------- rows of the sources
@@ -243,7 +305,7 @@ class _SourceReaders(Sequence[ReadRows]):
 
     def _read_bytes(self, tensor: SourceTensor, kind: str, start: int, stop: int) -> np.ndarray:
         """Rows as uint8[stop - start, bytes]: a view of the mapped file if it stores that type, else converted."""
-        if isinstance(tensor, MXFP4Tensor):
+        if isinstance(tensor, (MXFP4Tensor, NVFP4Tensor)):
             return tensor.packed(start, stop)
         if isinstance(tensor, FP8Tensor):
             encoded, finite = tensor.encoded(kind, start, stop)

@@ -43,6 +43,7 @@ class Constraints:
     layer_group  number of neighbouring layers with the same types
     max_types    largest number of different types; None: any
     runtime      as in Flags: whose CUDA kernels count
+    dialect      the program that has to read all types; None: any
     """
 
     types: tuple[QuantType, ...] = ()
@@ -52,6 +53,7 @@ class Constraints:
     layer_group: int = 1
     max_types: int | None = None
     runtime: str = "ik_llama.cpp"
+    dialect: str | None = None
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ def make_groups(
     for t in tensors:
         members[_key(t.name, constraints)].append(t)
     return tuple(
-        Group(tuple(t.name for t in group), _options(group, wanted, costs, bounds, pools, constraints.runtime, speed))
+        Group(tuple(t.name for t in group), _options(group, wanted, costs, bounds, pools, constraints, speed))
         for group in members.values()
     )
 
@@ -153,7 +155,7 @@ def _options(
     costs: Costs,
     bounds: _Bounds,
     pools: Pools,
-    runtime: str,
+    constraints: Constraints,
     speed: Speed | None,
 ) -> tuple[Option, ...]:
     found: dict[tuple[tuple[str, ...], str], Option] = {}
@@ -166,10 +168,12 @@ def _options(
                 unmeasured[own.name] = t.name
         if not all(bounds.allow(t.name, own) for t, own in zip(group, chosen)) or None in priced:
             continue
+        if any(constraints.dialect not in (None, *own.readers) for own in chosen):  # what rows that do not fit become
+            continue
         names = tuple(own.name for own in chosen)
         for device in pools.devices[group[0].name]:
             on_gpu = device != CPU.name
-            if on_gpu and not all(gpu_kernels(own, t.shape[-1], runtime) for t, own in zip(group, chosen)):
+            if on_gpu and not all(gpu_kernels(own, t.shape[-1], constraints.runtime) for t, own in zip(group, chosen)):
                 continue
             uses = _uses(group, chosen, device, speed)
             found[names, device] = Option(names, device, sum(cost or 0.0 for cost in priced), uses)

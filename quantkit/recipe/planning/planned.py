@@ -25,7 +25,8 @@ class PlannedTensor:
 
     shape is numpy's: rows of `shape[-1]` columns, experts first. `wanted` is the type that was chosen; it differs from
     `type` if the shape needs a fallback. `importance` names the entry of the importance matrix that is used.
-    `repacked`: --repack interleaves the tensor; `row_type` is its type before.
+    `repacked`: --repack interleaves the tensor; `row_type` is its type before. `scale`: what values are divided by
+    before they are encoded (--scale-nvfp4); the plan then has a tensor NAME.scale that the input has not.
     """
 
     name: str
@@ -37,6 +38,7 @@ class PlannedTensor:
     rule: int | None = None  # index of the rule that decided
     importance: str | None = None
     repacked: bool = False
+    scale: float | None = None
 
     @property
     def copied(self) -> bool:

@@ -35,6 +35,7 @@ import numpy as np
 
 from quantkit import types
 from quantkit.errors import DataError
+from quantkit.formats.gguf import scales
 from quantkit.formats.imatrix import Imatrix
 from quantkit.recipe.errors import ImportanceError, RecipeError
 from quantkit.recipe.planning import dialects, lint
@@ -98,7 +99,7 @@ class Options:
     """The flags that shape a plan. `class_types` is keyed by the classes of `mixes.CLASSES` and "attn_qkv".
 
     `dialect` is the program that the file is for, one of `types.DIALECTS`, `replace_types` whether types that it does
-    not read are replaced (`dialects`).
+    not read are replaced (`dialects`). `scale_nvfp4` gives tensors that become NVFP4 a scale (`with_new_scales`).
 
     `repack_patterns` are ECMAScript regexes: with `repack`, only tensors in whose name one is found are interleaved.
     """
@@ -115,6 +116,7 @@ class Options:
     repack_patterns: tuple[str, ...] = ()
     dialect: str | None = None
     replace_types: bool = False
+    scale_nvfp4: bool = False
 
     def __str__(self) -> str:
         """The flags as typed in a shell; `parse` reads them."""
@@ -122,7 +124,8 @@ class Options:
         if self.repack_patterns:
             repacking = [f"--repack-pattern {shlex.quote(','.join(self.repack_patterns))}"]
         program = [f"--dialect {self.dialect}"] if self.dialect else []
-        return " ".join([*self._choosing(), *repacking, *program, *(["--replace-types"] if self.replace_types else [])])
+        switches = {"--replace-types": self.replace_types, "--scale-nvfp4": self.scale_nvfp4}
+        return " ".join([*self._choosing(), *repacking, *program, *(flag for flag, on in switches.items() if on)])
 
     @classmethod
     def parse(cls, text: str) -> Options:
@@ -136,7 +139,7 @@ class Options:
             raise RecipeError(f"'{text}' cannot be read as flags of a plan: {error}") from None
         exact = {"output-tensor": "output_type", "token-embedding": "embedding_type", "ffn-gate-inp": "router_type"}
         classes = {name.replace("_", "-"): name for name in (*(name for _, name in CLASSES), "attn_qkv")}
-        switches = ("pure", "leave-output-tensor", "ignore-imatrix-rules", "repack", "replace-types")
+        switches = ("pure", "leave-output-tensor", "ignore-imatrix-rules", "repack", "replace-types", "scale-nvfp4")
         found: dict[str, Any] = {"class_types": {}}
         rest = iter(words)
         for word in rest:
@@ -199,7 +202,9 @@ def plan(
         _require_of_model(imatrix, listed)
     selection = Selection(options.repack_patterns, names) if options.repack or options.repack_patterns else None
     planner = _Planner(target, recipe, options, ModelTraits.of(metadata or {}, names), imatrix, selection)
-    planned = tuple(planner.tensor(t) for t in listed)
+    planned = without_scales(tuple(planner.tensor(t) for t in listed))
+    if options.scale_nvfp4:
+        planned = with_new_scales(planned)
     if not options.allow_requantize:
         refuse_requantizing(planned, selection is not None)
     dialects.refuse_foreign(planned, options.dialect)
@@ -426,6 +431,31 @@ def fitted_type(wanted: QuantType, t: Tensor) -> tuple[QuantType, str]:
             why.append(f"{rows} rows are no multiple of {found.name}'s {interleaved_rows(found)}")
             found = row_by_row(found)
     return found, "; ".join(why)
+
+
+def without_scales(planned: tuple[PlannedTensor, ...]) -> tuple[PlannedTensor, ...]:
+    """The tensors without the scales of NVFP4 weights that become another type, whose values have them."""
+    left_out = applied_scales(planned)
+    return tuple(t for t in planned if t.name not in left_out) if left_out else planned
+
+
+def with_new_scales(planned: tuple[PlannedTensor, ...]) -> tuple[PlannedTensor, ...]:
+    """The tensors, with a scale for each that is encoded to NVFP4, except for embeddings, whose rows are looked up."""
+    found: list[PlannedTensor] = []
+    names = {t.name for t in planned}
+    for t in planned:
+        name = scales.scale_name(t.name)
+        if t.type.name != scales.SCALED or t.copied or t.name in (EMBEDDING, LAYER_EMBEDDING) or name in names:
+            found.append(t)
+            continue
+        f32, shape = types.layout("f32"), (scales.matrices(t.shape),)
+        found += [replace(t, scale=scales.ENCODED), PlannedTensor(name, shape, f32, f32, "--scale-nvfp4")]
+    return tuple(found)
+
+
+def applied_scales(planned: Iterable[PlannedTensor]) -> set[str]:
+    """Names that scales of NVFP4 weights have, of those weights that become another type."""
+    return scales.all_companions({t.name: t.source for t in planned if not t.copied})
 
 
 def _require_of_model(imatrix: Imatrix, tensors: Sequence[Tensor]) -> None:

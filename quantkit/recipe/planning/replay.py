@@ -15,7 +15,7 @@ from quantkit.formats.imatrix import Imatrix
 from quantkit.recipe.planning.dialects import refuse_foreign
 from quantkit.recipe.planning.fallback import interleaved_rows
 from quantkit.recipe.planning.planned import Plan, PlannedTensor, RuleUse
-from quantkit.recipe.planning.planner import Options, Tensor, refuse_requantizing
+from quantkit.recipe.planning.planner import Options, Tensor, applied_scales, refuse_requantizing, with_new_scales
 from quantkit.recipe.planning.presets import file_type
 from quantkit.recipe.rules.grammar import parse
 
@@ -52,7 +52,14 @@ def replay(
         warnings, notes = tuple(map(str, document["warnings"])), tuple(map(str, document.get("notes", ())))
     except (KeyError, TypeError, ValueError) as error:
         raise FormatError(f"{where}: not a plan as `quantkit plan --json` writes it: {error!r}") from None
-    _refuse_other_tensors(planned, [t.name for t in listed], where)
+    options = Options.parse(flags)
+    left_out = applied_scales(replayed)
+    new = {t.name for t in with_new_scales(replayed)} - {t.name for t in replayed} if options.scale_nvfp4 else set()
+    stated = {name: entry for name, entry in planned.items() if name not in new}
+    _refuse_other_tensors(stated, [t.name for t in listed if t.name in planned or t.name not in left_out], where)
+    replayed = tuple(t for t in replayed if t.name not in left_out)
+    if options.scale_nvfp4:
+        replayed = with_new_scales(replayed)
     for t in replayed:
         _check_importance(t, imatrix, where)
     if not allow_requantize:
@@ -61,7 +68,7 @@ def replay(
     for t in replayed:
         if t.rule is not None and t.rule < len(uses):
             uses[t.rule].decided.append(t.name)
-    dialect = dialect or Options.parse(flags).dialect
+    dialect = dialect or options.dialect
     refuse_foreign(replayed, dialect)
     return Plan(target, recipe, flags, replayed, uses, warnings, notes, dialect)
 

@@ -108,11 +108,12 @@ def run(
 def linear_of(
     tensors: Mapping[str, Tensor], threads: int, linear: blocks.Linear, number: int
 ) -> float_linear.FloatLinear:
-    """One expert's matrix, with its bias."""
+    """One expert's matrix, with its scale and bias."""
     bias = tensors[linear.bias].decode_rows(number, number + 1)[0] if linear.bias else None
     if bias is not None and linear.half is not None:
         bias = bias.reshape(2, -1)[linear.half]
-    return float_linear.FloatLinear(_Matrix(tensors[linear.weight], number, linear.half), "exact", threads, bias)
+    scale = float_linear.scale(tensors, linear, number)
+    return float_linear.FloatLinear(_Matrix(tensors[linear.weight], number, linear.half), "exact", threads, bias, scale)
 
 
 class _Matrix(Tensor):

@@ -43,9 +43,9 @@ def bias(tensors: Mapping[str, Tensor], linear: blocks.Linear) -> np.ndarray | N
     )
 
 
-def scale(tensors: Mapping[str, Tensor], linear: blocks.Linear) -> float:
-    """The number that a product is multiplied by."""
-    return linear.factor * (float(vector(tensors[linear.scale])[0]) if linear.scale else 1.0)
+def scale(tensors: Mapping[str, Tensor], linear: blocks.Linear, number: int = 0) -> float:
+    """The number that a product is multiplied by; of experts, that of expert `number`."""
+    return linear.factor * (float(vector(tensors[linear.scale])[number]) if linear.scale else 1.0)
 
 
 def vector(tensor: Tensor) -> np.ndarray:
@@ -134,8 +134,15 @@ def _multiply(x: np.ndarray, panel: np.ndarray, out: np.ndarray, threads: int) -
     thread_pool.over_rows(task, len(tiles), threads=threads)
 
 
-def embed(tensor: Tensor, tokens: np.ndarray) -> np.ndarray:
-    """float32[tokens, n_embd]: the rows of the embedding that int[tokens] name. Only their groups are decoded."""
+def embed(tensors: Mapping[str, Tensor], head: blocks.Head, tokens: np.ndarray) -> np.ndarray:
+    """float32[tokens, n_embd]: rows of the embedding that int[tokens] name, scaled. Only their groups are decoded."""
+    x = _embedding_rows(tensors[head.embedding], tokens)
+    if head.embedding_factor is not None:
+        x *= vector(tensors[head.embedding_factor])[0]
+    return x if head.embedding_scale == 1 else x * np.float32(head.embedding_scale)
+
+
+def _embedding_rows(tensor: Tensor, tokens: np.ndarray) -> np.ndarray:
     group = tensor.type.interleave
     groups, index_of = np.unique(tokens // group, return_inverse=True)
     data = tensor.data.reshape(-1, group, tensor.row_bytes)[groups]

@@ -29,7 +29,7 @@ from quantkit.archs.common import blocks
 from quantkit.codegen import thread_pool
 from quantkit.errors import UnsupportedError
 from quantkit.formats.gguf import Tensor
-from quantkit.runtime.blocks import float_attention, float_ops, indexer
+from quantkit.runtime.blocks import float_attention, float_linear, float_ops, indexer
 from quantkit.runtime.blocks.float_attention import AttentionOptions, Heads
 from quantkit.runtime.blocks.spans import Span
 from quantkit.runtime.kernels import kv_rounding
@@ -126,19 +126,28 @@ class HeadProjections:
 
     def __init__(self, part: blocks.LatentAttention, weights: Weights, threads: int):
         self.part, self.threads = part, threads
-        self.kv_b, self.k_b, self.v_b = (
-            weights[linear.weight] if linear is not None else None for linear in (part.kv_b, part.k_b, part.v_b)
-        )
+        matrices = part.kv_b, part.k_b, part.v_b
+        self.kv_b, self.k_b, self.v_b = (weights[linear.weight] if linear is not None else None for linear in matrices)
+        self.scales = {
+            linear.weight: np.float32(float_linear.scale(weights, linear))
+            for linear in matrices
+            if linear is not None and linear.is_scaled
+        }
 
     def of(self, head: int, absorbed: bool) -> tuple[np.ndarray, np.ndarray]:
         """k_h float32[nope, kv_lora] and v_h float32[head_dim_v, kv_lora]."""
         part = self.part
         if self.kv_b is not None and not (absorbed and self.k_b is not None and self.v_b is not None):
-            k_and_v = _rows(self.kv_b, head, part.nope + part.head_dim_v)
+            k_and_v = self._rows(self.kv_b, head, part.nope + part.head_dim_v)
             return k_and_v[: part.nope], k_and_v[part.nope :]
         assert self.k_b is not None
         assert self.v_b is not None
-        return _rows(self.k_b, head, part.kv_lora).T, _rows(self.v_b, head, part.head_dim_v)
+        return self._rows(self.k_b, head, part.kv_lora).T, self._rows(self.v_b, head, part.head_dim_v)
+
+    def _rows(self, tensor: Tensor, head: int, count: int) -> np.ndarray:
+        """float32[count, columns]: the rows of a head, scaled."""
+        rows = _rows(tensor, head, count)
+        return rows * self.scales[tensor.name] if tensor.name in self.scales else rows
 
     def queries(self, q: np.ndarray) -> np.ndarray:
         """float32[tokens, heads * latent] of q float32[tokens, heads, head_dim_k], after rope."""

@@ -336,7 +336,9 @@ def add_experts(ops: DecodeOps, part: blocks.Experts) -> None:
         hidden=hidden,
         hidden_bytes=hidden_bytes,
         gate_bias=ops.expert_biases(part.gate),
+        gate_scales=ops.expert_scales(part.gate),
         up_bias=ops.expert_biases(part.up),
+        up_scales=ops.expert_scales(part.up),
         weighted=part.used if part.weighs_inputs else 0,
     )
     steps = (decode_experts.GATE, decode_experts.UP, decode_experts.ACTIVATE)
@@ -358,6 +360,7 @@ def add_experts(ops: DecodeOps, part: blocks.Experts) -> None:
         out=ops.buffer("added", 4 * ops.n_embd),
         residual=ops.x,
         bias=ops.expert_biases(part.down),
+        scales=ops.expert_scales(part.down),
         weighted=int(not part.weighs_inputs),
     )
     ops.add(decode_experts.down, down_parameters, barrier=True)

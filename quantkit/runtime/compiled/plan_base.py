@@ -82,8 +82,7 @@ class ModelParts:
 
     def embed(self, tokens: Array) -> Array:
         """float32[tokens, n_embd]: rows of the embedding, times its scale."""
-        x = float_linear.embed(self.weights[self.head.embedding], tokens)
-        return x if self.head.embedding_scale == 1 else x * np.float32(self.head.embedding_scale)
+        return float_linear.embed(self.weights, self.head, tokens)
 
 
 class PlannedCaches(NamedTuple):
@@ -198,6 +197,10 @@ class PlanOps(OpList):
         rows = both.shape[1] // 2
         half = jit.readonly(np.ascontiguousarray(both[:, linear.half * rows : (linear.half + 1) * rows]))
         return int(self.keep(half).ctypes.data)
+
+    def expert_scales(self, linear: blocks.Linear) -> int:
+        """Address of the numbers that products of experts are multiplied by, float32[experts]; 0 if there are none."""
+        return self.vector(linear.scale)
 
     def routing(self, part: blocks.Experts) -> int:
         """Address of the Routing record of a block with experts."""

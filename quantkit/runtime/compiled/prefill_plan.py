@@ -379,6 +379,7 @@ def add_experts(ops: PrefillOps, part: blocks.Experts) -> None:
         max_entries=entries,
         quantized=int(down.quantized),
         bias=ops.expert_biases(part.down),
+        scales=ops.expert_scales(part.down),
         weighted=int(not part.weighs_inputs),
     )
     ops.add(prefill_experts.add_down, add_down, barrier=True)
@@ -401,7 +402,9 @@ def _add_gate_up(
             hidden=target.address,
             activation=ops.activation(part.activation),
             gate_bias=ops.expert_biases(part.gate),
+            gate_scales=ops.expert_scales(part.gate),
             up_bias=ops.expert_biases(part.up),
+            up_scales=ops.expert_scales(part.up),
             weighted=entries if part.weighs_inputs else 0,
         )
         ops.add(prefill_experts.gate_up, gate_up, barrier=True)
@@ -415,6 +418,7 @@ def _add_gate_up(
             out=out,
             counter=counter,
             bias=ops.expert_biases(linear),
+            scales=ops.expert_scales(linear),
         )
         ops.add(prefill_experts.multiply, multiply)
     ops.add_barrier()

@@ -59,6 +59,9 @@ def _in_latent_attention(part: blocks.LatentAttention) -> str | None:
             return f"latent attention where {name} is {size}, not a multiple of 32 ({part.kv_a.weight})"
     if part.indexer is not None and part.indexer.dim % 32:
         return f"an indexer of {part.indexer.dim} elements, not a multiple of 32 ({part.indexer.k.weight})"
+    for linear in (part.kv_b, part.k_b, part.v_b):
+        if linear is not None and linear.is_scaled:
+            return f"no operation scales matrices between latents and heads ({linear.weight})"
     if part.rope.dim % 16:
         return f"latent attention with RoPE of {part.rope.dim} elements, not a multiple of 16 ({part.kv_a.weight})"
     return None
@@ -69,8 +72,8 @@ def _in_experts(part: blocks.Experts) -> str | None:
     for linear in (part.gate, part.up, part.down):
         if linear.bias and part.weighs_inputs:
             return f"no operation adds biases of experts to products of weighted inputs ({linear.bias})"
-        if linear.is_scaled:
-            return f"no operation scales the products of experts ({linear.weight})"
+        if linear.factor != 1:
+            return f"no operation multiplies products and biases of experts ({linear.weight})"
     return None
 
 

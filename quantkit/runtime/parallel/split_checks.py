@@ -59,8 +59,24 @@ def require_known(parts: Sequence[blocks.Block]) -> None:
                     f"blk.{block.layer}: {type(part).__name__} layers run on one device in this version; leave out "
                     "--devices, -sm and rules for other devices"
                 )
+            if scaled := _scaled_apart(part):
+                raise UnsupportedError(
+                    f"blk.{block.layer}: {scaled} scales the matrices of experts, or of latent attention, which only a "
+                    "model on one device applies in this version; leave out --devices, -sm, --profile and rules for "
+                    "other devices, or quantize to a type without scales of its own"
+                )
             if isinstance(part, blocks.LatentAttention) and part.sparse:
                 raise UnsupportedError(
                     f"blk.{block.layer}: sparse attention ({part.kv_a.weight}) runs on one device in this version; "
                     "leave out --devices, -sm, --profile and rules for other devices"
                 )
+
+
+def _scaled_apart(part: blocks.Part) -> str | None:
+    """The name of a scale that is applied elsewhere than after a product of one matrix; None if there is none."""
+    linears: tuple[blocks.Linear | None, ...] = ()
+    if isinstance(part, blocks.LatentAttention):
+        linears = part.kv_b, part.k_b, part.v_b
+    elif isinstance(part, blocks.Experts):
+        linears = part.matrices
+    return next((linear.scale for linear in linears if linear is not None and linear.scale), None)

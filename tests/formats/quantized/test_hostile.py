@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from quantkit.errors import QuantkitError
+from quantkit.errors import FormatError, QuantkitError
 from quantkit.formats.safetensors.quantized import unscaled
 from tests.formats.checkpoints import Stored, written_in_shards
 from tests.formats.quantized import test_awq, test_bitsandbytes, test_fp4, test_gptq
 
-JUNK: list[Any] = [None, True, -2, 0, 7, 10**30, 0.5, "x", "gptq_v2", [], ["x"], {}, {"x": 1}, {"(": {"bits": 4}}]
+JUNK: list[Any] = [None, True, -2, -1, 0, 7, 10**9, 10**30, 10**400, 0.5, float("nan"), float("inf"), "x", "gptq_v2",
+                   [], ["x"], [-1, 4], [10**30, 10**30], {}, {"x": 1}, {"(": {"bits": 4}}]  # fmt: skip
 
 
 def checkpoints() -> dict[str, tuple[Stored, dict[str, Any]]]:
@@ -24,7 +26,34 @@ def checkpoints() -> dict[str, tuple[Stored, dict[str, Any]]]:
     settings = layer.settings | {"sym": True, "desc_act": False, "checkpoint_format": "gptq", "format": "gptq",
                                  "dynamic": {}, "meta": {}, "pack_dtype": "int32"}  # fmt: skip
     mixed, of_mixed = test_fp4.mixed(rng)
+    packed = {
+        "num_bits": 4,
+        "type": "int",
+        "symmetric": False,
+        "group_size": 16,
+        "strategy": "group",
+        "actorder": "group",
+    }
+    integers: Stored = {
+        "a.weight_packed": ("I32", rng.integers(-(2**31), 2**31, (8, 4)).astype("<i4")),
+        "a.weight_scale": ("F16", rng.uniform(0.1, 1, (8, 2)).astype("<f2")),
+        "a.weight_zero_point": ("I32", rng.integers(-(2**31), 2**31, (1, 2)).astype("<i4")),
+        "a.weight_g_idx": ("I32", rng.permutation(np.arange(32) // 16).astype("<i4")),
+        "a.weight_shape": ("I64", np.array([8, 32], "<i8")),
+    }
+    fp8: Stored = {
+        "a.weight": ("F8_E4M3", rng.integers(0, 127, (8, 32), np.uint8)),
+        "a.weight_scale_inv": ("F32", rng.uniform(0.1, 1, (1, 1)).astype("<f4")),
+    }
+    ternary: Stored = {
+        "a.q_proj.weight": ("U8", rng.integers(0, 3, (2, 16), np.uint8) * np.uint8(0x55)),
+        "a.q_proj.weight_scale": ("BF16", np.full(1, 0x3F00, "<u2")),
+    }
+    compressed = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
     return {
+        "packed": (integers, compressed | {"config_groups": {"g": {"targets": ["Linear"], "weights": packed}}}),
+        "fp8": (fp8, {"quant_method": "fp8", "weight_block_size": [8, 32]}),
+        "bitnet": (ternary, {"quant_method": "bitnet", "quantization_mode": "offline", "linear_class": "bitlinear"}),
         "gptq": (layer.tensors("a", test_gptq.FIELDS[4]), settings),
         "gemm": (test_awq.layer(rng, "gemm", 16, 64, 32)[0], awq | {"version": "gemm"}),
         "gemv": (test_awq.layer(rng, "gemv", 16, 64, 32)[0], awq | {"version": "gemv"}),
@@ -64,6 +93,17 @@ def test_settings(kind: str, tmp_path: Path) -> None:
             read(stored, settings | {"config_groups": {"g": changed}})
 
 
+def test_states_of_bitsandbytes(tmp_path: Path) -> None:
+    """The JSON of a matrix: each key left out, or of another value. One that does not matter is read."""
+    tensors, settings = KINDS["nf4"]
+    name = "a.weight.quant_state.bitsandbytes__nf4"
+    state = json.loads(tensors[name][1].tobytes())
+    for number, (key, value) in enumerate((key, value) for key in state for value in JUNK):
+        text = json.dumps({**state, key: value} if value is not None else {k: v for k, v in state.items() if k != key})
+        changed = {**tensors, name: ("U8", np.frombuffer(text.encode(), np.uint8))}
+        read(written_in_shards(tmp_path / str(number), changed, 1), settings)
+
+
 SHAPES = [(), (0,), (1,), (0, 0), (0, 4), (4, 0), (1, 1), (3, 5), (16, 16), (2, 2, 2)]
 DTYPES = {"U8": "u1", "I8": "i1", "F8_E4M3": "u1", "F8_E8M0": "u1", "I32": "<i4", "I64": "<i8", "F16": "<f2",
           "F32": "<f4", "BOOL": "u1"}  # fmt: skip
@@ -84,3 +124,54 @@ def test_tensors(kind: str, tmp_path: Path) -> None:
             number += 1
             kept = {key: value for key, value in {**tensors, name: changed}.items() if value is not None}
             read(written_in_shards(tmp_path / str(number), kept, 1), settings)
+
+
+def changed(kind: str, tmp_path: Path, tensors: dict[str, Any], **settings: Any) -> Any:
+    """The checkpoint with other tensors (None: without) and settings, as it is read."""
+    stored, stated = KINDS[kind]
+    kept = {name: x for name, x in {**stored, **tensors}.items() if x is not None}
+    return unscaled(written_in_shards(tmp_path / "c", kept, 1), {"quantization_config": stated | settings}).tensors
+
+
+def weights_of(**weights: Any) -> dict[str, Any]:
+    group = KINDS["packed"][1]["config_groups"]["g"]
+    return {"g": group | {"weights": group["weights"] | weights}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "tensors", "settings", "message"),
+    [
+        ("packed", {}, {"config_groups": weights_of(group_size=0)}, "groups of group_size 0"),
+        ("packed", {}, {"config_groups": weights_of(group_size=-16)}, "groups of group_size -16"),
+        ("packed", {"a.weight_g_idx": None}, {}, "has no a.weight_g_idx, .* says actorder group"),
+        ("gptq", {"a.g_idx": None}, {"desc_act": True}, "has no a.g_idx, .* with 2 groups"),
+        ("bitnet", {"a.q_proj.weight": ("U8", np.full((2, 16), 0xC0, np.uint8))}, {}, "code 3 at row 6, column 0"),
+        ("bitnet", {"a.q_proj.weight_scale": ("BF16", np.zeros(1, "<u2"))}, {}, "weight_scale is 0"),
+        ("bitnet", {"a.q_proj.weight_scale": ("BF16", np.full(1, 0x7FC0, "<u2"))}, {}, "has the scale nan"),
+    ],
+)
+def test_what_would_be_silently_wrong_is_refused(
+    kind: str, tensors: dict[str, Any], settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(FormatError, match=rf"model.*safetensors: tensor .*{message}"):
+        _ = [tensor.dequantize() for tensor in changed(kind, tmp_path, tensors, **settings).values()]
+
+
+@pytest.mark.parametrize(("kind", "name"), [("fp8", "a.weight"), ("packed", "a.weight"), ("gptq", "a.weight")])
+def test_groups_larger_than_a_row_are_the_row(kind: str, name: str, tmp_path: Path) -> None:
+    """Also those beyond 64 bits."""
+    large, whole = 10**30, {"fp8": [8, 32], "packed": -1, "gptq": -1}[kind]
+    one = {"packed": {"a.weight_scale": ("F16", np.full((8, 1), 0.5, "<f2")),
+                      "a.weight_zero_point": ("I32", np.zeros((1, 1), "<i4")),
+                      "a.weight_g_idx": ("I32", np.zeros(32, "<i4"))},
+           "gptq": {"a.scales": ("F16", np.full((1, 32), 0.5, "<f2")),
+                    "a.qzeros": ("I32", np.full((1, 4), 0x77777777, "<i4")),
+                    "a.g_idx": ("I32", np.zeros(64, "<i4"))}}.get(kind, {})  # fmt: skip
+
+    def values(size: Any, number: int) -> np.ndarray:
+        key = {"fp8": "weight_block_size", "packed": "config_groups", "gptq": "group_size"}[kind]
+        value = weights_of(group_size=size) if kind == "packed" else size
+        (tmp_path / str(number)).mkdir()
+        return np.asarray(changed(kind, tmp_path / str(number), one, **{key: value})[name].dequantize())
+
+    assert np.array_equal(values([large, large] if kind == "fp8" else large, 0), values(whole, 1))

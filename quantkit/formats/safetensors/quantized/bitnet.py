@@ -15,9 +15,11 @@ import numpy as np
 
 from quantkit.errors import FormatError, UnsupportedError
 from quantkit.formats.mapping import release
-from quantkit.formats.safetensors.quantized.matrix import ScaledTensor
+from quantkit.formats.safetensors.quantized.matrix import ScaledTensor, finite
 from quantkit.formats.safetensors.reader import Checkpoint, CheckpointTensor
 from quantkit.inputs.json_input import Json
+
+_NO_CODE = 3
 
 
 class TernaryTensor(ScaledTensor):
@@ -32,9 +34,25 @@ class TernaryTensor(ScaledTensor):
         packed = self.codes.raw().reshape(self.codes.shape)
         row = np.arange(start, stop)
         shift = (2 * (row // len(packed))).astype(np.uint8)[:, None]
-        x = (packed[row % len(packed)] >> shift & 3).astype(np.float32) - 1
-        scale = self.scales.dequantize().reshape(-1)[0]
-        return np.asarray(x / scale if self.divides else x * scale)
+        codes = packed[row % len(packed)] >> shift & 3
+        if (codes == _NO_CODE).any():
+            at, column = (int(i) for i in np.argwhere(codes == _NO_CODE)[0])
+            raise FormatError(
+                f"{self.path}: tensor {self.codes.name} has the code {_NO_CODE} at row {start + at}, column {column}; "
+                "ternary codes are 0, 1 and 2: fetch the file again"
+            )
+        x = codes.astype(np.float32) - 1
+        with np.errstate(over="ignore"):  # values beyond float32 become Inf, which callers refuse
+            return np.asarray(x / self._scale if self.divides else x * self._scale)
+
+    @property
+    def _scale(self) -> np.float32:
+        scale = np.float32(finite(self.scales, self.scales.dequantize().reshape(1, 1))[0, 0])
+        if scale == 0:
+            raise FormatError(
+                f"{self.scales.path}: tensor {self.scales.name} is 0; a scale is another number: fetch the file again"
+            )
+        return scale
 
     def forget(self, start: int, stop: int) -> None:
         """As `ScaledTensor.forget`, of the whole matrix: neighbouring rows lie a quarter of it apart."""

@@ -102,6 +102,7 @@ def matrix(checkpoint: Checkpoint, codes: CheckpointTensor, settings: Json) -> N
     magnitudes = required(checkpoint, codes, f"{codes.name}.absmax", ("U8",) if doubled else ("F32",))
     values = required(checkpoint, codes, f"{codes.name}.quant_map", ("F32",))
     require_shape(values, (16,), f"{codes.name}, which is {_NF4},")
+    block = min(block, math.prod(shape) + 1 & ~1)  # larger ones mean the same
     blocks = -(-math.prod(shape) // block)
     require_shape(magnitudes, (blocks,), f"{codes.name} of {shape} in blocks of {block}")
     nested = None
@@ -110,6 +111,7 @@ def matrix(checkpoint: Checkpoint, codes: CheckpointTensor, settings: Json) -> N
         largest = required(checkpoint, codes, f"{codes.name}.nested_absmax", ("F32",))
         steps = required(checkpoint, codes, f"{codes.name}.nested_quant_map", ("F32",))
         require_shape(largest, (-(-blocks // size),), f"{magnitudes.name} of {blocks} in blocks of {size}")
+        size = min(size, blocks)
         require_shape(steps, (256,), f"{magnitudes.name} of 8 bits")
         nested = (largest, steps, size, real(state, "nested_offset"))
     return NF4Tensor(

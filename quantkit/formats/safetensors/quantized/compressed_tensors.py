@@ -146,8 +146,13 @@ def _integers(checkpoint: Checkpoint, codes: CheckpointTensor, module: str, weig
     scales = parts["scale"]
     if scales is None:
         raise FormatError(f"{codes.path}: tensor {codes.name} holds integers and has no scales, {module}.weight_scale")
-    size = integer(weights, "group_size") or n
-    size = n if size < 0 else size
+    size = integer(weights, "group_size", -1)
+    if size < -1 or size == 0:
+        raise FormatError(
+            f"{codes.path}: tensor {codes.name} is in groups of group_size {size}, as config_groups says; a group has "
+            "1 column or more, and -1 makes all of a row one: correct it in config.json"
+        )
+    size = n if size == -1 else min(size, n)
     count = -(-n // size)
     if scales.shape not in ((rows, count), (rows, 1), (rows,), (1,), ()):
         raise FormatError(
@@ -161,6 +166,11 @@ def _integers(checkpoint: Checkpoint, codes: CheckpointTensor, module: str, weig
         raise FormatError(
             f"{codes.path}: tensor {codes.name} has no zero points, {module}.weight_zero_point; config.json says that "
             "its integers are not symmetric, so that they are needed"
+        )
+    if parts["g_idx"] is None and weights.get("actorder") in (True, "group", "dynamic") and count > 1:
+        raise FormatError(
+            f"{codes.path}: tensor {codes.name} has no {module}.weight_g_idx, the group of each column; config.json "
+            f"says actorder {weights['actorder']}, with which it is needed: a shard is missing, or actorder is wrong"
         )
     order = _order(parts["g_idx"], n, count)
     made = IntegerTensor(f"{module}.weight", shape, codes, scales, bits, size, zero_points, order)

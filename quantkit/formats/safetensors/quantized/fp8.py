@@ -111,6 +111,7 @@ def matrix(checkpoint: Checkpoint, codes: CheckpointTensor, settings: Json) -> F
         )
     *lead, rows, n = codes.shape
     stack = math.prod(lead)
+    block = min(block[0], rows), min(block[1], n)  # larger ones mean the same
     grid = (*lead, -(-rows // block[0]), -(-n // block[1]))
     if scales.shape == grid:
         return FP8Tensor(codes, scales, block)

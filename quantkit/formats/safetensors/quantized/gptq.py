@@ -181,6 +181,11 @@ def matrix(checkpoint: Checkpoint, codes: CheckpointTensor, settings: Json) -> G
             "not fill words of 32 bits"
         )
     require_shape(zeros, (count, rows * bits // 32), why)
+    if order is None and settings.get("desc_act") is True and count > 1:
+        raise FormatError(
+            f"{codes.path}: tensor {codes.name} has no {module}.g_idx, the group of each column, which desc_act of "
+            f"quantization_config makes necessary with {count} groups; a shard is missing, or desc_act is wrong"
+        )
     if order is not None and (order.shape != (n,) or order.dtype not in ("I32", "I64")):
         raise FormatError(
             f"{order.path}: tensor {order.name} is {order.dtype} of shape {order.shape}; {why} needs I32 of {(n,)}"
@@ -203,7 +208,7 @@ def group_size(settings: Json, codes: CheckpointTensor, scales: CheckpointTensor
             f"group_size {settings.get('group_size')}; {scales.name} is {scales.shape}, so that group_size may be "
             f"{n // groups}: add it to config.json"
         )
-    return n if size == -1 else size
+    return n if size == -1 else min(size, n)
 
 
 def _bits(settings: Json, codes: CheckpointTensor) -> int:

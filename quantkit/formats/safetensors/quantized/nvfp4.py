@@ -65,7 +65,10 @@ class NVFP4Tensor(ScaledTensor):
         scales = self.scales.raw().reshape(self.n_rows, -1)[start:stop]
         if (scales >= _NAN).any():
             row, block = (int(i) for i in np.argwhere(scales >= _NAN)[0])
-            raise DataError(f"row {row}, block {block} has the scale 0x{scales[row, block]:02X}, negative or nan")
+            raise DataError(
+                f"row {row}, block {block} has the scale 0x{scales[row, block]:02X}, negative or nan, which GGUF's "
+                "type cannot say: convert to bf16"
+            )
         codes = self.codes.raw().reshape(self.n_rows, -1)[start:stop]
         halves = np.stack([codes & 15, codes >> 4], axis=-1).reshape(rows, blocks, 4, 2, 8)
         out = np.empty((rows, blocks, GGUF_BYTES), np.uint8)
@@ -83,6 +86,15 @@ class NVFP4Tensor(ScaledTensor):
                 "fetch the file again or quantize the model anew"
             )
         return np.broadcast_to(found, matrices)
+
+    def factors(self) -> np.ndarray:
+        """float32[matrices]: what the values of `packed` are multiplied by. FormatError as of `global_scales`."""
+        found = self.global_scales()
+        if not self.divides:
+            return found
+        with np.errstate(over="ignore"):
+            inverse = np.float32(1) / found
+        return np.asarray(finite(self.whole, inverse[None])[0])
 
 
 def of_pairs(checkpoint: Checkpoint, module: str, codes: CheckpointTensor) -> NVFP4Tensor:

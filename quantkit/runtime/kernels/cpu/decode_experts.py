@@ -112,6 +112,8 @@ class GateUpParameters(NamedTuple):
     hidden_bytes: int
     gate_bias: int = 0  # float32[experts, ff], or 0
     up_bias: int = 0
+    gate_scales: int = 0  # float32[experts], or 0
+    up_scales: int = 0
     weighted: int = 0  # experts that a token may have, where gate and up get w x; 0: they get x
 
 
@@ -133,10 +135,14 @@ def gate_up(parameters, thread, threads):
         hidden = p.hidden + i * p.hidden_bytes
         if steps & GATE:
             call6(p.gate_product, p.gate + expert * p.gate_bytes, n, begin, end, x, gate)
+            if p.gate_scales != 0:
+                scale_range(gate, begin, end, load_float(p.gate_scales + expert * 4))
             if p.gate_bias != 0:
                 add_range(p.gate_bias + expert * ff * 4, gate, begin, end)
         if steps & UP:
             call6(p.up_product, p.up + expert * p.up_bytes, n, begin, end, x, gate + ff * 4)
+            if p.up_scales != 0:
+                scale_range(gate + ff * 4, begin, end, load_float(p.up_scales + expert * 4))
             if p.up_bias != 0:
                 add_range(p.up_bias + expert * ff * 4, gate + ff * 4, begin, end)
         if steps & ACTIVATE:
@@ -166,12 +172,13 @@ class DownParameters(NamedTuple):
     out: int  # float32[rows], scratch
     residual: int  # float32[rows]
     bias: int = 0  # float32[experts, rows], or 0
+    scales: int = 0  # float32[experts], or 0
     weighted: int = 1  # 0: add the outputs as they are
 
 
 @callback(OPERATION)
 def down(parameters, thread, threads):
-    """residual += sum over the selected experts of weight * (down hidden + bias). Each thread computes its rows."""
+    """residual += sum over the selected experts of weight * (scale down hidden + bias); each thread has its rows."""
     p = load_record(DownParameters, parameters)
     selected, used, rows = p.selected + thread * p.selected_stride, p.used, p.rows
     weights = floats(selected + 8 + 8 * used, used)
@@ -181,6 +188,8 @@ def down(parameters, thread, threads):
         expert = load_int(selected + 8 + 8 * i)
         matrix = p.weights + expert * p.expert_bytes
         call6(p.product, matrix, p.n, first, last, p.hidden + i * p.hidden_bytes, p.out)
+        if p.scales != 0:
+            scale_range(p.out, first, last, load_float(p.scales + expert * 4))
         if p.bias != 0:
             add_range(p.bias + expert * rows * 4, p.out, first, last)
         weight = weights[i] if p.weighted != 0 else np.float32(1)

@@ -36,6 +36,7 @@ from quantkit.codegen.simd import (
     call6,
     floats,
     integers,
+    load_float,
     load_int,
     simd_intrinsic,
     store_int,
@@ -272,6 +273,17 @@ def _add_bias(ir: IrBuilder, bias: Value, out: Value, count: Value, stride: Valu
 
 
 @kernel
+def _scale_and_bias(scales, bias, expert, rows, row, out, count, stride):
+    """out[t, 0 .. 31] = scale out + bias for t < count: rows row .. row + 31 of an expert; 0 stands for neither."""
+    if scales != 0:
+        factor = load_float(scales + expert * 4)
+        for t in range(count):
+            scale_range(out + t * stride, 0, EXPERT_ROWS, factor)
+    if bias != 0:
+        _add_bias(bias + (expert * rows + row) * 4, out, count, stride)
+
+
+@kernel
 def _store_hidden(x, hidden, ff, entry, column, tile_tokens):
     """Store columns column .. column + 31 of an entry's activation, in its tile or as float32 (`tile_tokens` 0)."""
     if tile_tokens == 0:
@@ -298,6 +310,8 @@ class GateUpParameters(NamedTuple):
     activation: int  # function of gated_activations.py
     gate_bias: int = 0  # float32[experts, ff], or 0
     up_bias: int = 0
+    gate_scales: int = 0  # float32[experts], or 0
+    up_scales: int = 0
     weighted: int = 0  # entries of the assignment at most, where gate and up get w x; 0: they get x
 
 
@@ -319,16 +333,13 @@ def gate_up(parameters, thread, threads):
         i, row = unit // blocks, unit % blocks * EXPERT_ROWS
         run = _run(m.assignment, i)
         gate, up = p.gate + run.expert * m.expert_bytes, p.up + run.expert * m.expert_bytes
-        bias_at = (run.expert * ff + row) * 4
         if run.tokens <= FEW_TOKENS:
             vectors, vector_bytes = m.vectors + i * FEW_TOKENS * m.vector_bytes, m.vector_bytes
             for side in range(2):
                 matrix, out = up if side else gate, results + side * result_bytes
                 _multiply_few(m.matvec, matrix, n, row, run.tokens, vectors, vector_bytes, out, EXPERT_ROWS * 4)
-            if p.gate_bias != 0:
-                _add_bias(p.gate_bias + bias_at, results, run.tokens, EXPERT_ROWS * 4)
-            if p.up_bias != 0:
-                _add_bias(p.up_bias + bias_at, results + result_bytes, run.tokens, EXPERT_ROWS * 4)
+                bias, scales = (p.up_bias, p.up_scales) if side else (p.gate_bias, p.gate_scales)
+                _scale_and_bias(scales, bias, run.expert, ff, row, out, run.tokens, EXPERT_ROWS * 4)
             for t in range(run.tokens):
                 result, buffer = (
                     results + t * EXPERT_ROWS * 4,
@@ -348,10 +359,8 @@ def gate_up(parameters, thread, threads):
             for side in range(2):
                 out = results + side * result_bytes
                 call6(m.product, panels + side * panel_bytes, n, x, out, EXPERT_ROWS * 4, 0)
-            if p.gate_bias != 0:
-                _add_bias(p.gate_bias + bias_at, results, tokens, EXPERT_ROWS * 4)
-            if p.up_bias != 0:
-                _add_bias(p.up_bias + bias_at, results + result_bytes, tokens, EXPERT_ROWS * 4)
+                bias, scales = (p.up_bias, p.up_scales) if side else (p.gate_bias, p.gate_scales)
+                _scale_and_bias(scales, bias, run.expert, ff, row, out, tokens, EXPERT_ROWS * 4)
             for t in range(min(tokens, run.first + run.tokens - entry)):
                 result = results + t * EXPERT_ROWS * 4
                 if p.weighted != 0:
@@ -369,11 +378,12 @@ class MultiplyParameters(NamedTuple):
     out: int  # float32[entries, rows]
     counter: int  # NEXT_GATE or NEXT_UP
     bias: int = 0  # float32[experts, rows], or 0
+    scales: int = 0  # float32[experts], or 0
 
 
 @callback(OPERATION)
 def multiply(parameters, thread, threads):
-    """out = W x (+ bias) for all entries."""
+    """out = (scale) W x (+ bias) for all entries."""
     p = load_record(MultiplyParameters, parameters)
     m = load_record(ExpertMatrix, p.matrix)
     n, rows, tokens = m.n, m.rows, m.tile_tokens
@@ -391,14 +401,12 @@ def multiply(parameters, thread, threads):
             vectors, vector_bytes = m.vectors + i * FEW_TOKENS * m.vector_bytes, m.vector_bytes
             first_out = out + run.first * rows * 4
             _multiply_few(m.matvec, matrix, n, row, run.tokens, vectors, vector_bytes, first_out, rows * 4)
-            if p.bias != 0:
-                _add_bias(p.bias + (run.expert * rows + row) * 4, first_out, run.tokens, rows * 4)
+            _scale_and_bias(p.scales, p.bias, run.expert, rows, row, first_out, run.tokens, rows * 4)
             continue
         call3(m.unpack, matrix + row * m.row_bytes, n, panel)
         for entry in range(run.first, run.first + run.tokens, tokens):
             call6(m.product, panel, n, m.x + entry * m.entry_bytes, out + entry * rows * 4, rows * 4, 0)
-            if p.bias != 0:
-                _add_bias(p.bias + (run.expert * rows + row) * 4, out + entry * rows * 4, tokens, rows * 4)
+            _scale_and_bias(p.scales, p.bias, run.expert, rows, row, out + entry * rows * 4, tokens, rows * 4)
 
 
 class ActivateParameters(NamedTuple):
@@ -446,12 +454,13 @@ class AddDownParameters(NamedTuple):
     max_entries: int
     quantized: int  # 1: x of the matrix is tiles of gemm.py; 0: float32 rows one after another
     bias: int = 0  # float32[experts, rows], or 0
+    scales: int = 0  # float32[experts], or 0
     weighted: int = 1  # 0: add the outputs as they are
 
 
 @callback(OPERATION)
 def add_down(parameters, thread, threads):
-    """out[token] += weight * (W x + bias) for all entries, expert by expert."""
+    """out[token] += weight * (scale W x + bias) for all entries, expert by expert."""
     p = load_record(AddDownParameters, parameters)
     m = load_record(ExpertMatrix, p.matrix)
     n, rows, tokens = m.n, m.rows, m.tile_tokens
@@ -480,8 +489,7 @@ def add_down(parameters, thread, threads):
                             addresses[t] = x + t * m.entry_bytes
                         x = results + tokens * EXPERT_ROWS * 4
                     call6(m.product, panel, n, x, results, EXPERT_ROWS * 4, 0)
-                if p.bias != 0:
-                    _add_bias(p.bias + (run.expert * rows + row) * 4, results, tokens, EXPERT_ROWS * 4)
+                _scale_and_bias(p.scales, p.bias, run.expert, rows, row, results, tokens, EXPERT_ROWS * 4)
                 for t in range(min(tokens, run.first + run.tokens - entry)):
                     target = p.out + (token_of[entry + t] * rows + row) * 4
                     weight = weight_of[entry + t] if p.weighted != 0 else np.float32(1)

@@ -85,7 +85,10 @@ class PlanInput:
 
 
 def open_model(
-    source: PathLike | GGUF | Conversion | PlanInput, weights: bool = False, options: QuantizeOptions | None = None
+    source: PathLike | GGUF | Conversion | PlanInput,
+    weights: bool = False,
+    options: QuantizeOptions | None = None,
+    in_any_order: bool = False,
 ) -> PlanInput:
     """Open a GGUF file, a checkpoint directory or its config.json; of the latter two, no weight file is opened.
 
@@ -93,7 +96,7 @@ def open_model(
 
     With `weights`, the weight files of a directory are opened too, to read tensors as `convert` would write them. The
     `options` pre, metadata and model_name are those of `convert`; the latter two are an OptionError for a GGUF file.
-    What is open already is only wrapped.
+    What is open already is only wrapped. `in_any_order`: of a checkpoint on the Hub, tensors are read at any time.
     """
     options = options or QuantizeOptions()
     if isinstance(source, PlanInput):
@@ -103,7 +106,7 @@ def open_model(
         from quantkit.pipelines.conversion.plan import STORED
         from quantkit.pipelines.conversion.remote import plan_remote
 
-        return PlanInput.of(plan_remote(address, STORED, options, "auto").as_gguf)
+        return PlanInput.of(plan_remote(address, STORED, options, "auto", in_any_order).as_gguf)
     if address is None and (options.disk is not None or options.keep_shards):
         raise OptionError(f"{source} is not a checkpoint on the Hub, which --disk and --keep-shards are about")
     if isinstance(source, (str, os.PathLike)):

@@ -1,6 +1,7 @@
 """Simulate the quantization of DeepSeek V3 and Kimi-K2 over many workers: efficiency, the scheduler's share, memory.
 
-    python benchmarks/bench_cluster.py [--cores 16] [--network 10] [--storage 20] [--waves 12] [--empty 2000] [--save]
+    python benchmarks/bench_cluster.py [--cores 16] [--network 10] [--storage 20] [--waves 6] [--empty 2000]
+                                       [--clock] [--save]
 
 Tensors, types and pieces are those that `quantize` makes of the published config.json with `recipes/deepseek-iq2_k`.
 Nothing is encoded. The time of a task is its number of weights over the speed of its type's encoder on one core, which
@@ -11,13 +12,14 @@ Two parts:
     dask        dask's own scheduler, with workers in this process whose tasks sleep as long as the encoder would take.
                 Then --empty tasks of no time give the CPU time of the coordinator (client, scheduler and, here, the
                 workers' ends of connections) for each task. Efficiency is the time of tasks over that of
-                all threads. It runs the first tasks of DeepSeek V3, --waves for each thread, at real
+                all threads. It runs the first tasks of DeepSeek V3, --waves for each worker, at real
                 speed; a worker has one thread.
     simulated   a clock for whole models. A task is handed out by a coordinator that takes the measured time for each,
-                reads its source over the storage that all share, is encoded on a core, and sends its bytes over the
-                coordinator's network. The share of each in the time of a run tells which of them binds.
+                reads its source over the storage that all share, is encoded on the cores of a worker, and sends its
+                bytes over the coordinator's network. The share of each in the time of a run tells which of them binds.
 
-A worker is a machine of --cores cores.
+A worker is a machine of --cores cores. `quantize` sizes its tasks with the same class (`cluster/task_sizes.py`).
+--clock leaves out the part of dask: its rows, and the speeds and costs of the clock, are those of the last results.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ import resource
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,10 +44,11 @@ from benchmarks import records
 from benchmarks.bench_jobs import CONFIG as LAYOUT
 from benchmarks.records import Column, Table
 from quantkit import types
+from quantkit.cluster.task_sizes import AHEAD, RETURNED_BYTES, WRITTEN_BYTES, TaskSizes
 from quantkit.cluster.tasks import TaskRun
-from quantkit.formats import provenance
 from quantkit.pipelines import api
 from quantkit.pipelines.options import PlanOptions
+from quantkit.placement import many_machines
 from quantkit.recipe import Plan
 
 TABLE = Table(
@@ -61,8 +64,9 @@ TABLE = Table(
     "A fake encoder takes as long as the real one, measured on one core. `dask` runs dask's own scheduler with "
     "sleeping tasks for a part of the model; `clock` runs whole models on a simulated clock, with dask's measured time "
     "for each task, storage of 20 GB/s and 10 Gbit/s at the coordinator. Workers return the output to it, or write it "
-    "to shared storage. Busy is the share of the run's time. The memory of the coordinator is that of the tasks that "
-    "are handed out.",
+    "to shared storage. Busy is the share of the run's time. Weights are those of a task on average; `quantize` sizes "
+    "tasks for the cores of a worker. The memory of the coordinator is that of the tasks that are handed out and of a "
+    "result.",
 )  # fmt: skip
 CONFIGS: dict[str, dict[str, Any]] = {
     "DeepSeek V3": LAYOUT | {"vocab_size": 129280, "num_hidden_layers": 61, "n_routed_experts": 256,
@@ -71,10 +75,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
                          "num_attention_heads": 64, "num_key_value_heads": 64, "routed_scaling_factor": 2.827},
 }  # fmt: skip
 RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "deepseek-iq2_k.recipe"
-MAX_PIECES = 32  # of a task
-TASKS_PER_THREAD = 32  # at least
-LARGER = 4  # times the weights of a task, to see what the scheduler costs
-AHEAD = 2  # tasks for each thread that are handed out
 SIZES = (8, 64, 512)
 
 
@@ -82,9 +82,11 @@ SIZES = (8, 64, 512)
 class Task:
     """Pieces of a tensor: seconds on one core, bytes that are read and returned."""
 
+    pieces: int
+    weights: float
     seconds: float
-    read: int
-    returned: int
+    read: float
+    returned: float
 
 
 def plan_of(config: Mapping[str, Any]) -> Plan:
@@ -108,21 +110,11 @@ def speed(name: str, columns: int = 7168) -> float:
     return rows.size / (time.thread_time() - begin)
 
 
-def task_weights(plan: Plan, threads: int) -> int:
-    """Weights of a task: MAX_PIECES pieces, or fewer, so that all threads have TASKS_PER_THREAD."""
-    weights = sum(int(np.prod(t.shape)) for t in plan.tensors)
-    return min(MAX_PIECES * provenance.PIECE_ELEMENTS, weights // (threads * TASKS_PER_THREAD))
-
-
-def tasks_of(plan: Plan, speeds: Mapping[str, float], most: int) -> list[Task]:
-    """The tasks of a plan: consecutive pieces of a tensor, of at most so many weights."""
-    found = []
-    for t in plan.tensors:
-        total, bits = int(np.prod(t.shape)), t.type.bits_per_weight(t.shape[-1])
-        count = max(1, -(-total // max(most, provenance.PIECE_ELEMENTS)))
-        each = total / count
-        found += [Task(each / speeds[t.type.name], int(2 * each), int(each * bits / 8))] * count
-    return found
+def tasks_of(plan: Plan, speeds: Mapping[str, float], sizes: TaskSizes) -> Iterator[Task]:
+    """The tasks of a plan, as `quantize` sizes them once it knows the speed of every encoder."""
+    for t, count, pieces in many_machines.tasks_of(plan, sizes, speeds):
+        weights = count / pieces * int(np.prod(t.shape))
+        yield Task(count, weights, weights / speeds[t.type.name], 2 * weights, count / pieces * t.bytes_after)
 
 
 @dataclass(frozen=True)
@@ -133,28 +125,47 @@ class Costs:
     memory: float
 
 
-def simulate(tasks: Sequence[Task], threads: int, costs: Costs, storage: float, network: float) -> dict[str, float]:
-    """Run tasks on a simulated clock; `storage` and `network` are shared, in bytes a second."""
-    free = [0.0] * threads  # when each thread has no task
-    consumed: list[float] = []  # when the coordinator has the result of each task
-    handed_out = read = sent = end = 0.0
-    for number, task in enumerate(tasks):
-        before = consumed[number - AHEAD * threads] if number >= AHEAD * threads else 0.0
-        handed_out = max(handed_out, before) + costs.seconds
-        read = max(read, heapq.heappop(free), handed_out) + task.read / storage
-        done = read + task.seconds
-        heapq.heappush(free, done)
-        sent = max(sent, done) + task.returned / network
-        consumed.append(sent)
-        end = max(end, sent)
-    work = sum(task.seconds for task in tasks)
+def simulate(
+    tasks: Iterator[Task], workers: int, cores: int, costs: Costs, storage: float, network: float, result: int
+) -> dict[str, float]:
+    """Run tasks on a simulated clock; `storage` and `network` are shared, in bytes a second.
+
+    A worker has tasks for AHEAD times its cores. It does one after the other, each on all of its cores.
+    `result` are the bytes of a task's result that the coordinator holds.
+    """
+    free, load = [0.0] * workers, [0] * workers
+    running: list[tuple[float, int, int, float]] = []  # when a task is done, its worker and cores, bytes returned
+    now = read = sent = most = 0.0  # the coordinator's time; when storage and network are free
+    total = dict.fromkeys(("tasks", "weights", "seconds", "read", "returned"), 0.0)
+    task = next(tasks, None)
+    while task is not None or running:
+        worker = min(range(workers), key=load.__getitem__)
+        if task is None or load[worker] >= AHEAD * cores:
+            done, worker, share, returned = heapq.heappop(running)
+            sent = max(sent, done) + returned / network
+            now = max(now, sent)
+            load[worker] -= share
+            continue
+        now += costs.seconds
+        read = max(read, now) + task.read / storage
+        begin = max(free[worker], read)
+        free[worker] = begin + task.seconds / cores
+        share = min(task.pieces, cores)
+        load[worker] += share
+        heapq.heappush(running, (begin + task.seconds / share, worker, share, task.returned))
+        most = max(most, len(running))
+        for name in total:
+            total[name] += 1 if name == "tasks" else getattr(task, name)
+        task = next(tasks, None)
     shares = {
-        "efficiency": work / threads / end,
-        "scheduler": len(tasks) * costs.seconds / end,
-        "storage": sum(task.read for task in tasks) / storage / end,
-        "network": sum(task.returned for task in tasks) / network / end,
+        "efficiency": total["seconds"] / workers / cores / sent,
+        "scheduler": total["tasks"] * costs.seconds / sent,
+        "storage": total["read"] / storage / sent,
+        "network": total["returned"] / network / sent,
     }
-    return {"hours": end / 3600, **shares, "memory": AHEAD * threads * costs.memory / 1e6}
+    memory = (most * costs.memory + result) / 1e6
+    about = {"tasks": int(total["tasks"]), "weights": total["weights"] / total["tasks"] / 1e6}
+    return {"hours": sent / 3600, **about, **shares, "memory": memory}
 
 
 def binds(row: Mapping[str, float]) -> str:
@@ -204,39 +215,49 @@ def run_dask(tasks: Sequence[Task], workers: int, threads: int, empty: int) -> t
     return row | {"storage": 0.0, "network": 0.0, "memory": peak / 1e6}, costs
 
 
+def last_measured() -> tuple[dict[str, float], Costs, list[dict[str, object]]]:
+    """Speeds and costs that the last saved results were made with, and their rows of dask."""
+    saved = json.loads((records.FOLDER / f"{TABLE.name}.json").read_text())
+    details, rows = saved["details"], [row for row in saved["rows"] if row["how"] == "dask"]
+    return details["weights_per_second"], Costs(details["scheduler_seconds"], details["task_bytes"]), rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cores", type=int, default=16, help="cores of a worker")
     parser.add_argument("--network", type=float, default=10.0, help="of the coordinator, Gbit/s")
     parser.add_argument("--storage", type=float, default=20.0, help="that all workers share, GB/s")
-    parser.add_argument("--waves", type=int, default=12, help="tasks for each thread of the runs by dask")
+    parser.add_argument("--waves", type=int, default=6, help="tasks for each thread of the runs by dask")
     parser.add_argument("--empty", type=int, default=2000, help="tasks that measure the coordinator's time")
+    parser.add_argument("--clock", action="store_true", help="only the simulated clock")
     records.add_option(parser)
     options = parser.parse_args()
     plans = {name: plan_of(config) for name, config in CONFIGS.items()}
-    speeds = {name: speed(name) for plan in plans.values() for name in {t.type.name for t in plan.tensors}}
-    print("weights/s on a core: " + ", ".join(f"{name} {value / 1e6:.2f} M" for name, value in speeds.items()))
     rows: list[dict[str, object]] = []
+    if options.clock:
+        speeds, costs, rows = last_measured()
+    else:
+        speeds = {name: speed(name) for plan in plans.values() for name in {t.type.name for t in plan.tensors}}
+    print("weights/s on a core: " + ", ".join(f"{name} {value / 1e6:.2f} M" for name, value in speeds.items()))
     name = "DeepSeek V3"
-    for size in SIZES:  # one thread for each simulated worker
-        most = task_weights(plans[name], size)
-        tasks = [t for t in tasks_of(plans[name], speeds, most) if t.seconds > 1][: options.waves * size]
+    for size in () if options.clock else SIZES:  # one thread for each simulated worker
+        tasks = [t for t in tasks_of(plans[name], speeds, TaskSizes(0, workers=size, threads=size)) if t.seconds > 1]
+        tasks = tasks[: options.waves * size]
         processes = min(size, 32)
         row, costs = run_dask(tasks, processes, size // processes, options.empty)
-        rows.append({"model": name, "how": "dask", "workers": size, "cores": size, "weights": most / 1e6,
-                     "output": "", "tasks": len(tasks), **row, "binds": binds(row)})  # fmt: skip
+        rows.append({"model": name, "how": "dask", "workers": size, "cores": size,
+                     "weights": sum(t.weights for t in tasks) / len(tasks) / 1e6, "output": "", "tasks": len(tasks),
+                     **row, "binds": binds(row)})  # fmt: skip
         print(rows[-1], f"{1e3 * costs.seconds:.2f} ms and {costs.memory / 1e3:.0f} kB a task", flush=True)
     for name, plan in plans.items():
         for workers in SIZES:
-            for cores, shared, larger in ((1, False, 1), (options.cores, False, 1), (options.cores, True, LARGER)):
-                threads = workers * cores
-                most = larger * task_weights(plan, threads)
-                tasks = tasks_of(plan, speeds, most)
-                network = 1e15 if shared else options.network * 1e9 / 8
-                row = simulate(tasks, threads, costs, options.storage * 1e9, network)
-                rows.append({"model": name, "how": "clock", "workers": workers, "cores": threads,
-                             "weights": most / 1e6, "output": "shared" if shared else "returned",
-                             "tasks": len(tasks), **row, "binds": binds(row)})  # fmt: skip
+            for cores, shared in ((1, False), (options.cores, False), (options.cores, True)):
+                most, network = (WRITTEN_BYTES, 1e15) if shared else (RETURNED_BYTES, options.network * 1e9 / 8)
+                sizes = TaskSizes(0, most, workers, workers * cores)
+                row = simulate(tasks_of(plan, speeds, sizes), workers, cores, costs, options.storage * 1e9, network,
+                               0 if shared else most)  # fmt: skip
+                rows.append({"model": name, "how": "clock", "workers": workers, "cores": workers * cores,
+                             "output": "shared" if shared else "returned", **row, "binds": binds(row)})  # fmt: skip
                 print(rows[-1])
     details = {"weights_per_second": speeds, "scheduler_seconds": costs.seconds, "task_bytes": costs.memory}
     print(f"peak of this process: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3:.0f} MB")

@@ -68,6 +68,13 @@ OF_OTHERS = {"bokeh"}
 """Packages that a dependency imports if they are there: distributed's dashboard."""
 
 
+def test_the_extras_are_documented() -> None:
+    tomllib = pytest.importorskip("tomllib")  # Python 3.11
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    rows = re.findall(r"^\| (`.*?`) \|", (ROOT / "docs" / "index.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert set(re.findall("`(.*?)`", " ".join(rows))) == project["optional-dependencies"].keys()
+
+
 def test_what_is_imported_is_declared_and_what_is_declared_is_imported() -> None:
     """Dependencies and extras of users; docs and dev are tools."""
     tomllib = pytest.importorskip("tomllib")  # Python 3.11

@@ -196,7 +196,8 @@ def quantize(
     does not exist, it quantizes all tensors.
 
     --calibrate runs the model over texts, layer by layer, and encodes each layer when its inputs are measured. Neither
-    a converted file nor an importance matrix is stored.
+    a converted file nor an importance matrix is stored. Of a checkpoint on the Hub, the files of a layer are on the
+    disk at a time.
     """
     from quantkit.pipelines import api, planning
 
@@ -224,11 +225,6 @@ def quantize(
         keep_shards=keep_shards,
         shared_output=shared_output,
     )
-    if calibrate and is_on_hub(source):
-        raise OptionError(
-            "--calibrate reads the checkpoint more than once: fetch it first, with "
-            "`hf download ORG/NAME --local-dir NAME`, and pass the directory"
-        )
     if calibrate and (only or individual_tensors):
         raise OptionError("--calibrate runs the model over all layers: --only and --individual-tensors need --imatrix")
     calibration = _calibration(calibrate_ctx, calibrate_chunks, propagate, second_moments, second_moments_size)

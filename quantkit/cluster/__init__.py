@@ -21,6 +21,7 @@ trusted.
 
 from quantkit.cluster.connection import connect
 from quantkit.cluster.tasks import TaskRun, UnfitWorker
+from quantkit.cluster.threads import in_threads
 from quantkit.cluster.workers import require_same
 
-__all__ = ["TaskRun", "UnfitWorker", "connect", "require_same"]
+__all__ = ["TaskRun", "UnfitWorker", "connect", "in_threads", "require_same"]

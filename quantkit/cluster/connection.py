@@ -85,6 +85,8 @@ def _remote(spec: str) -> Client:
     if not isinstance(address, str):
         raise QuantkitError(f"{spec}: not a scheduler file: its address is {address!r}")
     try:
+        if address.startswith(("tls:", "wss:")):
+            _require_certificates(spec)
         _require_listener(address)
         return distributed.Client(address, timeout=RECONNECT_SECONDS, set_as_default=False)
     except (OSError, ValueError) as error:
@@ -92,6 +94,18 @@ def _remote(spec: str) -> Client:
             f"{spec}: no connection to a dask scheduler at {address}: {error}; start one with `dask scheduler`, and "
             "check the address, the versions of distributed and, with tls://, the certificates"
         ) from None
+
+
+def _require_certificates(spec: str) -> None:
+    """QuantkitError unless dask's configuration has the files of TLS; OSError for those that cannot be used."""
+    import distributed
+
+    if distributed.Security().get_connection_args("client")["ssl_context"] is None:
+        name = "DASK_DISTRIBUTED__COMM__TLS__"
+        raise QuantkitError(
+            f"{spec}: TLS needs certificates: set {name}CA_FILE, {name}CLIENT__CERT and {name}CLIENT__KEY to the "
+            "names of their files"
+        )
 
 
 def _require_listener(address: str) -> None:

@@ -113,20 +113,37 @@ class _Flights:
         self._next, self._longest, self._losses = 0, 0.0, 0
         self._done: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._known: list[str] = []  # addresses of workers
+        self._are_new = False  # since none of those that tasks were given to is left
         self._refreshed, self._seen = 0.0, time.monotonic()  # when they were asked for, and when there were some
 
     def parts(self, index: int) -> Iterator[Any]:
         """The parts of a result; the flight ends after the last."""
         from quantkit.cluster import kept
 
-        future = self._landed(index)
-        head: Head = self._result(self._run.client.submit(kept.head, future, pure=False), index)
+        head: Head = self._fetched(index, kept.head)
         self._longest = max(self._longest, head.seconds)
         self._run.count(head)
         yield head.part
         for i in range(1, head.parts):
-            yield self._result(self._run.client.submit(kept.part, future, i, pure=False), index)
+            yield self._fetched(index, kept.part, i)
         self._run.client.cancel(self._flights.pop(index).futures)
+
+    def _fetched(self, index: int, function: Callable[..., Any], *arguments: object) -> Any:
+        """The result of a short function of a task's outcome. The task runs again if it was lost meanwhile."""
+        short: Future | None = None
+        while True:
+            if short is None:
+                short = self._run.client.submit(function, self._landed(index), *arguments, pure=False)
+                short.add_done_callback(self._done.put)
+            with contextlib.suppress(queue.Empty):
+                self._done.get(timeout=_REFRESH_SECONDS)
+            if short.status in ("cancelled", "lost"):
+                self._recover(index)
+                short = None
+            elif short.done():
+                return self._result(short, index)
+            elif self._start_anew(index):
+                short = None
 
     def _landed(self, index: int) -> Future:
         """A finished copy of a task. Hands out further tasks meanwhile."""
@@ -144,6 +161,7 @@ class _Flights:
 
     def _hand_out(self, index: int) -> None:
         """Give tasks to workers that have too few."""
+        self._start_anew(index)
         workers = self._workers()
         active = [flight for flight in self._flights.values() if not _ended(flight)]
         load = Counter(dict.fromkeys(workers, 0))
@@ -192,11 +210,21 @@ class _Flights:
         future.add_done_callback(self._done.put)
         return future
 
+    def _start_anew(self, index: int) -> bool:
+        """Hand tasks out again if no worker is left of those that have them: dask waits until one comes back."""
+        self._workers()
+        if not self._are_new:
+            return False
+        self._are_new = False
+        self._recover(index)
+        return True
+
     def _workers(self) -> list[str]:
         """Addresses of the workers that are there. QuantkitError if there are none for a while."""
         now = time.monotonic()
         if now - self._refreshed > _REFRESH_SECONDS or not self._known:
-            self._known, self._refreshed = sorted(self._run.client.nthreads()), now
+            before, self._known, self._refreshed = self._known, sorted(self._run.client.nthreads()), now
+            self._are_new = bool(self._flights and self._known) and not set(before) & set(self._known)
         if self._known:
             self._seen = now
         elif now - self._seen > WAIT_SECONDS:

@@ -1,11 +1,13 @@
 """`TaskRun`: a function applied to many tasks on the workers of a cluster, each task counted once.
 
     run = TaskRun(client, encode, tasks)     a function of a module, and an iterable of plain arguments
-    for done in run:                         as tasks end; in their order with `ordered=True`
+    for done in run:                         as tasks end
         done.task, done.result, done.worker, done.seconds
 
-Only a few tasks per thread are submitted and not yet consumed, so neither the coordinator nor the scheduler holds a
-job, and results wait on the workers until they are asked for. Tasks must be deterministic, because one may run twice:
+Each worker has tasks for twice its threads that are submitted and not yet consumed, so neither the coordinator nor the
+scheduler holds a job, and results wait on the workers until they are asked for. A task goes to the worker that has the
+least to do: dask would give the tasks of workers with many threads out in turn. Tasks must be deterministic, because
+one may run twice:
 
 - A worker dies: dask gives its tasks to others. A task during which several workers died is submitted anew, up to
   `_MAX_DEATHS` times, since the workers may have been killed from outside.
@@ -26,6 +28,7 @@ import itertools
 import queue
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
@@ -33,6 +36,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from quantkit import errors
 from quantkit.cluster import workers as checks
+from quantkit.cluster.task_sizes import AHEAD
 from quantkit.errors import QuantkitError
 
 if TYPE_CHECKING:
@@ -41,7 +45,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 R = TypeVar("R")
 
-_AHEAD = 2  # tasks submitted and not yet consumed, for each thread
 _POLL_SECONDS = 0.5  # between two looks at the workers
 _SLOW = 3.0  # times the mean duration after which a task is slow
 _SLOW_SECONDS = 1.0  # at least
@@ -99,9 +102,14 @@ def _work(function: Callable[[Any], Any], task: object, build: str) -> _Outcome:
 
 @dataclass
 class _Pending(Generic[T]):
-    """A task that was submitted: its futures, which are several if it is slow."""
+    """A task that was submitted: its futures, which are several if it is slow.
+
+    worker, threads  the worker that it is meant for, and how many threads it takes there
+    """
 
     task: T
+    worker: str
+    threads: int
     futures: list[Future] = field(default_factory=list)
     deaths: int = 0
     seen: float | None = None  # when it was first seen on a worker
@@ -110,7 +118,7 @@ class _Pending(Generic[T]):
 class TaskRun(Generic[T, R]):
     """The tasks of a run; iterate over it once.
 
-    threads  threads of all workers, at the last look
+    workers  by address: the threads of each worker that gets tasks, at the last look
     refused  by address: why a worker gets no more tasks
     """
 
@@ -120,21 +128,25 @@ class TaskRun(Generic[T, R]):
         function: Callable[[T], R],
         tasks: Iterable[T],
         *,
-        ordered: bool = False,
+        threads: Callable[[T], int] = lambda task: 1,
         name: str = "",
         on_message: Callable[[str], None] = lambda text: None,
     ):
-        """Prepare a run. `name` is what the dashboard shows; `on_message` is told of refused and lost workers."""
-        self.threads = 1
+        """Prepare a run.
+
+        threads     how many threads of its worker a task takes, if it has as many
+        name        what the dashboard shows
+        on_message  is told of refused and lost workers
+        """
+        self.workers: dict[str, int] = {}
         self.refused: dict[str, str] = {}
         self._client, self._function, self._on_message = client, function, on_message
-        self._tasks, self._ordered = iter(tasks), ordered
+        self._tasks, self._threads = iter(tasks), threads
         self._key = f"{name or function.__name__}-{uuid.uuid4().hex[:12]}"
         self._numbers, self._submissions = itertools.count(), itertools.count()
         self._pending: dict[int, _Pending[T]] = {}
-        self._waiting: dict[int, Finished[T, R]] = {}  # results that others have to precede
+        self._load = Counter[str]()  # by worker: threads that its tasks take
         self._consumed, self._seconds = 0, 0.0  # tasks, and what they took in all
-        self._next = 0  # the number of the result that comes next, in order
         self._is_exhausted = False
         self._ended: queue.SimpleQueue[tuple[int, Future]] = queue.SimpleQueue()
         self._looked = 0.0
@@ -148,30 +160,39 @@ class TaskRun(Generic[T, R]):
             while True:
                 self._look()
                 self._fill()
-                if not self._pending and not self._waiting:
+                if self._is_exhausted and not self._pending:
                     return
-                yield from self._results()
+                finished = self._next_result()
+                if finished is not None:
+                    yield finished
         finally:
             self._cancel()
 
     # --------------------------------------------------------------------------------------------------- submitting
 
     def _fill(self) -> None:
-        """Submit tasks until enough are under way."""
-        while not self._is_exhausted and len(self._pending) + len(self._waiting) < _AHEAD * self.threads + 1:
+        """Submit tasks until each worker has enough."""
+        while not self._is_exhausted and self.workers:
+            worker = min(self.workers, key=lambda address: self._load[address] / self.workers[address])
+            if self._load[worker] >= AHEAD * self.workers[worker]:
+                return
             task = next(self._tasks, self)
             if task is self:
                 self._is_exhausted = True
                 return
             number = next(self._numbers)
-            self._pending[number] = _Pending(task)  # type: ignore[arg-type]
+            share = min(self._threads(task), self.workers[worker])  # type: ignore[arg-type]
+            self._pending[number] = _Pending(task, worker, share)  # type: ignore[arg-type]
+            self._load[worker] += share
             self._submit(number)
 
     def _submit(self, number: int, workers: list[str] | None = None) -> None:
         """Submit a task, once more if it was before; `workers`: only to these."""
+        pending, loose = self._pending[number], False
         if workers is None and self.refused:
             workers = self._fit()
-        pending = self._pending[number]
+        elif workers is None:
+            workers, loose = [pending.worker], True
         future = self._client.submit(
             _work,
             self._function,
@@ -180,6 +201,7 @@ class TaskRun(Generic[T, R]):
             key=(self._key, next(self._submissions)),
             pure=False,
             workers=workers,
+            allow_other_workers=loose,
         )
         pending.futures.append(future)
         future.add_done_callback(lambda done: self._ended.put((number, done)))
@@ -201,11 +223,34 @@ class TaskRun(Generic[T, R]):
         try:
             there = self._client.nthreads()
             self._require_workers(there, now)
-            self.threads = sum(n for worker, n in there.items() if worker not in self.refused) or 1
-            if self._is_exhausted and len(self._pending) < self.threads:
-                self._repeat_slow(self._client.processing(), there, now)
+            self.workers = {worker: n for worker, n in there.items() if worker not in self.refused}
+            moved = [n for n, pending in self._pending.items() if pending.worker not in there]
+            if self._is_exhausted or moved:
+                processing = self._client.processing()
+                self._follow(moved, processing)
+                if self._is_exhausted:
+                    self._repeat_slow(processing, there, now)
         except OSError:  # the scheduler is being lost; the futures will say so
             return
+
+    def _follow(self, moved: list[int], processing: dict[str, Any]) -> None:
+        """Note where dask runs the tasks of workers that have gone. Submit anew those that it runs nowhere.
+
+        Where no worker was left, dask keeps a task that was meant for one until that one comes back.
+        """
+        where = {key: worker for worker, keys in processing.items() for key in keys}
+        for number in moved if self.workers else ():
+            pending = self._pending[number]
+            if any(future.done() for future in pending.futures):
+                continue
+            self._load[pending.worker] -= pending.threads
+            found = next((where[future.key] for future in pending.futures if future.key in where), None)
+            pending.worker = found or min(self.workers, key=lambda address: self._load[address])
+            self._load[pending.worker] += pending.threads
+            if found is None:
+                self._client.cancel(pending.futures)
+                pending.futures, pending.seen = [], None
+                self._submit(number)
 
     def _require_workers(self, there: dict[str, int], now: float) -> None:
         """Say that no worker is there; QuantkitError if none comes."""
@@ -236,34 +281,28 @@ class TaskRun(Generic[T, R]):
 
     # ------------------------------------------------------------------------------------------------------ results
 
-    def _results(self) -> Iterator[Finished[T, R]]:
-        """Wait for a task to end; its result, and those that waited for it."""
+    def _next_result(self) -> Finished[T, R] | None:
+        """Wait for a task to end; None if it runs again, or if none ends for a while."""
         try:
             number, future = self._ended.get(timeout=_POLL_SECONDS)
         except queue.Empty:
             self._require_scheduler()
-            return
+            return None
         pending = self._pending.get(number)
         if pending is None or future not in pending.futures:
-            return  # the other one of a slow task was first
+            return None  # the other one of a slow task was first
         outcome = self._outcome(number, future)
         if outcome is None:
-            return
+            return None
         del self._pending[number]
+        self._load[pending.worker] -= pending.threads
         others = [other for other in pending.futures if other is not future]
         if others:
             self._client.cancel(others)
         future.release()
         self._consumed += 1
         self._seconds += outcome.seconds
-        finished = Finished(pending.task, outcome.result, outcome.worker, outcome.seconds)
-        if not self._ordered:
-            yield finished
-            return
-        self._waiting[number] = finished
-        while self._next in self._waiting:
-            self._next += 1
-            yield self._waiting.pop(self._next - 1)
+        return Finished(pending.task, outcome.result, outcome.worker, outcome.seconds)
 
     def _outcome(self, number: int, future: Future) -> _Outcome | None:
         """The outcome of a future that ended; None if its task was submitted anew."""
@@ -287,6 +326,7 @@ class TaskRun(Generic[T, R]):
         if outcome.unfit is not None:
             if outcome.worker not in self.refused:
                 self.refused[outcome.worker] = outcome.unfit
+                self.workers.pop(outcome.worker, None)
                 self._on_message(f"worker {outcome.worker} gets no more tasks: {outcome.unfit}")
             self._again(number, future)
             return None

@@ -3,7 +3,8 @@
 - `address` reads hf://ORG/NAME[@REVISION][/FILE].
 - `client` lists a repository and reads ranges of its files, with retries.
 - `headers` makes local files of which only the headers are there, for what needs no weights.
-- `checkpoint` opens a checkpoint by its headers; `stream` brings its tensors, in bounded disk, each file checked.
+- `checkpoint` opens a checkpoint by its headers; `stream` brings its tensors once, `files` at any time; both in bounded
+  disk (`disk`), each file checked (`hashes`).
 - `models` gives commands the local path of what they are given.
 - `upload` writes files and a card to a repository.
 

@@ -2,7 +2,8 @@
 
     remote = open_checkpoint(parse("hf://ORG/NAME"))
     remote.directory      configuration, tokenizer, card, and the headers of the weights
-    remote.checkpoint     its tensors; their bytes come from `remote.streamed`, which `hub.stream` fills
+    remote.checkpoint     its tensors; their bytes come from `remote.streamed`, which `hub.stream` fills, or from
+                          `remote.fetch`, which `hub.files` sets
 
 A tensor of up to SMALL bytes that is asked for before, such as the shape of a packed matrix, is fetched alone. When its
 file is streamed, the bytes have to be the same.
@@ -11,6 +12,7 @@ file is streamed, the bytes have to be the same.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -47,6 +49,7 @@ class RemoteCheckpoint:
     directory  a local directory with everything but the weights' data, named as the repository
     streamed   the bytes of the tensors that are on the disk now, uint8[nbytes], by name
     early      bytes of small tensors that were fetched alone
+    fetch      gives the bytes of any tensor, at any time; None: only those of `streamed` are there
     """
 
     repository: Repository
@@ -54,6 +57,7 @@ class RemoteCheckpoint:
     checkpoint: Checkpoint = field(init=False)
     streamed: dict[str, np.ndarray] = field(default_factory=dict)
     early: dict[str, np.ndarray] = field(default_factory=dict)
+    fetch: Callable[[CheckpointTensor], np.ndarray] | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
@@ -65,6 +69,8 @@ class RemoteCheckpoint:
 
     def bytes_of(self, tensor: CheckpointTensor) -> np.ndarray:
         """uint8[nbytes], read-only. QuantkitError for a tensor that is not there and too large to be fetched alone."""
+        if self.fetch is not None and tensor.nbytes > SMALL:
+            return self.fetch(tensor)
         with self._lock:
             found = self.streamed.get(tensor.name, self.early.get(tensor.name))
             if found is not None:

@@ -193,10 +193,13 @@ class _Passing(HubError):
 
 def _wait(error: _Passing, failures: int) -> None:
     """Wait before the next attempt, after `failures` in a row. Raises HubError after the last one."""
-    seconds = error.retry_after if error.retry_after is not None else min(MAX_WAIT, FIRST_WAIT * 2 ** (failures - 1))
+    backed_off = min(MAX_WAIT, FIRST_WAIT * 2 ** max(0, failures - 1))  # 0 failures: some bytes came
+    seconds = error.retry_after if error.retry_after is not None else backed_off
     if failures >= ATTEMPTS or seconds > MAX_RETRY_AFTER:
         after = f"; the server asks to wait {seconds:.0f} s" if error.retry_after else ""
-        raise HubError(f"{error} ({failures} attempts{after}); run the same command again later") from error
+        raise HubError(
+            f"{error} ({failures} attempt{'s' * (failures != 1)}{after}); run the same command again later"
+        ) from error
     time.sleep(seconds)
 
 
@@ -243,7 +246,8 @@ def hub_errors(address: Address) -> Iterator[None]:
         ) from error
     except errors.HfHubHTTPError as error:
         status = error.response.status_code
-        message = f"{where}: {endpoint} answers {status} {error.response.reason_phrase}".rstrip()
+        url = str(error.response.url).partition("?")[0]  # what follows may be a token of a storage host
+        message = f"{where}: {url} answers {status} {error.response.reason_phrase}".rstrip()
         if status in _STATUSES:
             raise _Passing(message, _retry_after(error.response.headers)) from error
         raise HubError(f"{message}: {printable(error.server_message or '')}".rstrip(": ")) from error

@@ -21,7 +21,6 @@ import contextlib
 import hashlib
 import os
 import shutil
-import stat
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -35,10 +34,8 @@ from quantkit.formats.mapping import map_file
 from quantkit.formats.safetensors import CheckpointTensor
 from quantkit.hub.checkpoint import RemoteCheckpoint
 from quantkit.hub.client import HubError, RemoteFile, file_chunks
-
-SUFFIX = ".partial-hub"  # of the directory beside the output
-DEFAULT_DISK = 10 * 10**9  # bytes
-_BLOCK = 4096  # bytes in which file systems allocate
+from quantkit.hub.disk import DEFAULT_DISK, SUFFIX, allocated, own_directory, require_space, rounded
+from quantkit.hub.hashes import digest_of, require_hash
 
 
 class CheckpointStream:
@@ -80,7 +77,7 @@ class CheckpointStream:
                 self._uses[name] = self._uses.get(name, 0) + 1
         schedule = self._schedule()
         order, required = self._order(schedule)
-        overhead = _allocated(self.remote.directory)
+        overhead = allocated(self.remote.directory)
         if self.keep:
             needed = required + sum(self._file(name).size for name, _ in schedule)
         else:
@@ -92,8 +89,8 @@ class CheckpointStream:
                 f"tokenizer; give --disk {-(-needed // 10**6)}M or more"
             )
         self._limit = self.disk - overhead if self.disk is not None else max(required, DEFAULT_DISK)
-        _require_space(out.parent, needed)
-        self._folder = _own_directory(out.with_name(out.name + SUFFIX))
+        require_space(out.parent, needed)
+        self._folder = own_directory(out.with_name(out.name + SUFFIX))
         self._kept = out.parent / self.remote.repository.address.name
         if self.keep:
             self._keep_texts()
@@ -117,7 +114,7 @@ class CheckpointStream:
                 self._uses[name] -= 1
                 if self._uses[name] == 0 and self.remote.streamed.pop(name, None) is not None:
                     path = self._path(name)
-                    self._resident -= _rounded(path.stat().st_size)
+                    self._resident -= rounded(path.stat().st_size)
                     path.unlink()
             self._change.notify_all()
 
@@ -174,7 +171,7 @@ class CheckpointStream:
         order = [name for name, names in waiting.items() if not names]
         uses, sizes, resident, required = dict(self._uses), dict[str, int](), 0, 0
         for tensor in (tensor for _, tensors in schedule for tensor in tensors if tensor.name in self._uses):
-            sizes[tensor.name] = _rounded(tensor.nbytes)
+            sizes[tensor.name] = rounded(tensor.nbytes)
             resident += sizes[tensor.name]
             required = max(required, resident)
             for output in users[tensor.name]:
@@ -202,7 +199,7 @@ class CheckpointStream:
 
     def _read(self, file: RemoteFile, tensors: Sequence[CheckpointTensor]) -> None:
         """Read a file from its first byte to its last; keep what is needed, check the hash."""
-        digest = hashlib.sha256() if file.sha256 or not file.git_id else hashlib.sha1(f"blob {file.size}\0".encode())
+        digest = digest_of(file)
         with contextlib.ExitStack() as stack:
             kept = stack.enter_context(self._keep(file)) if self.keep else None
             pieces = _Pieces(self._chunks(file), digest, kept)
@@ -215,7 +212,7 @@ class CheckpointStream:
                 else:
                     pieces.pass_to(tensor.nbytes, None)
             pieces.pass_to(file.size - position, None)
-            self._verify(file, digest.hexdigest())
+            require_hash(self.remote.repository.address, file, digest.hexdigest())
         with self._change:
             self.verified[file.name] = digest.hexdigest()
             ready = []
@@ -235,11 +232,11 @@ class CheckpointStream:
     def _store(self, tensor: CheckpointTensor, pieces: _Pieces) -> None:
         """Write a tensor to its file when there is room for it, and map it."""
         with self._change:
-            while self._resident + _rounded(tensor.nbytes) > self._limit and not self._closing:
+            while self._resident + rounded(tensor.nbytes) > self._limit and not self._closing:
                 self._change.wait()
             if self._closing:
                 raise _Closed
-            self._resident += _rounded(tensor.nbytes)
+            self._resident += rounded(tensor.nbytes)
         path = self._path(tensor.name)
         with os_errors(path, "write"), open(path, "xb") as stream:
             pieces.pass_to(tensor.nbytes, stream)
@@ -253,19 +250,6 @@ class CheckpointStream:
             self._change.notify_all()
             if self._closing:
                 raise _Closed
-
-    def _verify(self, file: RemoteFile, found: str) -> None:
-        expected = file.sha256 or file.git_id
-        if expected is None:
-            raise HubError(f"{self._address(file.name)}: the Hub gives no hash of this file, so it cannot be checked")
-        if found != expected:
-            kind = "SHA-256" if file.sha256 else "git id"
-            raise HubError(
-                f"{self._address(file.name)}: its {kind} is {found}, the Hub says {expected}: the bytes were damaged "
-                "on their way, or in the cache; what was made from this file is dropped, the rest is kept: run the "
-                "same command again; if the hash is wrong again, remove the file from the cache, or tell the owners "
-                f"of {self.remote.repository.address.repo}"
-            )
 
     # ------------------------------------------------------------------------------------------------------- the files
 
@@ -334,33 +318,3 @@ class _Pieces:
                 stream.write(part)
             self._left = self._left[len(part) :]
             nbytes -= len(part)
-
-
-def _rounded(nbytes: int) -> int:
-    """The bytes that a file takes on the disk."""
-    return -(-nbytes // _BLOCK) * _BLOCK
-
-
-def _allocated(directory: Path) -> int:
-    """The bytes that the files of a directory take on the disk, links followed."""
-    return sum(path.stat().st_blocks * 512 for path in directory.iterdir())
-
-
-def _require_space(folder: Path, nbytes: int) -> None:
-    while not folder.exists():
-        folder = folder.parent
-    if (free := shutil.disk_usage(folder).free) < nbytes:
-        raise QuantkitError(f"{folder}: the tensors in work take {nbytes} bytes, the file system has {free} free")
-
-
-def _own_directory(path: Path) -> Path:
-    """A new, empty directory that only this user may use. One that a killed run left is removed before."""
-    with os_errors(path, "create"):
-        with contextlib.suppress(FileNotFoundError):
-            found = os.lstat(path)
-            if not stat.S_ISDIR(found.st_mode) or (hasattr(os, "getuid") and found.st_uid != os.getuid()):
-                raise QuantkitError(f"{path}: not a directory of this user; remove it, or write OUT elsewhere")
-            shutil.rmtree(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.mkdir(mode=0o700)
-    return path

@@ -1,7 +1,7 @@
 """`quantize` on the workers of a dask cluster: consecutive pieces of a tensor are a task.
 
     coordinator   names of the input's files, rows, types, importance of the columns  ->  a task
-    worker        maps the files, encodes the pieces  ->  their hashes, and their bytes
+    worker        maps the files, encodes the pieces in all of its threads  ->  their hashes, and their bytes
                   or, with a shared output, writes the bytes into the partial file and syncs them
     coordinator   writes the bytes, counts the pieces, and records them in the journal
 
@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from quantkit import cluster, types
+from quantkit.cluster.task_sizes import RETURNED_BYTES, WRITTEN_BYTES, TaskSizes
 from quantkit.cluster.tasks import Finished, TaskRun, UnfitWorker
 from quantkit.cluster.workers import FileIdentity
 from quantkit.errors import OptionError, UnsupportedError
@@ -42,12 +43,6 @@ from quantkit.recipe import PlannedTensor
 
 if TYPE_CHECKING:
     from distributed import Client
-
-_MAX_PIECES = 32  # of a task: 16 million elements
-_FIRST_PIECES = 4  # of a task, while it is not known how long a piece of its type takes
-_TASK_SECONDS = 5.0  # that a task should take: long against the scheduler's millisecond, short against a job
-_TASKS_PER_THREAD = 32  # at least, so that all threads end together
-
 
 # ------------------------------------------------------------------------------------------------------------ the tasks
 
@@ -105,7 +100,7 @@ class PieceTask:
 class Done(NamedTuple):
     """What a task gives: hashes of the source and of the bytes of each piece, and the bytes, unless they are written.
 
-    `read` and `nbytes` are the sizes of both in bytes.
+    `read` and `nbytes` are the sizes of both in bytes, `seconds` is the time of all threads together.
     """
 
     name: str
@@ -115,6 +110,7 @@ class Done(NamedTuple):
     hashes: list[bytes]
     read: int
     nbytes: int
+    seconds: float
     data: np.ndarray | None
 
 
@@ -128,15 +124,18 @@ def encode_pieces(task: PieceTask) -> Done:
     begin, row_bytes = ranges[0][0], planned.type.row_bytes(task.shape[-1])
     data = np.empty((ranges[-1][1] - begin, row_bytes), np.uint8)
     descriptor = _open_output(task.place) if task.place is not None else None
-    source, hashes = list[bytes](), list[bytes]()
+
+    def encode(start: int, stop: int) -> tuple[bytes, bytes, float]:
+        """Encode a piece into `data`; the hashes of its source and of its bytes, and its seconds."""
+        started = time.perf_counter()
+        importance, moments = _importance(task, start, begin)
+        piece = Piece(planned, tensor, start, stop, importance, moments, task.effort, task.verbatim)
+        encoded = piece.encode()
+        data[start - begin : stop - begin] = encoded.data.reshape(-1, row_bytes)
+        return encoded.source, encoded.hash, time.perf_counter() - started
+
     try:
-        for start, stop in ranges:
-            importance, moments = _importance(task, start, begin)
-            piece = Piece(planned, tensor, start, stop, importance, moments, task.effort, task.verbatim)
-            encoded = piece.encode()
-            data[start - begin : stop - begin] = encoded.data.reshape(-1, row_bytes)
-            source.append(encoded.source)
-            hashes.append(encoded.hash)
+        source, hashes, seconds = zip(*cluster.in_threads(encode, ranges))
         if task.place is not None and descriptor is not None:
             _write(descriptor, task.place, data)
     finally:
@@ -144,7 +143,7 @@ def encode_pieces(task: PieceTask) -> Done:
             os.close(descriptor)
     read = len(data) * planned.source.row_bytes(task.shape[-1])
     sent = data if task.place is None else None
-    return Done(task.name, task.first, task.stop, source, hashes, read, data.nbytes, sent)
+    return Done(task.name, task.first, task.stop, list(source), list(hashes), read, data.nbytes, sum(seconds), sent)
 
 
 def _tensor(task: PieceTask) -> SourceTensor:
@@ -291,7 +290,6 @@ class Workers:
         identities = cluster.require_same(client, [*paths, imatrix_file] if imatrix_file else paths)
         self._files = dict(zip(map(str, paths), identities))
         self._imatrix = identities[-1] if imatrix_file else None
-        self._piece_seconds: dict[str, float] = {}  # mean of a type
 
     def _config(self) -> list[Path]:
         """Files of a checkpoint that decide how its tensors are read, beside those that hold them."""
@@ -308,11 +306,14 @@ class Workers:
 
         `nbytes` are about the bytes of all, by which tasks are sized. `write` gets the results as they come.
         """
-        threads = sum(self._client.nthreads().values()) or 1
-        run = TaskRun(
+        most = RETURNED_BYTES if self._shared is None else WRITTEN_BYTES
+        sizes = TaskSizes(nbytes, most)
+        self._on_message(f"results of tasks take up to {sizes.worker_bytes / 1e6:.0f} MB of memory on each worker")
+        run: TaskRun[PieceTask, Done] = TaskRun(
             self._client,
             encode_pieces,
-            self._tasks(tensors, nbytes // (threads * _TASKS_PER_THREAD)),
+            self._tasks(tensors, sizes, lambda: run.workers),
+            threads=lambda task: task.stop - task.first,
             name="quantkit-encode",
             on_message=self._on_message,
         )
@@ -320,6 +321,7 @@ class Workers:
         for finished in run:
             done = finished.result
             write(done)
+            sizes.count(finished.task.type, done.stop - done.first, done.seconds)
             self._count(finished)
             read += done.read
             each = read / max(time.monotonic() - started, 1e-9) / 1e9 / len(self.work)
@@ -327,34 +329,30 @@ class Workers:
 
     def _count(self, finished: Finished[PieceTask, Done]) -> None:
         done, work = finished.result, self.work.setdefault(finished.worker, WorkerWork())
-        pieces = done.stop - done.first
         work.tasks += 1
-        work.pieces += pieces
-        work.seconds += finished.seconds
+        work.pieces += done.stop - done.first
+        work.seconds += done.seconds
         work.bytes_read += done.read
         work.bytes_written += done.nbytes
-        mean = self._piece_seconds.get(finished.task.type, finished.seconds / pieces)
-        self._piece_seconds[finished.task.type] = 0.8 * mean + 0.2 * finished.seconds / pieces
 
     def _tasks(
         self,
         tensors: Iterable[tuple[TensorProgress, Callable[[int], Piece], provenance.Record]],
-        max_bytes: int,
+        sizes: TaskSizes,
+        workers: Callable[[], Mapping[str, int]],
     ) -> Iterator[PieceTask]:
-        """Tasks of consecutive pieces, each of at most `max_bytes` or one piece."""
+        """Tasks of consecutive pieces, sized for the workers that are there when a task is made."""
         for progress, make, expected in tensors:
-            left = list(progress.missing)
+            left = progress.missing
             while left:
-                count = min(self._pieces_at_once(progress.planned.type.name), max_bytes // progress.nbytes(left[0]))
-                first, stop = left[0], left[0] + 1
-                while stop - first < count and stop in left[: stop - first + 1]:
-                    stop += 1
-                del left[: stop - first]
-                yield self._task(progress, make, expected, first, stop)
-
-    def _pieces_at_once(self, type: str) -> int:
-        seconds = self._piece_seconds.get(type)
-        return _FIRST_PIECES if seconds is None else min(_MAX_PIECES, int(_TASK_SECONDS / max(seconds, 1e-9)))
+                there = workers()
+                sizes.workers, sizes.threads = max(1, len(there)), max(1, sum(there.values()))
+                first = left[0]
+                count = sizes.pieces(progress.planned.type.name, progress.nbytes(first))
+                run = next((i for i, number in enumerate(left[:count]) if number != first + i), min(count, len(left)))
+                left = left[run:]
+                sizes.hand_out(sum(map(progress.nbytes, range(first, first + run))))
+                yield self._task(progress, make, expected, first, first + run)
 
     def _task(
         self,
@@ -364,17 +362,20 @@ class Workers:
         first: int,
         stop: int,
     ) -> PieceTask:
-        planned, pieces = progress.planned, [make(number) for number in range(first, stop)]
+        planned, piece = progress.planned, make(first)
         rows = planned.shape[-2] if len(planned.shape) > 1 else 1
-        matrices = {piece.start // rows: piece.importance for piece in pieces}
-        uses = planned.type.uses_imatrix and not pieces[0].verbatim
-        weights = [values for values in matrices.values() if values is not None] if uses else []
+        of_matrix: dict[int, int] = {}  # the first piece of each matrix
+        for number in range(first, stop):
+            of_matrix.setdefault(progress.ranges[number][0] // rows, number)
+        uses = planned.type.uses_imatrix and not piece.verbatim
+        found = [make(number).importance for number in of_matrix.values()] if uses else []
+        weights = [values for values in found if values is not None]
         place = None
         if self._shared is not None:
             shared = self._shared[planned.name]
             place = shared._replace(offset=shared.offset + progress.offset(first))
         return PieceTask(
-            self._input(pieces[0].tensor),
+            self._input(piece.tensor),
             planned.name,
             tuple(planned.shape),
             planned.source.name,
@@ -383,8 +384,8 @@ class Workers:
             stop,
             np.stack(weights) if weights else None,
             self._moments_of(planned, expected),
-            pieces[0].effort,
-            pieces[0].verbatim,
+            piece.effort,
+            piece.verbatim,
             expected.codec,
             place,
             planned.scale,

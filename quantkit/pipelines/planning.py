@@ -89,6 +89,7 @@ def open_model(
     weights: bool = False,
     options: QuantizeOptions | None = None,
     mtp: str = "auto",
+    in_any_order: bool = False,
 ) -> PlanInput:
     """Open a GGUF file, a checkpoint directory or its config.json; of the latter two, no weight file is opened.
 
@@ -97,7 +98,7 @@ def open_model(
     With `weights`, the weight files of a directory are opened too, to read tensors as `convert` would write them. The
     `options` pre, metadata and model_name are those of `convert`; the latter two are an OptionError for a GGUF file.
     `mtp` says what becomes of a checkpoint's MTP layers, as in `convert`; of a GGUF file `quantkit mtp split` takes
-    them. What is open already is only wrapped.
+    them. What is open already is only wrapped. `in_any_order`: of a checkpoint on the Hub, tensors are read at any time.
     """
     options = options or QuantizeOptions()
     if isinstance(source, PlanInput):
@@ -107,7 +108,7 @@ def open_model(
         from quantkit.pipelines.conversion.plan import VALUES
         from quantkit.pipelines.conversion.remote import plan_remote
 
-        return PlanInput.of(plan_remote(address, VALUES, options, mtp).as_gguf)
+        return PlanInput.of(plan_remote(address, VALUES, options, mtp, in_any_order).as_gguf)
     if address is None and (options.disk is not None or options.keep_shards):
         raise OptionError(f"{source} is not a checkpoint on the Hub, which --disk and --keep-shards are about")
     if isinstance(source, (str, os.PathLike)):

@@ -288,6 +288,10 @@ def test_a_cluster_is_predicted(model: Path, capsys: pytest.CaptureFixture[str])
     weights = {kind["type"]: kind["elements"] for kind in plan["types"]}
     speeds = cluster["weights_per_second"]
     assert cluster["encoding"] == pytest.approx(sum(n / speeds[kind] for kind, n in weights.items()) / 8)
-    assert cluster["seconds"] == max(cluster[name] for name in ("encoding", "reading", "network"))
-    assert "binds" in printed(capsys, "plan", model, "Q4_0", "--cluster", "4 x 2, 0.5")
+    assert cluster["seconds"] == max(cluster[name] for name in ("encoding", "reading", "network", "scheduler"))
+    assert cluster["tasks"] >= len(plan["tensors"])
+    assert cluster["scheduler"] == pytest.approx(cluster["tasks"] * 0.007)
+    text = printed(capsys, "plan", model, "Q4_0", "--cluster", "4 x 2, 0.5")
+    assert f"{cluster['binds']} binds" in text
+    assert f"{cluster['tasks']} tasks" in text
     assert "WORKERS x CORES" in refused(capsys, "plan", model, "Q4_0", "--cluster", "4, 2", status=2)

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from quantkit.formats import imatrix, journal
 from quantkit.formats.imatrix.second_moments import pack
 from quantkit.pipelines import on_cluster, resume
 from quantkit.pipelines.options import ConvertOptions, QuantizeOptions
+from quantkit.pipelines.pieces import Encoded, Piece
 from tests.archs.checkpoints import tiny
 from tests.cli.running import printed, refused
 from tests.cluster.models import COLUMNS, RULES, TYPES, contents, importance, make, write_model
@@ -64,11 +66,35 @@ def test_the_bytes_are_those_of_one_machine(
     )
 
 
-def test_one_worker_of_one_thread(large: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("processes", [1, 4])
+def test_other_numbers_of_processes(large: Path, tmp_path: Path, processes: int) -> None:
     make(large, tmp_path / "one.gguf")
-    with cluster.connect("local:1") as client:
+    with cluster.connect(f"local:{processes}") as client:
+        client.wait_for_workers(processes)
         written = make(large, tmp_path / "out.gguf", client)
-    assert len(written.workers) == 1
+    assert 1 <= len(written.workers) <= processes
+    assert contents(tmp_path / "out.gguf") == contents(tmp_path / "one.gguf")
+
+
+def test_a_task_takes_all_threads_of_a_worker(large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import distributed
+
+    threads = set[int]()
+
+    def noted(piece: Piece) -> Encoded:
+        threads.add(threading.get_ident())
+        time.sleep(0.01)  # so that one thread cannot do all
+        return encode(piece)
+
+    make(large, tmp_path / "one.gguf")
+    encode = Piece.encode
+    monkeypatch.setattr(Piece, "encode", noted)
+    options = {"n_workers": 1, "threads_per_worker": 3, "processes": False, "dashboard_address": "127.0.0.1:0"}
+    with distributed.LocalCluster(**options) as local, distributed.Client(local) as client:
+        written = make(large, tmp_path / "out.gguf", client)
+    (work,) = written.workers.values()
+    assert len(threads) == 3
+    assert work.tasks < work.pieces == 2 * PIECES + 2 * 3 + 1
     assert contents(tmp_path / "out.gguf") == contents(tmp_path / "one.gguf")
 
 
@@ -142,7 +168,8 @@ def test_pieces_are_not_encoded_twice(large: Path, tmp_path: Path, dask_client: 
     stop_after(5, large, out, client=dask_client, shared_output=shared)
     found = journal.read(out.with_name("out.gguf.partial-job.journal"))
     assert found is not None
-    finished = sum(len(entries) for entries in found.pieces.values())
+    bounds = [entry["pieces"] for entries in found.pieces.values() for entry in entries]
+    finished = sum(int(stop) - int(first) for first, stop in bounds)
     assert finished
     written = make(large, out, dask_client, shared_output=shared, on_message=said.append)
     assert said[0].startswith("resumed: ")

@@ -57,13 +57,10 @@ def slow_on_one(task: tuple[str, int]) -> int:
     return number
 
 
-def test_all_results_in_any_order_and_in_order(dask_client: Client) -> None:
-    assert sorted((d.task, d.result) for d in TaskRun(dask_client, square, range(30))) == [
-        (i, i * i) for i in range(30)
-    ]
-    ordered = list(TaskRun(dask_client, square, range(30), ordered=True))
-    assert [done.result for done in ordered] == [i * i for i in range(30)]
-    assert {done.worker for done in ordered} <= set(dask_client.nthreads())
+def test_all_results_in_any_order(dask_client: Client) -> None:
+    found = list(TaskRun(dask_client, square, range(30)))
+    assert sorted((d.task, d.result) for d in found) == [(i, i * i) for i in range(30)]
+    assert {done.worker for done in found} <= set(dask_client.nthreads())
 
 
 def test_few_tasks_are_submitted_ahead(dask_client: Client) -> None:

@@ -34,7 +34,7 @@ class Fault:
 
     path: str
     status: int = 0
-    retry_after: int | None = None
+    retry_after: int | str | None = None
     cut: int = -1
     method: str = "GET"
     times: int = 1

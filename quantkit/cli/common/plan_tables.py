@@ -59,13 +59,18 @@ def print_plan(plan: Plan, verbose: bool = False, budget: Budget | None = None, 
 
 def print_prediction(found: Prediction) -> None:
     """Print how long a cluster takes to quantize, and what binds."""
+    from quantkit.placement.many_machines import PARTS
+
     m = found.machines
-    parts = [(name, duration(getattr(found, name))) for name in ("encoding", "reading", "network")]
+    parts = [(name, duration(getattr(found, name))) for name in PARTS]
     print()
     print_table((f"{m.workers} x {m.cores} cores", "takes"), parts)
     print(
-        f"quantize: about {duration(found.seconds)}, {found.binds} binds; {found.tasks_per_core:.0f} tasks for each "
-        "core; encoders as fast as on a core of this machine"
+        f"quantize: about {duration(found.seconds)}, {found.binds} binds; encoders as fast as on a core of this machine"
+    )
+    print(
+        f"{found.tasks} tasks, {found.tasks / m.workers:.0f} for each worker, whose results take up to "
+        f"{found.worker_bytes / 1e6:.0f} MB of memory there"
     )
 
 

@@ -7,8 +7,8 @@ With `propagate="original"` the original layer makes the hidden states of the ne
 on the inputs that they will get, as GPTQ does.
 
 Memory: the sums of one layer, and the hidden states of all chunks, float32[chunks, n_ctx, n_embd], in a temporary file
-if they are large. A checkpoint's tensors are computed when they are read. An interrupted run resumes: the finished
-layers run again, but are not measured.
+if they are large. A checkpoint's tensors are computed when they are read; its files are fetched then, if it is on the
+Hub. An interrupted run resumes: the finished layers run again, but are not measured.
 """
 
 from __future__ import annotations
@@ -39,8 +39,11 @@ from quantkit.evaluate.layers.layer_by_layer import LayerRun, chunk_batches
 from quantkit.evaluate.text import DEFAULT_BATCH, DEFAULT_CONTEXT, Chunks, chunked
 from quantkit.formats import gguf
 from quantkit.formats.imatrix import Imatrix, check_policy, fill_missing
+from quantkit.formats.safetensors import CheckpointTensor
+from quantkit.hub.files import CheckpointFiles
 from quantkit.pipelines import api, planning
 from quantkit.pipelines.calibration import Stage
+from quantkit.pipelines.conversion.tensor import OutputTensor
 from quantkit.pipelines.options import PathLike, QuantizeOptions
 from quantkit.recipe import PlannedTensor
 from quantkit.runtime.scale_check import layer_of
@@ -119,8 +122,9 @@ def prepare(
         raise UnknownNameError("choice of --propagate", o.propagate, PROPAGATED)
     check_policy(o.missing_experts)
     form = MomentsForm.parse(o.second_moments) if o.second_moments and not options.no_second_moments else None
-    opened = planning.open_model(source, weights=True, options=options, mtp=options.mtp)
+    opened = planning.open_model(source, weights=True, options=options, mtp=options.mtp, in_any_order=True)
     assert opened.file is not None
+    _announce_layers(opened.file)
     model = _load(opened.file, options.threads, o.ctx_size)
     paths = [Path(text) for text in ([texts] if isinstance(texts, (str, os.PathLike)) else texts)]
     chunks = _joined([chunked(model.tokenizer, path, o.ctx_size, o.chunks) for path in paths])
@@ -136,6 +140,17 @@ def prepare(
     one_pass = _OnePass(model, head, chunks, form, o)
     on_message(one_pass.announcement())
     return replace(job, calibration=one_pass)
+
+
+def _announce_layers(file: gguf.GGUF | CheckpointView) -> None:
+    """Tell what fetches a checkpoint from the Hub which of its tensors make a layer."""
+    arrivals = getattr(file, "arrivals", None)
+    if isinstance(arrivals, CheckpointFiles):
+        inputs: dict[int, list[CheckpointTensor]] = {}
+        for tensor in file.tensors.values():
+            if isinstance(tensor, OutputTensor) and (layer := layer_of(tensor.name)) is not None:
+                inputs.setdefault(layer, []).extend(tensor.inputs)
+        arrivals.reads_together(inputs.values())
 
 
 def _load(file: gguf.GGUF | CheckpointView, threads: int | None, n_ctx: int) -> Model:

@@ -98,7 +98,8 @@ def open_model(
     With `weights`, the weight files of a directory are opened too, to read tensors as `convert` would write them. The
     `options` pre, metadata and model_name are those of `convert`; the latter two are an OptionError for a GGUF file.
     `mtp` says what becomes of a checkpoint's MTP layers, as in `convert`; of a GGUF file `quantkit mtp split` takes
-    them. What is open already is only wrapped. `in_any_order`: of a checkpoint on the Hub, tensors are read at any time.
+    them. What is open already is only wrapped. `in_any_order`: tensors of a checkpoint on the Hub are read at any
+    time.
     """
     options = options or QuantizeOptions()
     if isinstance(source, PlanInput):

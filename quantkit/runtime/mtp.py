@@ -144,9 +144,7 @@ class MtpHead:
     def _entering(self, layer: blocks.MtpLayer, tokens: np.ndarray, states: np.ndarray) -> np.ndarray:
         """float32[n_seq, k, n_embd] that enters the block, of tokens int[n_seq, k] and states float32[n_seq, k, n]."""
         run = self._runner
-        e = float_linear.embed(run.weights[layer.embedding], np.ascontiguousarray(tokens, np.int64).reshape(-1))
-        if layer.embedding_scale != 1:
-            e *= np.float32(layer.embedding_scale)
+        e = float_linear.embed(run.weights, layer, np.ascontiguousarray(tokens, np.int64).reshape(-1))
         h = np.ascontiguousarray(states).reshape(e.shape)
         both = np.concatenate([run.norm(layer.enorm, e), run.norm(layer.hnorm, h)], axis=1)
         return run.linear(layer.projection, both).reshape(states.shape)

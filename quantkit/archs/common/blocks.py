@@ -398,6 +398,7 @@ class MtpLayer:
     norm: Norm
     output: Linear
     embedding_scale: float = 1.0
+    embedding_factor: str | None = None  # as in Head
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping
 from quantkit.archs.common.blocks import Block, Head, HParams, MtpLayer
 from quantkit.archs.common.tensors import TensorRule, split_name
 from quantkit.errors import UnsupportedError
+from quantkit.formats.gguf.scales import scale_name
 from quantkit.inputs.settings import integer
 
 MTP = "mtp"
@@ -81,8 +82,10 @@ def layer(hp: HParams, block: Block, head: Head) -> MtpLayer:
     def has(part: str) -> bool:
         return f"{stem}.{part}.weight" in hp.tensors
 
+    embedding = f"{stem}.embed_tokens.weight" if has("embed_tokens") else head.embedding
+    factor = scale_name(embedding)
     return MtpLayer(
-        embedding=f"{stem}.embed_tokens.weight" if has("embed_tokens") else head.embedding,
+        embedding=embedding,
         enorm=hp.norm(f"{stem}.enorm"),
         hnorm=hp.norm(f"{stem}.hnorm"),
         projection=hp.linear(f"{stem}.eh_proj"),
@@ -90,4 +93,5 @@ def layer(hp: HParams, block: Block, head: Head) -> MtpLayer:
         norm=hp.norm(f"{stem}.shared_head_norm") if has("shared_head_norm") else head.norm,
         output=hp.linear(f"{stem}.shared_head_head") if has("shared_head_head") else head.output,
         embedding_scale=head.embedding_scale,
+        embedding_factor=factor if factor in hp.tensors else None,
     )

@@ -134,7 +134,7 @@ def _multiply(x: np.ndarray, panel: np.ndarray, out: np.ndarray, threads: int) -
     thread_pool.over_rows(task, len(tiles), threads=threads)
 
 
-def embed(tensors: Mapping[str, Tensor], head: blocks.Head, tokens: np.ndarray) -> np.ndarray:
+def embed(tensors: Mapping[str, Tensor], head: blocks.Head | blocks.MtpLayer, tokens: np.ndarray) -> np.ndarray:
     """float32[tokens, n_embd]: rows of the embedding that int[tokens] name, scaled. Only their groups are decoded."""
     x = _embedding_rows(tensors[head.embedding], tokens)
     if head.embedding_factor is not None:

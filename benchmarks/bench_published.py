@@ -49,7 +49,7 @@ TABLE = Table(
         Column("detour_disk", "floats, GB", ".1f"),
         Column("equal", "same bytes"),
     ),
-    "To IQ4_K at effort fast. The peak is that of the straight way; most of it are mapped pages of the checkpoint.",
+    "To IQ4_K at effort fast, on a machine that others use too. The peak is of the straight way, with mapped pages.",
 )
 _POOL = 1 << 24
 _GROUP = 128
@@ -168,7 +168,7 @@ def main() -> None:
             for size in options.sizes.split(","):
                 rows.append(measure(Path(directory), kind, float(size), options))
                 print(json.dumps(rows[-1]), flush=True)
-    records.save(TABLE, rows, options)
+                records.save(TABLE, rows, options)  # each time: the next size takes longer
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import quantkit
 from quantkit import recipe, types
 from quantkit.cli import main
 from quantkit.errors import FormatError, QuantkitError, UnsupportedError
+from quantkit.evaluate.layers.tensor_errors import tensor_errors
 from quantkit.formats import gguf
 from quantkit.formats.gguf import TensorSpec, Writer
 from quantkit.formats.safetensors import open_checkpoint
@@ -108,6 +109,16 @@ def test_models_run_with_them(stored: dict[str, Path], floats: dict[str, Path]) 
         first = fast.forward(TOKENS[:-1], cache)
         both = np.concatenate([first, fast.forward(TOKENS[-1:], cache)])
         np.testing.assert_allclose(both, expected, atol=0.05 * np.abs(expected).max())
+
+
+def test_errors_of_tensors(stored: dict[str, Path], floats: dict[str, Path]) -> None:
+    """The scales are in a tensor's values, on either side."""
+    tokens = np.array([TOKENS])
+    for a, b in ((stored, floats), (floats, stored)):
+        for arch in stored:
+            errors = tensor_errors(quantkit.load(a[arch]), gguf.open(b[arch]), tokens)
+            assert any(error.name.endswith("ffn_down.weight") or error.name == DOWN for error in errors)
+            assert max(error.error for error in errors) < 1e-5, (arch, a is stored)
 
 
 def test_quantizing_the_file_applies_the_scales(stored: dict[str, Path], tmp_path: Path) -> None:

@@ -8,14 +8,13 @@ from 0.0008 to 21 have block scales of full precision.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from quantkit.formats.gguf import Metadata, scales
+from quantkit.formats.gguf import scales
 from quantkit.pipelines.pieces import QuantizeSource, SourceTensor
 from quantkit.recipe import Plan
 from quantkit.types import QuantType
@@ -37,23 +36,10 @@ class _NewScale:
 
 
 class WithNewScales:
-    """An input of `quantize`, with the new scales of a plan among its tensors."""
+    """The tensors of an input of `quantize`, and the scales of a plan that it has not, `new`."""
 
     def __init__(self, source: QuantizeSource, plan: Plan):
-        self._source = source
         path = Path(source.paths[0])
-        new = {t.name: _NewScale(t.shape, t.source, path) for t in plan.tensors if t.name not in source.tensors}
-        self.tensors: Mapping[str, SourceTensor] = {**source.tensors, **new}
-
-    @property
-    def metadata(self) -> Metadata:
-        """Those of the input."""
-        return self._source.metadata
-
-    @property
-    def paths(self) -> Sequence[Path]:
-        """The files of the input."""
-        return self._source.paths
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._source, name)
+        made = {t.name: _NewScale(t.shape, t.source, path) for t in plan.tensors if t.name not in source.tensors}
+        self.new = frozenset(made)
+        self.tensors: Mapping[str, SourceTensor] = {**source.tensors, **made}

@@ -153,13 +153,13 @@ def quantize_with_plan(
     refuse_inputs([out], source.paths)
     if calibration is not None and any(t.scale is not None for t in plan.tensors):
         raise OptionError("--scale-nvfp4: --calibrate runs layers that are written already, without new scales")
-    given, source = source, WithNewScales(source, plan)
     metadata = output_metadata(source.metadata, plan, imatrix, imatrix_file, overrides, effort, hide_imatrix)
     if calibration is not None:
         _set_calibration(metadata, calibration, hide_imatrix)
     if part is not None:
         part.set_keys(metadata, plan)
         plan = part.of(plan)
+    scaled = WithNewScales(source, plan)
     expected = _expected_records(plan, imatrix, effort, calibration)
     arrivals: Arrivals | None = getattr(source, "arrivals", None)
     job = resume.ResumableJob(
@@ -184,14 +184,14 @@ def quantize_with_plan(
         old = resume.open_old_shards(existing)
     with Writer(out, metadata, specs, *limits, resumable=True, chosen=chosen) as writer:
         try:
-            for message in job.find_unchanged(source.tensors, plan.tensors, old, threads=threads, progress=progress):
+            for message in job.find_unchanged(scaled.tensors, plan.tensors, old, threads=threads, progress=progress):
                 on_message(message)
             job.start(writer)
-            run = _Run(source, plan, effort, job, writer, arrivals)
+            run = _Run(scaled, plan, effort, job, writer, arrivals)
             pool = None
             if client is not None:
                 shared = on_cluster.shared_files(writer, job.layouts) if shared_output else None
-                pool = on_cluster.Workers(client, given, imatrix_file, shared, on_message)
+                pool = on_cluster.Workers(client, source, imatrix_file, shared, on_message)
             with Bar(run.nbytes, progress) as bar:
                 for stage in _stages(plan, imatrix, calibration, job, bar):
                     if pool is None:
@@ -266,7 +266,7 @@ class _Run:
 
     def __init__(
         self,
-        source: QuantizeSource,
+        source: WithNewScales,
         plan: Plan,
         effort: str,
         job: resume.ResumableJob,
@@ -345,14 +345,17 @@ class _Run:
             yield from ((name, functools.partial(left.counted, make)) for _, make in jobs)
 
     def copies(self, stage: Stage) -> Iterator[Job]:
-        """The pieces of a stage that are copied from an older file."""
-        return self._pieces([t for t in stage.tensors if t.name in self._job.copied], None)
+        """The pieces of a stage that are copied from an older file, and new scales: what no worker can read."""
+        return self._pieces(
+            [t for t in stage.tensors if t.name in self._job.copied or t.name in self._source.new], None
+        )
 
     def encodings(self, stage: Stage) -> Iterator[tuple[TensorProgress, Callable[[int], Piece], provenance.Record]]:
         """The unfinished tensors of a stage that are not copied: their pieces left, by number, and their records."""
         moments = PreparedMoments(stage.imatrix) if stage.imatrix is not None else None
         for planned in stage.tensors:
-            if planned.name not in self._job.copied and (progress := self._begin(planned)):
+            is_here = planned.name in self._job.copied or planned.name in self._source.new
+            if not is_here and (progress := self._begin(planned)):
                 make = functools.partial(self._piece, progress, moments)
                 yield progress, make, self._job.expected[planned.name]
 

@@ -35,7 +35,7 @@ class _Read(Tensor):
 
     def __init__(self, tensor: Tensor, data: np.ndarray):
         super().__init__(tensor.name, tensor.shape, tensor.type, tensor.nbytes, 0, tensor.path)
-        self._file = data
+        self._file, self.scale = data, tensor.scale
 
 
 @dataclass(frozen=True)

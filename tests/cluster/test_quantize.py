@@ -17,9 +17,10 @@ import numpy as np
 import pytest
 
 import quantkit
-from quantkit import cluster
+from quantkit import cluster, types
 from quantkit.errors import DataError, OptionError, QuantkitError, UnsupportedError
-from quantkit.formats import imatrix, journal
+from quantkit.formats import gguf, imatrix, journal
+from quantkit.formats.gguf import TensorSpec, Writer
 from quantkit.formats.imatrix.second_moments import pack
 from quantkit.pipelines import on_cluster, resume
 from quantkit.pipelines.options import ConvertOptions, QuantizeOptions
@@ -128,6 +129,28 @@ def test_a_checkpoint_is_converted_and_quantized(tmp_path: Path, dask_client: Cl
     quantkit.quantize(tmp_path / "hf", tmp_path / "one.gguf", "Q8_0")
     quantkit.quantize(tmp_path / "hf", tmp_path / "out.gguf", "Q8_0", client=dask_client)
     assert contents(tmp_path / "out.gguf") == contents(tmp_path / "one.gguf")
+
+
+def test_scales_of_nvfp4(tmp_path: Path, dask_client: Client) -> None:
+    """Read from another shard than their tensor, and new ones."""
+    rng = np.random.default_rng(8)
+    x = rng.standard_normal((128, 256)).astype("<f4") * np.float32(0.02)
+    specs = [TensorSpec("blk.0.ffn_up.weight", x.shape, types.get("nvfp4")),
+             TensorSpec("blk.0.ffn_up.scale", (1,), types.get("f32")),
+             TensorSpec("blk.0.ffn_down.weight", x.shape, types.get("f32"))]  # fmt: skip
+    data = types.get("nvfp4").quantize(x * 128), np.full(1, 2.0**-7, "<f4").view(np.uint8), x.view(np.uint8)
+    with Writer(tmp_path / "in.gguf", {"general.architecture": "llama"}, specs, split_max_tensors=1) as writer:
+        for spec, values in zip(specs, data):
+            writer.write(spec.name, values)
+    source = tmp_path / "in-00001-of-00003.gguf"
+    for target, options in (
+        ("Q8_0", QuantizeOptions(allow_requantize=True)), ("NVFP4", QuantizeOptions(scale_nvfp4=True, pure=True)),
+    ):  # fmt: skip
+        quantkit.quantize(source, tmp_path / "here.gguf", target, options)
+        quantkit.quantize(source, tmp_path / "there.gguf", target, options, client=dask_client)
+        assert (tmp_path / "there.gguf").read_bytes() == (tmp_path / "here.gguf").read_bytes()
+        scaled = {t.name: t.scales is not None for t in gguf.open(tmp_path / "here.gguf").tensors.values()}
+        assert scaled["blk.0.ffn_down.weight"] == (target == "NVFP4")
 
 
 def test_values_that_are_not_finite_are_named(tmp_path: Path, dask_client: Client) -> None:

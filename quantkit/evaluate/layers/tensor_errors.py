@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from quantkit import types
+from quantkit.codegen import jit
 from quantkit.errors import DataError
 from quantkit.evaluate.layers.parts import parts
-from quantkit.formats.gguf import GGUF, Tensor
+from quantkit.formats.gguf import GGUF, Tensor, scales
 
 if TYPE_CHECKING:
     from quantkit.runtime.model import Model
@@ -38,12 +40,13 @@ def tensor_errors(reference: Model, file: GGUF, tokens: np.ndarray) -> list[Tens
     """The error that each tensor of a file adds to a model, over new sequences int[n_seq, len], in the model's order.
 
     The file's tensors replace those of the reference, so the file is not opened as a model. Tensors that are equal byte
-    for byte are skipped.
+    for byte are skipped. The scales of an NVFP4 tensor count as part of it.
     """
     errors: list[tuple[str, int | None, str, float]] = []
+    applied = scales.all_companions({name: tensor.type for name, tensor in reference.weights.items()})
     for part in parts(reference, tokens):
         y = part.run({})
-        for name in part.weights:
+        for name in (name for name in part.weights if name not in applied):
             ours, theirs = reference.weights[name], file.tensors.get(name)
             if theirs is None or theirs.shape != ours.shape:
                 raise DataError(
@@ -57,7 +60,7 @@ def tensor_errors(reference: Model, file: GGUF, tokens: np.ndarray) -> list[Tens
                         f"{name} as output" if is_tied else name,
                         part.layer,
                         theirs.type.name,
-                        _distance(part.run({name: theirs}), y),
+                        _distance(part.run({name: _in_place_of(ours, theirs)}), y),
                     )
                 )
     total = sum(error**2 for *_, error in errors) or 1.0
@@ -65,7 +68,32 @@ def tensor_errors(reference: Model, file: GGUF, tokens: np.ndarray) -> list[Tens
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    return a.type is b.type and np.array_equal(a.data, b.data)
+    return a.type is b.type and np.array_equal(a.data, b.data) and _same_scales(a, b)
+
+
+def _same_scales(a: Tensor, b: Tensor) -> bool:
+    x, y = a.scales, b.scales
+    return x is y or (x is not None and y is not None and np.array_equal(x, y))
+
+
+class _Values(Tensor):
+    """A tensor of float32 in memory, in place of another."""
+
+    __slots__ = ()
+
+    def __init__(self, replaced: Tensor, values: np.ndarray):
+        super().__init__(replaced.name, replaced.shape, types.get("f32"), values.nbytes, 0, replaced.path)
+        self._file = jit.readonly(np.ascontiguousarray(values).reshape(-1).view(np.uint8))
+
+
+def _in_place_of(ours: Tensor, theirs: Tensor) -> Tensor:
+    """A tensor with the values of `theirs`, for a model that multiplies products with it by the scales of `ours`."""
+    if _same_scales(ours, theirs):
+        return theirs
+    values, factors = theirs.dequantize(), ours.scales
+    if factors is not None:
+        values = values / factors.reshape(*ours.shape[:-2], 1, 1)
+    return _Values(ours, values)
 
 
 def _distance(y: np.ndarray, reference: np.ndarray) -> float:

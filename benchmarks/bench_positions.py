@@ -7,8 +7,8 @@ tokens are scored. Hidden states of a chunk are kept, and logits are made of 256
 grow with the vocabulary. An error is that of the mean over blocks of 64 tokens, since tokens nearby are alike.
 
 With a context beyond the trained one, MODEL and its quantized files get a larger base of the rotation: for s times the
-context and heads of d, s^(d/(d-2)) times the base. No model was trained for that: such figures tell what quantization does
-to attention over many keys, not how good the model is there.
+context and heads of d, s^(d/(d-2)) times the base. No model was trained for that: such figures tell what quantization
+does to attention over many keys, not how good the model is there.
 
 The last line is JSON.
 """

@@ -3,7 +3,7 @@
 Grouped-query attention with biases and "neox" RoPE of part of each head. The leading layers are dense; the others have
 a shared expert and routed experts selected by sigmoid scores plus a bias. The largest models RMS-norm queries and keys.
 
-MTP layers are kept in files, after the main layers; they are not run.
+MTP layers are kept in files, after the main layers. From GLM-4.6 on they share the model's embedding and output.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import quantkit
 from quantkit import types
 from quantkit.archs.common import validate
 from quantkit.cli import main
-from quantkit.errors import DataError, FormatError, UnsupportedError
+from quantkit.errors import DataError, UnsupportedError
 from quantkit.evaluate.imatrix.one_pass import CalibrationOptions, quantize_calibrated
 from quantkit.evaluate.imatrix.run import ImatrixOptions, imatrix
 from quantkit.evaluate.mtp import Drafting, continued, measure
@@ -100,7 +100,7 @@ def test_what_cannot_be_joined_or_run_is_refused(files: Path, tmp_path: Path) ->
         plan_join(whole, head)
     with pytest.raises(UnsupportedError, match="no MTP layers"):
         plan_join(trunk, trunk)
-    with pytest.raises(FormatError, match=r"MTP layers alone.*--head FILE"):
+    with pytest.raises(UnsupportedError, match=r"MTP layers alone.*--head FILE"):
         quantkit.load(head.path)
     assert validate.problems(head.metadata, head.tensors) == []
     with pytest.raises(UnsupportedError, match=r"no MTP layers.*--mtp keep"):

@@ -122,7 +122,10 @@ def _read(metadata: Mapping[str, object], tensors: Mapping[str, Shaped]) -> Desc
 
 
 def _check_layers(name: str, metadata: Mapping[str, object], tensors: Mapping[str, Shaped]) -> None:
-    """FormatError if a layer that the metadata count has no tensors, or a tensor belongs to a layer beyond them."""
+    """FormatError if a layer that the metadata count has no tensors, or a tensor belongs to a layer beyond them.
+
+    UnsupportedError for a file of MTP layers alone.
+    """
     key, value = f"{name}.block_count", metadata.get(f"{name}.block_count")
     if not isinstance(value, int):
         raise FormatError(f"metadata key {key} is missing; the file is not a complete {name} model")
@@ -132,7 +135,7 @@ def _check_layers(name: str, metadata: Mapping[str, object], tensors: Mapping[st
             f"metadata key {name}.nextn_predict_layers = {n_mtp_layers}, {key} = {value}: no layer would run"
         )
     if is_mtp_only(metadata, tensors):
-        raise FormatError(
+        raise UnsupportedError(
             "the file has MTP layers alone, without the blocks of a model; draft with them by `quantkit mtp MODEL "
             "--head FILE`, or put them into a model's file by `quantkit mtp join`"
         )

@@ -95,7 +95,7 @@ def packages() -> None:
     p.note(
         390,
         825,
-        "Imports point downwards. In a row: hub and archs import formats, tokenizers and vision both, placement recipe.",
+        "Imports point downwards. In a row hub, archs import formats, tokenizers and vision both, placement recipe.",
     )
     p.save("packages")
 

@@ -95,8 +95,7 @@ def packages() -> None:
     p.note(
         390,
         825,
-        "Imports point downwards. Within a row: hub and archs import formats, "
-        "tokenizers and vision import both, placement imports recipe.",
+        "Imports point downwards. In a row hub, archs import formats, tokenizers and vision both, placement recipe.",
     )
     p.save("packages")
 

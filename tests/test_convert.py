@@ -25,7 +25,7 @@ from quantkit.formats.safetensors import CheckpointSpec, CheckpointWriter, open_
 from quantkit.pipelines.conversion.convert import convert_checkpoint
 from quantkit.pipelines.conversion.plan import plan_conversion
 from quantkit.pipelines.export import export_gguf
-from tests.archs.checkpoints import as_fp8, as_int4, tiny
+from tests.archs.checkpoints import as_fp8, as_int4, loaded, tiny
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 64}  # fmt: skip
@@ -61,12 +61,11 @@ def log_probabilities(logits: np.ndarray) -> np.ndarray:
 def test_every_architectures_example(tmp_path: Path, arch: str) -> None:
     """Converted, run by quantkit, exported again: the logits are those of transformers all the way."""
     import torch
-    import transformers
 
     model = tiny(tmp_path / "hf", arch=arch)
     convert_checkpoint(tmp_path / "hf", tmp_path / "m.gguf", "f32")
     export_gguf(tmp_path / "m.gguf", tmp_path / "back")
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    again = loaded(tmp_path / "back")
     tokens = np.random.default_rng(3).integers(2, 320, 100).tolist()
     with torch.no_grad():
         expected = model(torch.tensor([tokens])).logits

@@ -127,6 +127,16 @@ def tiny(directory: Path, dtype: str = "float32", arch: str = "llama", **config:
     return model
 
 
+def loaded(directory: Path) -> Any:
+    """The model of a checkpoint in transformers, also of a class that AutoModelForCausalLM does not list."""
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(directory)
+    auto = transformers.AutoModelForCausalLM
+    kind = auto if type(config) in auto._model_mapping else getattr(transformers, config.architectures[0])
+    return kind.from_pretrained(directory)
+
+
 def _multimodal(text: dict[str, Any]) -> Any:
     """A multimodal model with this language model and a tiny image encoder, for classes without one of text alone."""
     import transformers

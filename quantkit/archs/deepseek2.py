@@ -348,7 +348,7 @@ class DeepSeek2(Decoder):
         sigmoid = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
         if metadata.get("tokenizer.ggml.pre") in _GLM_TOKENIZERS:
             return {"architectures": ["Glm4MoeLiteForCausalLM"], "model_type": "glm4_moe_lite",
-                    "mlp_layer_types": mlp_layer_types(hp)} | sigmoid  # fmt: skip
+                    "mlp_layer_types": experts.mlp_layer_types(hp)} | sigmoid  # fmt: skip
         return {"architectures": [self.hf[0]], "model_type": self.model_type} | sigmoid
 
     # --------------------------------------------------------------------------------------------------- runtime side
@@ -408,11 +408,6 @@ class DeepSeek2(Decoder):
 
     def feed_forward(self, hp: HParams, i: int) -> Part:
         return experts.feed_forward(hp, i)
-
-
-def mlp_layer_types(hp: HParams) -> list[str]:
-    """What transformers 5 calls the feed-forward of each layer."""
-    return ["dense"] * hp.n_leading_dense + ["sparse"] * (hp.n_main - hp.n_leading_dense)
 
 
 def _gating(config: Config) -> str:

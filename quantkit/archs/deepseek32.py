@@ -20,7 +20,7 @@ from quantkit.archs.common.base import EMBEDDING_RULES, OUTPUT_RULES, Config, Ke
 from quantkit.archs.common.blocks import HParams, Indexer, LatentAttention, Norm
 from quantkit.archs.common.shapes import ExpectedTensor, Sizes
 from quantkit.archs.common.tensors import LazyTensor, Shape, TensorRule
-from quantkit.archs.deepseek2 import ATTENTION_RULES, DeepSeek2, LatentHParams, half_rules, mlp_layer_types
+from quantkit.archs.deepseek2 import ATTENTION_RULES, DeepSeek2, LatentHParams, half_rules
 from quantkit.formats.gguf.metadata import Entries
 
 _KEY_EPS = 1e-6
@@ -130,8 +130,13 @@ class DeepSeek32(DeepSeek2):
         }
 
     def class_settings(self, hp: HParams, metadata: Mapping[str, object]) -> dict[str, Any]:
-        return {"architectures": [self.hf[0]], "model_type": self.model_type, "mlp_layer_types": mlp_layer_types(hp),
-                "scoring_func": hp.gating, "topk_method": "noaux_tc"}  # fmt: skip
+        return {
+            "architectures": [self.hf[0]],
+            "model_type": self.model_type,
+            "mlp_layer_types": experts.mlp_layer_types(hp),
+            "scoring_func": hp.gating,
+            "topk_method": "noaux_tc",
+        }
 
     # --------------------------------------------------------------------------------------------------- runtime side
 

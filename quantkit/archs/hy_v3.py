@@ -85,7 +85,7 @@ class HyV3(Qwen3):
             "num_experts_per_tok": routed["num_experts_per_tok"],
             "num_shared_experts": routed["n_shared_experts"],
             "router_scaling_factor": routed["routed_scaling_factor"],
-            "mlp_layer_types": ["dense"] * hp.n_leading_dense + ["sparse"] * (hp.n_main - hp.n_leading_dense),
+            "mlp_layer_types": experts.mlp_layer_types(hp),
             "num_nextn_predict_layers": hp.n_mtp_layers,
         }
 

@@ -135,7 +135,7 @@ class MiMo2(Decoder):
             "v_head_dim": hp.head_dim_v,
             "sliding_window": hp.window,
             "layer_types": [f"{'sliding' if local else 'full'}_attention" for local in hp.is_local],
-            "mlp_layer_types": ["dense"] * hp.n_leading_dense + ["sparse"] * (hp.n_main - hp.n_leading_dense),
+            "mlp_layer_types": experts.mlp_layer_types(hp),
             "attention_value_scale": shortest(hp.value_scale),
             "max_position_embeddings": hp.n_ctx_train,
             "rms_norm_eps": shortest(hp.norm_eps),

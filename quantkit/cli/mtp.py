@@ -187,10 +187,7 @@ def split(
         raise OptionError("mtp split needs --trunk OUT, --head OUT or both")
     file = gguf.require_model(gguf.open(source))
     jobs = [(plan(file), out) for plan, out in ((plan_trunk, trunk), (plan_head, head)) if out is not None]
-    limits = {
-        "split_max_bytes": split_limit(split_max_size, split_max_tensors, False),
-        "split_max_tensors": split_max_tensors,
-    }
+    limits = _limits(split_max_size, split_max_tensors)
     _write(jobs, source, dry_run, threads, json, limits)
 
 
@@ -212,12 +209,17 @@ def join(
     from quantkit.formats import gguf
     from quantkit.pipelines.mtp import plan_join
 
-    limits = {
+    limits = _limits(split_max_size, split_max_tensors)
+    job = plan_join(gguf.require_model(gguf.open(trunk)), gguf.require_model(gguf.open(head)))
+    _write([(job, out)], trunk, dry_run, threads, json, limits)
+
+
+def _limits(split_max_size: str | None, split_max_tensors: int | None) -> dict[str, Any]:
+    """The bounds of shards, as `Rewrite.write` takes them."""
+    return {
         "split_max_bytes": split_limit(split_max_size, split_max_tensors, False),
         "split_max_tensors": split_max_tensors,
     }
-    job = plan_join(gguf.require_model(gguf.open(trunk)), gguf.require_model(gguf.open(head)))
-    _write([(job, out)], trunk, dry_run, threads, json, limits)
 
 
 def _write(

@@ -361,7 +361,9 @@ class Arch(ABC):
     def head(self, hparams: HParams) -> Head:
         """The embedding, the last norm and the output matrix."""
         output = "token_embd" if hparams.tied else "output"
-        return Head("token_embd.weight", hparams.norm("output_norm"), hparams.linear(output))
+        factor = hparams.linear("token_embd").scale
+        norm, matrix = hparams.norm("output_norm"), hparams.linear(output)
+        return Head("token_embd.weight", norm, matrix, embedding_factor=factor)
 
 
 def _check_experts(rules: Sequence[TensorRule], names: Collection[str], hp: HParams) -> None:

@@ -164,6 +164,11 @@ def entries(name: str, config: Config) -> Entries:
     return {f"{name}.{key}": entry for key, entry in found.items()}
 
 
+def mlp_layer_types(hp: HParams) -> list[str]:
+    """What transformers 5 calls the feed-forward of each layer."""
+    return ["dense"] * hp.n_leading_dense + ["sparse"] * (hp.n_main - hp.n_leading_dense)
+
+
 def leading_dense(config: Config) -> int | None:
     """The dense layers before the first one with experts, from `mlp_layer_types`; None where config.json has none."""
     kinds = list(sequence(config, "mlp_layer_types"))

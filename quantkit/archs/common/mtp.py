@@ -13,7 +13,6 @@ from collections.abc import Collection, Mapping
 from quantkit.archs.common.blocks import Block, Head, HParams, MtpLayer
 from quantkit.archs.common.tensors import TensorRule, split_name
 from quantkit.errors import UnsupportedError
-from quantkit.formats.gguf.scales import scale_name
 from quantkit.inputs.settings import integer
 
 MTP = "mtp"
@@ -82,10 +81,9 @@ def layer(hp: HParams, block: Block, head: Head) -> MtpLayer:
     def has(part: str) -> bool:
         return f"{stem}.{part}.weight" in hp.tensors
 
-    embedding = f"{stem}.embed_tokens.weight" if has("embed_tokens") else head.embedding
-    factor = scale_name(embedding)
+    own = hp.linear(f"{stem}.embed_tokens") if has("embed_tokens") else None
     return MtpLayer(
-        embedding=embedding,
+        embedding=own.weight if own else head.embedding,
         enorm=hp.norm(f"{stem}.enorm"),
         hnorm=hp.norm(f"{stem}.hnorm"),
         projection=hp.linear(f"{stem}.eh_proj"),
@@ -93,5 +91,5 @@ def layer(hp: HParams, block: Block, head: Head) -> MtpLayer:
         norm=hp.norm(f"{stem}.shared_head_norm") if has("shared_head_norm") else head.norm,
         output=hp.linear(f"{stem}.shared_head_head") if has("shared_head_head") else head.output,
         embedding_scale=head.embedding_scale,
-        embedding_factor=factor if factor in hp.tensors else None,
+        embedding_factor=own.scale if own else head.embedding_factor,
     )

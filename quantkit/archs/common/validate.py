@@ -14,7 +14,7 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from quantkit import archs
 from quantkit.archs.common import blocks, checked
@@ -116,9 +116,7 @@ def _read(metadata: Mapping[str, object], tensors: Mapping[str, Shaped]) -> Desc
     checked.check_tokenizer(metadata)
     _check_layers(name, metadata, tensors)
     hp = arch.hparams(metadata, tensors.keys())
-    head = arch.head(hp)
-    factor = scale_name(head.embedding)
-    return Description(arch, hp, arch.blocks(hp), replace(head, embedding_factor=factor) if factor in tensors else head)
+    return Description(arch, hp, arch.blocks(hp), arch.head(hp))
 
 
 def _check_layers(name: str, metadata: Mapping[str, object], tensors: Mapping[str, Shaped]) -> None:

@@ -75,12 +75,15 @@ def checked(values: np.ndarray, where: str) -> np.ndarray:
     )
 
 
+def _rows_of_matrix(tensor: Scaled) -> int:
+    return tensor.shape[-2] if len(tensor.shape) > 1 else 1
+
+
 def decode(tensor: Scaled, data: np.ndarray, start: int, threads: int | None = None) -> np.ndarray:
     """float32[rows, n]: the values of rows from `start` on, given their bytes."""
     x = tensor.type.dequantize(data, tensor.shape[-1], threads=threads)
     if tensor.scales is not None:
-        rows = tensor.shape[-2] if len(tensor.shape) > 1 else 1
-        x *= tensor.scales[np.arange(start, start + len(x)) // rows, None]
+        x *= tensor.scales[np.arange(start, start + len(x)) // _rows_of_matrix(tensor), None]
     return x
 
 
@@ -88,6 +91,5 @@ def hash_of_piece(tensor: Scaled, data: np.ndarray, start: int) -> bytes:
     """SHA-256 of rows of one matrix, and of the number that they are multiplied by if there is one."""
     digest = hashlib.sha256(np.ascontiguousarray(data).data)
     if tensor.scales is not None:
-        rows = tensor.shape[-2] if len(tensor.shape) > 1 else 1
-        digest.update(np.ascontiguousarray(tensor.scales[start // rows], "<f4").tobytes())
+        digest.update(np.ascontiguousarray(tensor.scales[start // _rows_of_matrix(tensor)], "<f4").tobytes())
     return digest.digest()

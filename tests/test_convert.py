@@ -64,17 +64,22 @@ def test_every_architectures_example(tmp_path: Path, arch: str) -> None:
 
     model = tiny(tmp_path / "hf", arch=arch)
     convert_checkpoint(tmp_path / "hf", tmp_path / "m.gguf", "f32")
-    export_gguf(tmp_path / "m.gguf", tmp_path / "back")
-    again = loaded(tmp_path / "back")
     tokens = np.random.default_rng(3).integers(2, 320, 100).tolist()
     with torch.no_grad():
         expected = model(torch.tensor([tokens])).logits
+    ours = log_probabilities(quantkit.load(tmp_path / "m.gguf").logits(tokens))
+    assert np.abs(ours - log_probabilities(expected[0].numpy())).max() < 1e-3
+    if arch == "step35":
+        with pytest.raises(UnsupportedError, match="has no class of the language model alone"):
+            export_gguf(tmp_path / "m.gguf", tmp_path / "back")
+        return
+    export_gguf(tmp_path / "m.gguf", tmp_path / "back")
+    again = loaded(tmp_path / "back")
+    with torch.no_grad():
         back = again(torch.tensor([tokens])).logits
         # float32 rounds norm weights plus 1 (Gemma, Nemotron) and the exponential of A_log (recurrent layers)
         rounded = arch in ("gemma2", "gemma3", "nemotron") or any("A_log" in name for name in model.state_dict())
         assert torch.allclose(back, expected, atol=1e-4) if rounded else torch.equal(back, expected)
-    ours = log_probabilities(quantkit.load(tmp_path / "m.gguf").logits(tokens))
-    assert np.abs(ours - log_probabilities(expected[0].numpy())).max() < 1e-3
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -236,11 +236,16 @@ def test_what_the_type_cannot_say_becomes_bf16(sources: dict[str, Path], tmp_pat
     assert "become nvfp4, which --dialect ik does not read" in capsys.readouterr().err
 
 
-def test_devices_refuse_scales_of_experts(stored: dict[str, Path]) -> None:
-    with pytest.raises(UnsupportedError, match=r"blk.0.ffn_gate_exps.scale scales the matrices of experts"):
-        quantkit.load(stored["qwen3moe"], devices="cpu:0=1GiB,cpu:1=1GiB")
-    several = quantkit.load(stored["llama"], devices="cpu:0=1GiB,cpu:1=1GiB", split_mode="graph")
-    np.testing.assert_allclose(several.logits(TOKENS), quantkit.load(stored["llama"]).logits(TOKENS), atol=1e-4)
+def test_scales_on_several_devices(stored: dict[str, Path]) -> None:
+    devices = "cpu:0=1GiB,cpu:1=1GiB"
+    with pytest.raises(UnsupportedError, match=r"blk.0.ffn_gate_exps.scale scales .* of experts that devices share"):
+        quantkit.load(stored["qwen3moe"], devices=devices, split_mode="graph")
+    ways: list[tuple[str, dict[str, Any]]] = [
+        ("llama", {"split_mode": "graph"}), ("qwen3moe", {}), ("qwen3moe", {"override_tensor": "down_exps=cpu:1"}),
+    ]  # fmt: skip
+    for arch, how in ways:
+        several, alone = quantkit.load(stored[arch], devices=devices, **how), quantkit.load(stored[arch])
+        np.testing.assert_allclose(several.logits(TOKENS), alone.logits(TOKENS), atol=1e-4)
 
 
 @pytest.fixture(scope="module")

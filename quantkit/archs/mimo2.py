@@ -158,9 +158,8 @@ class MiMo2(Decoder):
 
     def numbers(self, keys: Keys, tensors: Collection[str]) -> dict[str, Any]:
         key = f"{self.name}.attention.head_count_kv"
-        layers = keys.number("block_count")
-        heads = _of_layers(keys, "attention.head_count_kv", layers)
-        local = [bool(i) for i in _of_layers(keys, "attention.sliding_window_pattern", layers)]
+        heads = keys.per_layer("attention.head_count_kv")
+        local = [bool(i) for i in keys.per_layer("attention.sliding_window_pattern")]
         found = super().numbers(Keys(self.name, {**keys.metadata, key: max(heads)}), tensors)
         wrong = [i for i, count in enumerate(heads) if not count or found["n_head"] % count]
         if wrong:
@@ -193,18 +192,6 @@ class MiMo2(Decoder):
 
 
 _NOT_HERE = ("n_shared_experts", "first_k_dense_replace")
-
-
-def _of_layers(keys: Keys, key: str, layers: int) -> list[int]:
-    """The numbers of a key for each layer. FormatError if there are not as many as layers."""
-    value = keys.need(key)
-    found = [int(i) for i in value] if isinstance(value, (list, tuple)) else [int(value)] * layers
-    if len(found) != layers:
-        raise FormatError(
-            f"metadata key {keys.arch}.{key} has {len(found)} entries, {keys.arch}.block_count is {layers}; it has to "
-            "have one for each layer"
-        )
-    return found
 
 
 def _settings(config: Config) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
     of_layers(metadata, n_ctx, types.layout("f16"), types.layout("q8_0"))    bytes of each layer
 
-    attention     per KV head n_ctx rows of key_length in the key type, and of value_length in the value type
+    attention     per KV head n_ctx rows of key_length in the key type, and of value_length in the value type; in layers
+                  that sliding_window_pattern lists, of key_length_swa and value_length_swa if there are such keys
     latent        n_ctx rows of kv_lora_rank + RoPE dims in the key type (`mla` 1 to 3), and with an indexer of its
                   key in the value type; `mla` 0 caches full heads
     recurrent     conv_kernel - 1 columns and a state of heads * key dim * value dim in float32, for any context
@@ -57,8 +58,10 @@ def of_layers(
             found.append(n_ctx * rows)
         else:
             kv_heads = heads if latent else kv_heads
-            k = number("attention.key_length_mla") or number("attention.key_length") or width
-            v = number("attention.value_length_mla") or number("attention.value_length") or width
+            listed = metadata.get(f"{arch}.attention.sliding_window_pattern")
+            own = "_swa" if isinstance(listed, (list, tuple)) and listed[layer] else "_mla"
+            k = number(f"attention.key_length{own}") or number("attention.key_length") or width
+            v = number(f"attention.value_length{own}") or number("attention.value_length") or width
             found.append(n_ctx * kv_heads * (_row(keys, k) + _row(values, v)))
     return found
 

@@ -100,6 +100,11 @@ def _groups(
             f"{part.sub_norm.weight}: the outputs of all heads or columns are normalized together, which -sm graph "
             "cannot shard; use -sm layer"
         )
+    if isinstance(part, blocks.Experts) and part.routed_norm is not None:
+        raise UnsupportedError(
+            f"{part.routed_norm.weight}: the experts' sum is normalized before the dense feed-forward is added, which "
+            "-sm graph cannot shard; use -sm layer"
+        )
     if isinstance(part, blocks.Attention):
         return [(_attention(part, tensors), part.kv_heads)]
     if isinstance(part, blocks.LatentAttention):
@@ -136,6 +141,7 @@ def _attention(part: blocks.Attention, tensors: Mapping[str, TensorInfo]) -> lis
         *_with_bias(part.v, 0, part.head_dim_v),
         _split_axis(part.out.weight, 1, group * part.head_dim_v),
         *([_split_axis(part.sinks, 0, group)] if part.sinks else []),
+        *(_with_bias(part.head_gate, 0, group) if part.head_gate else []),
     ]
 
 

@@ -149,6 +149,9 @@ def _attention(
     for name, width in widths.items():
         prompt.add(name, 4 * BATCH_TOKENS * width)
         step.add(name, 4 * width)
+    if part.head_gate is not None:
+        prompt.add("head gates", 4 * BATCH_TOKENS * heads)
+        step.add("head gates", 4 * heads)
     prompt.add("normed", 4 * BATCH_TOKENS * embd if part.norm else 0)
     prompt.add("attended", 4 * BATCH_TOKENS * heads * dim_v)
     _read(prompt, [q, k, v], embd, threads)
@@ -315,6 +318,12 @@ def _experts(
     for t in (gate, up, down):
         panel = 8 * kernel_sizes.EXPERT_ROWS * 32 if t.type.name in _FLOATS else 2 * _PANEL_RECORD
         prompt.private("panels", kernel_sizes.expert_panels_bytes(t.shape[2], kernel_sizes.TILE_TOKENS, panel), threads)
+    if part.post_norm is not None:
+        for name in ("both", "routed", "router normed"):
+            prompt.add(name, 4 * BATCH_TOKENS * embd)
+        for name in ("both", "routed"):
+            step.add(name, 4 * embd)
+        step.private("router normed", activation_bytes(embd), threads)
     step.add("router", 4 * count)
     step.private("selected", kernel_sizes.selected_experts_bytes(count, used), threads)
     step.add("experts", used * whole_lines(activation_bytes(ff)))

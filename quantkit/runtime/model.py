@@ -531,7 +531,8 @@ class Model(BlockRunner, Locked):
     def _check_attention(self, kind: CacheType, n_ctx: int | None) -> None:
         """UnsupportedError or DataError where caches of this type, or the bound on attention's memory, do not fit."""
         hp = self._cached
-        kind.rotations(hp.head_dim_k, hp.head_dim_v)
+        for layer in range(hp.n_layer):
+            kind.rotations(*hp.head_dims(layer))
         self.attention.query_rows(hp.n_head // min(hp.kv_heads_of or (hp.n_head_kv,)), n_ctx or 1, self.threads)
 
     def _check_weights(self) -> None:

@@ -45,6 +45,7 @@ END_TOKENS = {
     "<|im_end|>": "tokenizer.ggml.eot_token_id",
     "<|end|>": "tokenizer.ggml.eot_token_id",
     "<end_of_turn>": "tokenizer.ggml.eot_token_id",
+    "<turn|>": "tokenizer.ggml.eot_token_id",
     "<|eom_id|>": "tokenizer.ggml.eom_token_id",
 }
 # generation_config.json -> general.sampling.*
@@ -109,9 +110,10 @@ def tokenizer_json(metadata: Mapping[str, object]) -> dict[str, Any]:
     if not isinstance(kind, str) or kind not in _PARTS:
         raise UnsupportedError(
             f"tokenizer.ggml.model = {kind!r}; quantkit handles 'gpt2' (byte-level BPE), "
-            "'llama' (SentencePiece BPE) and 't5' (unigram)"
+            "'llama' and 'gemma4' (SentencePiece BPE) and 't5' (unigram)"
         )
-    needed = ["tokenizer.ggml.tokens", "tokenizer.ggml.merges" if kind == "gpt2" else "tokenizer.ggml.scores"]
+    with_merges = kind in ("gpt2", "gemma4")
+    needed = ["tokenizer.ggml.tokens", "tokenizer.ggml.merges" if with_merges else "tokenizer.ggml.scores"]
     for key in needed:
         if key not in metadata:
             raise FormatError(f"metadata key {key} is missing; a {kind} tokenizer needs it")
@@ -166,37 +168,51 @@ def _bpe(vocab: dict[str, int], merges: list[list[str]], **settings: object) -> 
 def _byte_level_parts(metadata: Mapping[str, object], overrides: Json) -> dict[str, Any]:
     entry = _pre_tokenizer(metadata)
     vocab = _vocab(metadata)
-    merges = [list(str(merge).partition(" ")[::2]) for merge in _array(metadata, "tokenizer.ggml.merges") or ()]
-    for left, right in merges:
-        if left not in vocab or right not in vocab or left + right not in vocab:
-            raise FormatError(
-                f"tokenizer.ggml.merges: '{left} {right}' merges tokens that are not in tokenizer.ggml.tokens"
-            )
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": True}
     return {
         "normalizer": overrides.get("normalizer", {"type": "NFC"} if entry.nfc else None),
         "pre_tokenizer": pretokenizers.to_json(entry),
         "post_processor": _post_processor(metadata, byte_level),
         "decoder": byte_level,
-        "model": _bpe(vocab, merges, ignore_merges=overrides.get("ignore_merges", entry.ignore_merges)),
+        "model": _bpe(
+            vocab,
+            _stated_merges(metadata, vocab),
+            ignore_merges=overrides.get("ignore_merges", entry.ignore_merges),
+        ),
     }
 
 
-def _sentencepiece_parts(metadata: Mapping[str, object], overrides: Json) -> dict[str, Any]:
-    prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
-    tokens, types = token_texts(metadata), token_types(metadata)
-    scores = _stated_scores(metadata)
-    vocab = _vocab(metadata)
+def _stated_merges(metadata: Mapping[str, object], vocab: Mapping[str, int]) -> list[list[str]]:
+    """Pairs of tokens that merge, in the order of the file. FormatError for a token that the vocabulary lacks."""
+    merges = [list(str(merge).partition(" ")[::2]) for merge in _array(metadata, "tokenizer.ggml.merges") or ()]
+    for left, right in merges:
+        if left not in vocab or right not in vocab or left + right not in vocab:
+            raise FormatError(
+                f"tokenizer.ggml.merges: '{left} {right}' merges tokens that are not in tokenizer.ggml.tokens"
+            )
+    return merges
+
+
+def _merges_by_score(metadata: Mapping[str, object], overrides: Json) -> list[list[str]]:
+    """For every split of a token into two tokens a merge; those that make the highest scores come first."""
+    tokens, types, scores = token_texts(metadata), token_types(metadata), _stated_scores(metadata)
     mergeable = {str(token): i for i, token in enumerate(tokens) if types[i] == NORMAL}
     unmerged = set(overrides.get("unmerged", ()))
     ranked = sorted(mergeable, key=lambda token: (-float(scores[mergeable[token]]), mergeable[token]))
-    merges = [
+    return [
         [token[:cut], token[cut:]]
         for token in ranked
         for cut in range(1, len(token))
         if token[:cut] in mergeable and token[cut:] in mergeable and mergeable[token] not in unmerged
     ]
-    unknown = next((str(token) for token, kind in zip(tokens, types) if kind == UNKNOWN), None)
+
+
+def _sentencepiece_parts(metadata: Mapping[str, object], overrides: Json) -> dict[str, Any]:
+    prefix, vocab = bool(metadata.get("tokenizer.ggml.add_space_prefix", True)), _vocab(metadata)
+    keeps_merges = metadata["tokenizer.ggml.model"] == "gemma4"
+    merges = _stated_merges(metadata, vocab) if keeps_merges else _merges_by_score(metadata, overrides)
+    pairs = zip(token_texts(metadata), token_types(metadata))
+    unknown = next((str(token) for token, kind in pairs if kind == UNKNOWN), None)
     usual = {"type": "Sequence", "normalizers": space_steps(prefix)}
     model = _bpe(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=overrides.get("byte_fallback", True),
                  ignore_merges=overrides.get("ignore_merges", False))  # fmt: skip
@@ -235,7 +251,8 @@ def _unigram_parts(metadata: Mapping[str, object], overrides: Json) -> dict[str,
     }  # fmt: skip
 
 
-_PARTS = {"gpt2": _byte_level_parts, "llama": _sentencepiece_parts, "t5": _unigram_parts}
+_PARTS = {"gpt2": _byte_level_parts, "llama": _sentencepiece_parts, "gemma4": _sentencepiece_parts,
+          "t5": _unigram_parts}  # fmt: skip
 
 
 def _stated_scores(metadata: Mapping[str, object]) -> list[float]:
@@ -293,7 +310,7 @@ def adds_token(metadata: Mapping[str, object], name: str) -> bool:
         return bool(stated)
     if name == "eos":
         return False
-    if metadata.get("tokenizer.ggml.model") == "llama":
+    if metadata.get("tokenizer.ggml.model") in ("llama", "gemma4"):
         return True
     return _pre_tokenizer(metadata).adds_bos
 

@@ -25,7 +25,7 @@ from quantkit.inputs.json_input import Json
 from quantkit.tokenizers import hf_tokenizer, tiktoken
 
 # Control tokens that end a reply in one chat format or another, for files whose keys do not name them.
-_END_TOKENS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "</s>")
+_END_TOKENS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<turn|>", "<|endoftext|>", "<|eom_id|>", "</s>")
 
 
 @functools.cache

@@ -4,12 +4,13 @@
 
 `tokenizers/hf_tokenizer.py` converts back.
 
-GGUF has three kinds of tokenizer:
+GGUF has four kinds of tokenizer:
 
 - "gpt2" is byte-level BPE: tokens in GPT-2's printable alphabet, merges, and a named pre-tokenizer
   (`tokenizers/pretokenizers.py`).
 - "llama" is SentencePiece BPE: tokens with U+2581 for the space, single bytes as <0xHH>, and a score for each token
   instead of merges. The neighbours whose joint token has the highest score merge first.
+- "gemma4" is the same with merges instead of scores.
 - "t5" is SentencePiece unigram: a text becomes the tokens with the highest sum of scores.
 
 A checkpoint without tokenizer.json is read from a tiktoken file (`tokenizers/tiktoken.py`), from tokenizer.model
@@ -59,6 +60,9 @@ from quantkit.tokenizers.hf_tokenizer import (
 )
 
 METADATA_FILE = "gguf_metadata.json"  # general.* keys that no other file of a checkpoint can hold
+# Special tokens of Gemma 4 that a reply shows: files call them user-defined.
+_SHOWN_BY_GEMMA4 = ("<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>",
+                    '<|"|>')  # fmt: skip
 _LOOKS_SPECIAL = re.compile(r"<pad>|<mask>|<2mass>|\[@BOS@\]|<\|.*\|>|<｜.*｜>|<unused\d+>")
 
 
@@ -80,7 +84,8 @@ def read(directory: Path, config: Json, pre: str | None = None) -> Entries:
         path, tokenizer = words, merges_txt.tokenizer_json(words, settings, pre)
     try:
         if tokenizer:
-            entries = _model(tokenizer, config["vocab_size"], pre)
+            keeps_merges = str(config.get("model_type")).startswith("gemma4")
+            entries = _model(tokenizer, config["vocab_size"], pre, keeps_merges)
         elif (directory / "tokenizer.model").exists():
             path = directory / "tokenizer.model"
             entries = _sentencepiece_model(path, settings, config["vocab_size"])
@@ -97,7 +102,8 @@ def read(directory: Path, config: Json, pre: str | None = None) -> Entries:
         ) from error
 
 
-def _model(tokenizer: Json, vocab_size: int, pre: str | None) -> Entries:
+def _model(tokenizer: Json, vocab_size: int, pre: str | None, keeps_merges: bool) -> Entries:
+    """The keys of the model; `keeps_merges`: of kind "gemma4" rather than "llama"."""
     model = tokenizer["model"]
     kind = model.get("type", "BPE")
     if kind == "Unigram":
@@ -115,12 +121,17 @@ def _model(tokenizer: Json, vocab_size: int, pre: str | None) -> Entries:
         "tokenizer.ggml.tokens": (tokens, "str"),
         "tokenizer.ggml.token_type": (types, "i32"),
     }
-    if byte_level:
+    if not byte_level:
+        entries["tokenizer.ggml.add_space_prefix"] = (_adds_space(tokenizer), "bool")
+    if not byte_level and keeps_merges:
+        entries |= {f"tokenizer.ggml.{name}": ("gemma4", "str") for name in ("model", "pre")}
+        shown = [USER_DEFINED if text in _SHOWN_BY_GEMMA4 else kind for text, kind in zip(tokens, types)]
+        entries["tokenizer.ggml.token_type"] = (shown, "i32")
+    if byte_level or keeps_merges:
         joined = [" ".join(part.replace(" ", "Ġ") for part in merge) for merge in merges]
         entries["tokenizer.ggml.merges"] = (joined, "str")
     else:
         entries["tokenizer.ggml.scores"] = (_scores(tokens, types, merges), "f32")
-        entries["tokenizer.ggml.add_space_prefix"] = (_adds_space(tokenizer), "bool")
     return entries
 
 
@@ -254,6 +265,7 @@ def _override_entries(tokenizer: Json, entries: Entries) -> Entries:
 def _flags(token: Json, names: Sequence[str], text: str) -> dict[str, Any]:
     """The flags of an added token that are set, and its content if it differs from `text`, its entry in the keys."""
     flags: dict[str, Any] = {name: True for name in names if token.get(name)}
+    flags |= {"special": True} if token.get("special") and text in _SHOWN_BY_GEMMA4 else {}
     return flags | ({"content": token["content"]} if token["content"] != text else {})
 
 

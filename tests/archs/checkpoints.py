@@ -109,13 +109,15 @@ def tiny(directory: Path, dtype: str = "float32", arch: str = "llama", **config:
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter += torch.rand_like(parameter) - 0.5  # from 1, or where it is stored less 1 from 0
-            elif name.endswith(("bias", "sinks")):
+            elif name.endswith(("bias", "sinks", "scale")):
                 parameter.uniform_(0.5, 1.5)
             elif parameter.ndim >= 2:
                 parameter.normal_(0, parameter.shape[-1] ** -0.5)
         for name, buffer in model.named_buffers():
             if name.endswith("bias"):
                 buffer.uniform_(0, 0.3)
+            elif name.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 1.5)
     model = model.to(getattr(torch, dtype))
     model.save_pretrained(directory)
     found = archs.from_hf(archs.language_model(json.loads((directory / "config.json").read_text(encoding="utf-8"))))
@@ -144,7 +146,16 @@ def _multimodal(text: dict[str, Any]) -> Any:
     vision = {"depth": 4, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "patch_size": 4,
               "out_hidden_size": text["hidden_size"], "num_position_embeddings": 16,
               "deepstack_visual_indexes": [0, 2]}  # fmt: skip
-    outer = transformers.AutoConfig.for_model(text["model_type"].removesuffix("_text"))
+    if text["model_type"] == "step3p5":
+        vision = {
+            "hidden_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 28,
+            "patch_size": 14,
+        }
+    kind = {"step3p5": "step3p7"}.get(text["model_type"], text["model_type"].removesuffix("_text"))
+    outer = transformers.AutoConfig.for_model(kind)
     config = type(outer)(text_config=text, vision_config=vision,
                          tie_word_embeddings=text["tie_word_embeddings"])  # fmt: skip
     return getattr(transformers, text["architectures"][0])(config).eval()

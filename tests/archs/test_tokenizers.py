@@ -74,7 +74,7 @@ BYTE_LEVEL: dict[str, tuple[list[Any], Any, dict[str, Any], list[str]]] = {
     # not as any name says: kept beside the name
     "gpt-4o with NFC": ([GPT4O], NFC, {"ignore_merges": True}, ["<|endoftext|>"]),
 }  # fmt: skip
-SENTENCEPIECE = ("bpe", "bpe, new form", "bpe, first only", "bpe, no space", "unigram", "unigram, bytes")
+SENTENCEPIECE = ("bpe", "bpe, new form", "bpe, first only", "bpe, no space", "gemma4", "unigram", "unigram, bytes")
 
 ALPHABETS = (
     "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ", "0123456789½²Ⅷ٣४", "àéîõüßÆœŁžńİıſ", "абвгдежАБВГД",
@@ -151,7 +151,12 @@ def spaced(kind: str) -> dict[str, Any]:
         return unigram(False)
     if kind == "unigram, bytes":
         return unigram(True)
-    made = sentencepiece(600, prefix=kind != "bpe, no space")
+    made = sentencepiece(600, prefix=kind not in ("bpe, no space", "gemma4"))
+    if kind == "gemma4":
+        made["pre_tokenizer"] = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious",
+                                 "invert": False}  # fmt: skip
+        channel = {"id": len(made["model"]["vocab"]), "content": "<|channel>", "special": True}
+        made["added_tokens"].append(channel | dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False))
     if kind in ("bpe, new form", "bpe, first only"):
         scheme = "always" if kind == "bpe, new form" else "first"
         made["normalizer"] = None
@@ -210,7 +215,7 @@ def assert_same(ours: Tokenizer, directory: Path, texts: Iterable[str]) -> None:
 def test_same_ids_as_transformers(tmp_path: Path, name: str, count: int) -> None:
     definition = trained(name) if name in BYTE_LEVEL else spaced(name)
     write_tokenizer(tmp_path, definition)
-    ours = through(tmp_path, size_of(definition) + 3)
+    ours = through(tmp_path, size_of(definition) + 3, **({"model_type": "gemma4_text"} if name == "gemma4" else {}))
     named = [token["content"] for token in definition["added_tokens"]]
     marked = [f"{named[i % len(named)]}{text}{named[-1]} x" for i, text in enumerate(strings(300)[::10])]
     assert_same(ours, tmp_path, [*strings(count), *marked])
@@ -218,6 +223,14 @@ def test_same_ids_as_transformers(tmp_path: Path, name: str, count: int) -> None
         assert ours._metadata["tokenizer.ggml.pre"] == name.split()[0]
         kept = name != name.split()[0]
         assert (hf_tokenizer.OVERRIDES in ours._metadata) == kept
+    if name == "gemma4":
+        assert ours._metadata["tokenizer.ggml.model"] == "gemma4"
+        assert hf_tokenizer.token_types(ours._metadata)[named_id(definition, "<|channel>")] == hf_tokenizer.USER_DEFINED
+
+
+def named_id(definition: dict[str, Any], content: str) -> int:
+    """The id of an added token."""
+    return next(token["id"] for token in definition["added_tokens"] if token["content"] == content)
 
 
 CLASSES = {

@@ -22,7 +22,7 @@ SCALED = {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     directory = tmp_path_factory.mktemp("models")
     made = {name: written(directory / f"{name}.gguf", name, tokenizer=True)
-            for name in ("llama", "qwen3moe", "deepseek2", "qwen35", "gemma3")}  # fmt: skip
+            for name in ("llama", "qwen3moe", "deepseek2", "qwen35", "gemma3", "gemma4")}  # fmt: skip
     made["wide"] = written(directory / "wide.gguf", "llama", head_dim=32)
     made["yarn"] = written(directory / "yarn.gguf", "llama", **SCALED)
     made["mtp"] = written(directory / "mtp.gguf", "glm4moe", num_nextn_predict_layers=1, mtp="keep")
@@ -100,6 +100,9 @@ def test_files_of_every_architecture_agree_with_themselves(arch: str, tmp_path: 
         ("yarn", "llama.rope.scaling.yarn_beta_slow", (99.0, "f32"), "beta_fast = 32 is below .*beta_slow = 99"),
         ("yarn", "llama.rope.scaling.type", ([1], "i32"), "it has to be a string"),
         ("llama", "llama.attention.sliding_window", (-8, "i32"), "sliding_window = -8"),
+        ("gemma4", "gemma4.attention.key_length_swa", (64, "u32"), "length_swa = 64 and value_length_swa = 32"),
+        ("gemma4", "gemma4.attention.head_count_kv", ([2, 1, 2], "u32"), "has 3 entries, gemma4.block_count is 4"),
+        ("gemma4", "gemma4.rope.dimension_count_swa", (128, "u32"), "dimension_count = 128, but a head's key has 32"),
         ("gemma3", "gemma3.attention.sliding_window", (0, "u32"), "sliding_window = 0; a token attends to itself"),
         ("gemma3", "gemma3.attention.sliding_window_pattern", (0, "u32"), "sliding_window_pattern = 0"),
         ("gemma3", "gemma3.attention.scale", (0.0, "f32"), "attention.scale = 0.0"),

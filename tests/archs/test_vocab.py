@@ -26,7 +26,7 @@ def ids(tokenizer: dict[str, Any], text: str) -> list[int]:
     return made.encode(text, add_special_tokens=False).ids
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "llama without prefix"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "llama without prefix", "gemma4"])
 def test_round_trip(tmp_path: Path, kind: str) -> None:
     if kind == "gpt2":
         original, special = byte_level(), {"eos_token": "<|end|>"}
@@ -34,13 +34,14 @@ def test_round_trip(tmp_path: Path, kind: str) -> None:
         original = sentencepiece(prefix=kind == "llama")
         special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     write_tokenizer(tmp_path / "a", original, **special)
-    metadata = keys(tmp_path / "a", 410)
+    config = {"model_type": "gemma4_text"} if kind == "gemma4" else {}
+    metadata = keys(tmp_path / "a", 410, **config)
     assert metadata["tokenizer.ggml.model"] == kind.split()[0]
     made = hf_tokenizer.tokenizer_json(metadata)
     for text in [*TEXT, HARD, "<|begin|>x</s>y", "", " ", "\n"]:
         assert ids(made, text) == ids(original, text), text
     write_tokenizer(tmp_path / "b", made, **hf_tokenizer.tokenizer_config(metadata, 128))
-    assert keys(tmp_path / "b", 410) == metadata
+    assert keys(tmp_path / "b", 410, **config) == metadata
 
 
 def test_unused_slots_are_padded(tmp_path: Path) -> None:

@@ -331,12 +331,14 @@ def test_every_architecture_on_devices(arch: str, tmp_path: Path) -> None:
     convert_checkpoint(tmp_path / "hf", path, "f32")
     for how in ({}, {"split_mode": "graph"}, {"override_tensor": r"(attn_out|down|gate_inp)=cpu:1"}):
         try:
-            check(path, devices="cpu:0,cpu:1", **how)
+            # scores of gemma4 are not scaled, so differences of rounding grow
+            check(path, 1e-3 if arch == "gemma4" else 1e-4, devices="cpu:0,cpu:1", **how)
         except UnsupportedError as error:  # the ways that are refused
             if arch in ("deepseek32", "glm-dsa"):
                 assert "sparse attention" in str(error)  # noqa: PT017
                 continue
-            assert re.search("normalized together|computed in parallel|several matrices", str(error))  # noqa: PT017
+            reasons = "normalized together|computed in parallel|several matrices|experts that devices share"
+            assert re.search(reasons, str(error))  # noqa: PT017
             assert how == {"split_mode": "graph"}
 
 

@@ -98,7 +98,7 @@ def test_within_a_tenth(which: str, kind: str, request: pytest.FixtureRequest, t
 @pytest.mark.parametrize(
     ("arch", "change"),
     [
-        ("gpt-oss", {}), ("gemma3", {}), ("bitnet-b1.58", {}), ("minimax-m2", {}), ("mistral3", {}),
+        ("gpt-oss", {}), ("gemma3", {}), ("gemma4", {}), ("bitnet-b1.58", {}), ("minimax-m2", {}), ("mistral3", {}),
         ("glm4moe", {"n_shared_experts": 2}), ("hunyuan-moe", {}), ("ernie4_5-moe", {}), ("llama", {"head_dim": 24}),
     ],
 )  # fmt: skip

@@ -79,6 +79,17 @@ class Keys:
             value = self._alike(key, [int(v) for v in value])
         return int(value)
 
+    def per_layer(self, key: str, default: list[int] | None = None) -> list[int]:
+        """An integer for each layer, from a list or from one number. Without a default the key is required."""
+        value, layers = self.need(key) if default is None else self.get(key, default), self.number("block_count")
+        found = [int(i) for i in value] if isinstance(value, (list, tuple)) else [int(value)] * layers
+        if len(found) != layers:
+            raise FormatError(
+                f"metadata key {self.arch}.{key} has {len(found)} entries, {self.arch}.block_count is {layers}; it has "
+                "to have one for each layer"
+            )
+        return found
+
     def _alike(self, key: str, values: Sequence[int]) -> int:
         """The one number in an array with an entry for each layer. UnsupportedError if layers differ."""
         layers = self.get("block_count")
@@ -429,6 +440,11 @@ def rope_parameters(config: Config) -> dict[str, Any]:
     merged: dict[str, Any] = {**mapping(config, "rope_scaling"), **mapping(config, "rope_parameters")}
     if merged.get("rope_theta") is None:
         merged["rope_theta"] = config.get("rope_theta") or 10000.0
+    if isinstance(merged["rope_theta"], (list, tuple)):
+        raise UnsupportedError(
+            f"config.json: rope_theta = {checked.brief(list(merged['rope_theta']))} differs between layers, which "
+            f"quantkit does not know of {config.get('architectures')}"
+        )
     merged["rope_type"] = merged.pop("rope_type", None) or merged.get("type") or "default"
     merged.pop("type", None)
     if merged["rope_type"] in ("llama3", "yarn"):

@@ -26,7 +26,8 @@ class Yarn:
 class Rope:
     """Rotary position embedding of the first `dim` elements of each head.
 
-    Pair j is rotated by the angle position * scale * base^(-2j/dim) / factors[j].
+    Pair j is rotated by the angle position * scale * base^(-2j/dim) / factors[j]. The tensor of factors may have more
+    elements, `factor_count`, than pairs.
     """
 
     style: str  # pair j is elements (2j, 2j + 1) in "norm", (j, j + dim/2) in "neox"
@@ -38,6 +39,7 @@ class Rope:
     magnitude: float = 1.0  # of cos and sin, without YaRN
     long_factors: str | None = None  # stands for `factors` where the context has more than `short_context` positions
     short_context: int = 0
+    factor_count: int | None = None
 
     def of_context(self, n_ctx: int) -> Rope:
         """The RoPE of a context of so many positions."""
@@ -118,7 +120,8 @@ class BlockIndexer:
 class Attention:
     """x + out(attention(q, k, v of norm(x))); causal, query head i reads key/value head i * kv_heads // heads.
 
-    Without a norm, q, k and v are of x itself.
+    Without a norm, q, k and v are of x itself. Where `v` is `k`, the values are the keys before norm and RoPE, with a
+    norm of their own.
 
     With `gated`, the output of q holds, for each head, the query and then a gate, both float32[head_dim_k]; the output
     of the head is multiplied by sigmoid(gate).
@@ -138,11 +141,13 @@ class Attention:
     window: int | None = None  # sliding window: a token attends to itself and to the window - 1 tokens before it
     q_norm: Norm | None = None  # of each head, before rope; weight float32[head_dim_k]
     k_norm: Norm | None = None
+    v_norm: Norm | None = None  # of each head's value
     sinks: str | None = None  # tensor float32[heads]: an extra score per head in the softmax, whose value is 0
     norms_across_heads: bool = False  # q_norm and k_norm norm all heads as one vector of heads * head_dim_k
     norms_after_rope: bool = False  # q_norm and k_norm are applied after RoPE
     post_norm: Norm | None = None  # of the output of `out`, before the residual addition
     gated: bool = False
+    head_gate: Linear | None = None  # [heads, n_embd]: the output of head h is multiplied by sigmoid(head_gate(y)[h])
     sub_norm: Norm | None = None  # of the output of the heads, before `out`; weight float32[heads * head_dim_v]
     indexer: BlockIndexer | None = None
     temperature: Temperature | None = None
@@ -299,6 +304,7 @@ class FeedForward:
     post_norm: Norm | None = None  # of the output of `down`, before the residual addition
     ff: int | None = None  # rows of gate and up; None: the model's n_ff
     sub_norm: Norm | None = None  # of the input of `down`
+    limit: float | None = None  # L, of "swiglu": act(gate(y)) is at most L, up(y) within -L … L
 
 
 @dataclass(frozen=True)
@@ -313,7 +319,10 @@ class Experts:
     groups        the experts are split into this many groups of consecutive ones, and selected from the `groups_used`
                   groups with the highest scores: the largest p of a group, with choice_bias the sum of the largest two
     weighs_inputs the outputs are not weighted: gate_e and up_e get w_e y
-    shared        shared experts: a feed-forward that is applied to every token, with the same y
+    shared        shared experts: a feed-forward that is applied to every token, to the same y or to a norm of its own
+    router_norm   the router gets router_norm(x) in place of y
+    routed_norm   of the sum over e, before the output of `shared` is added
+    post_norm     of both together, before the residual addition. The three norms come together
     shared_gate   tensor float32[n_embd]: the output of `shared` is multiplied by sigmoid(shared_gate . y)
 
     gate, up: weights [count, ff, n_embd], or both halves of one [count, 2 ff, n_embd]; down: [count, n_embd, ff].
@@ -330,6 +339,7 @@ class Experts:
     normalise: bool
     scale: float = 1.0
     activation: str = "swiglu"
+    limit: float | None = None  # as in FeedForward
     gating: str = "softmax"
     choice_bias: str | None = None
     groups: int = 1
@@ -337,6 +347,9 @@ class Experts:
     weighs_inputs: bool = False
     shared: FeedForward | None = None
     shared_gate: str | None = None
+    router_norm: Norm | None = None
+    routed_norm: Norm | None = None
+    post_norm: Norm | None = None
 
     @property
     def fused(self) -> bool:
@@ -356,12 +369,14 @@ Part = Attention | LatentAttention | DeltaNet | FeedForward | Experts
 class Block:
     """One layer: its number and its parts, in the order in which they are computed.
 
-    With `parallel` the parts have the same norm, and what each makes of the layer's input is added to it.
+    With `parallel` the parts have the same norm, and what each makes of the layer's input is added to it. All that
+    leaves the block is multiplied by `out_scale`, a tensor float32[1].
     """
 
     layer: int
     parts: tuple[Part, ...]
     parallel: bool = False
+    out_scale: str | None = None
 
 
 @dataclass(frozen=True)
@@ -434,7 +449,13 @@ class HParams:
     recurrent: frozenset[int] = frozenset()  # the layers with a recurrence instead of attention
     n_mtp_layers: int = 0  # the last ones of n_layer, which are no part of the trunk
     kv_heads_of: tuple[int, ...] = ()  # of each layer, where they differ; n_head_kv is then the most
+    head_dims_of: tuple[int, ...] = ()  # of keys and of values of each layer, where they differ; head_dim_k: the most
     tensors: frozenset[str] = frozenset()  # names in the file, which decide the optional parts
+
+    def head_dims(self, layer: int) -> tuple[int, int]:
+        """Elements of a head's key and of its value in a layer."""
+        dim = self.head_dims_of[layer] if self.head_dims_of else 0
+        return (dim, dim) if dim else (self.head_dim_k, self.head_dim_v)
 
     @property
     def has_own_head_dim(self) -> bool:

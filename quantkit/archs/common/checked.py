@@ -143,6 +143,20 @@ class Pattern:
         return "a whole number from 1 to 65536, or a list of true and false"
 
 
+@dataclass(frozen=True)
+class EachLayer:
+    """A number for all layers, or a list of one for each."""
+
+    each: Real
+
+    def holds(self, value: object) -> bool:
+        """Whether `value` is a number within the bounds of `each`, or a list of such numbers."""
+        return all(map(self.each.holds, value)) if isinstance(value, (list, tuple)) else self.each.holds(value)
+
+    def __str__(self) -> str:
+        return f"{self.each}, or a list of such numbers"
+
+
 _LAYERS = Count(1, 1 << 12)
 _WIDTH = Count(1, 1 << 24)
 _SIZE = Count(0, 1 << 24, per_layer=True)
@@ -152,6 +166,7 @@ _POSITIONS = Count(1, 1 << 31)
 _PART = Real(0, 1)
 _FACTOR = Real(0, 1e6, open_below=True)
 _STRENGTH = Real(0, 1e3)
+_BASE = Real(1, 1e30, open_below=True)
 
 # Keys of config.json, GGUF keys without the architecture's name, and the bound of both.
 _TABLE: tuple[tuple[str, str, Bound], ...] = (
@@ -160,12 +175,16 @@ _TABLE: tuple[tuple[str, str, Bound], ...] = (
     ("num_attention_heads num_key_value_heads head_dim", "", Count(1, 1 << 16)),
     ("", "attention.head_count attention.head_count_kv attention.key_length attention.value_length "
      "rope.dimension_count", Count(1, 1 << 16, per_layer=True)),
+    ("num_global_key_value_heads global_head_dim", "attention.key_length_swa attention.value_length_swa "
+     "rope.dimension_count_swa", Count(1, 1 << 16)),
+    ("hidden_size_per_layer_input num_kv_shared_layers", "embedding_length_per_layer_input attention.shared_kv_layers",
+     Count(0, 1 << 24)),
     ("vocab_size", "vocab_size", _TOKENS),
     ("max_position_embeddings", "context_length rope.scaling.original_context_length attention.temperature_length",
      _POSITIONS),
     ("num_experts n_routed_experts num_local_experts moe_num_experts", "expert_count", _EXPERTS),
-    ("num_experts_per_tok n_shared_experts n_group topk_group first_k_dense_replace num_nextn_predict_layers "
-     "num_mtp_layers mtp_num_hidden_layers moe_num_shared_experts moe_layer_start_index",
+    ("num_experts_per_tok top_k_experts n_shared_experts n_group topk_group first_k_dense_replace "
+     "num_nextn_predict_layers num_mtp_layers mtp_num_hidden_layers moe_num_shared_experts moe_layer_start_index",
      "expert_used_count expert_shared_count expert_group_count expert_group_used_count leading_dense_block_count "
      "nextn_predict_layers expert_gating_func",
      Count(0, 1 << 16, per_layer=True)),
@@ -183,6 +202,11 @@ _TABLE: tuple[tuple[str, str, Bound], ...] = (
     ("n_deepstack_layers", "n_deepstack_layers", Count(0, 1 << 12)),
     ("full_attention_interval", "full_attention_interval", Count(1, 1 << 16)),
     ("", "attention.sliding_window_pattern", Pattern()),
+    ("num_sliding_attention_heads share_expert_dim", "", Count(1, 1 << 24)),
+    ("moe_router_scaling_factor", "", _STRENGTH),
+    ("", "swiglu_clamp_exp swiglu_clamp_shexp swiglu_limits swiglu_limits_shared", EachLayer(Real(0, 1e6))),
+    ("", "rope.dimension_count_per_layer", Count(1, 1 << 16, per_layer=True)),
+    ("", "rope.freq_base_per_layer", EachLayer(_BASE)),
     ("attention_value_scale", "attention.value_scale", _STRENGTH),
     ("sliding_window attention_chunk_size", "attention.sliding_window", Count(0, 1 << 31)),
     ("interleave_moe_layer_step", "interleave_moe_layer_step", Count(1, 1 << 12)),
@@ -192,7 +216,8 @@ _TABLE: tuple[tuple[str, str, Bound], ...] = (
     ("", "rope.dimension_sections", Numbers(Count(0, 1 << 16))),
     ("rms_norm_eps layer_norm_eps norm_eps", "attention.layer_norm_rms_epsilon attention.layer_norm_epsilon",
      Real(0, 0.1, open_below=True)),
-    ("rope_theta", "rope.freq_base rope.freq_base_swa", Real(1, 1e30, open_below=True)),
+    ("rope_theta", "", EachLayer(_BASE)),
+    ("", "rope.freq_base rope.freq_base_swa", _BASE),
     ("partial_rotary_factor", "", _PART),
     ("routed_scaling_factor", "expert_weights_scale", _STRENGTH),
     ("", "attention.scale embedding_scale residual_scale logit_scale", _FACTOR),
@@ -208,7 +233,8 @@ _TABLE: tuple[tuple[str, str, Bound], ...] = (
 _OF_CONFIG = {name: bound for names, _, bound in _TABLE for name in names.split()}
 _OF_KEY = {key: bound for _, keys, bound in _TABLE for key in keys.split()}
 _OF_ROPE: dict[str, Bound] = {
-    **{name: _OF_CONFIG[name] for name in ("rms_norm_eps", "rope_theta", "partial_rotary_factor")},
+    **{name: _OF_CONFIG[name] for name in ("rms_norm_eps", "partial_rotary_factor")},
+    "rope_theta": _BASE,
     **dict.fromkeys(("factor", "attention_factor", "beta_fast", "beta_slow"), _FACTOR),
     **dict.fromkeys(("low_freq_factor", "high_freq_factor", "mscale", "mscale_all_dim", "alpha"), Real(0, 1e9)),
     "original_max_position_embeddings": Real(1, 1 << 31),

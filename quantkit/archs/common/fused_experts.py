@@ -116,7 +116,7 @@ def fuse_pieces(pieces: Sequence[Piece]) -> list[Piece]:
     for piece in pieces:
         name = fused_name(piece.name) or piece.name
         names = separate_names(name)
-        if names is None:
+        if names is None or piece.name == name:  # of no experts, or fused in the checkpoint
             made[name] = piece
         elif name not in made:
             if absent := [part for part in names if part not in by_name]:

@@ -27,6 +27,9 @@ def required(
         yield head.embedding_factor, (1,)
     yield from _norm(head.norm, hp.n_embd)
     yield from _linear(head.output, hp.n_vocab, hp.n_embd)
+    for name in (block.out_scale for block in parts):
+        if name:
+            yield name, (1,)
     for part in (part for block in parts for part in block.parts):
         yield from _norm(part.norm, hp.n_embd)
         if isinstance(part, blocks.Attention):
@@ -63,6 +66,8 @@ def _attention(part: blocks.Attention, n_embd: int) -> Shapes:
         yield from _linear(indexer.k, indexer.dim, n_embd)
         yield indexer.q_norm.weight, (indexer.dim,)
         yield indexer.k_norm.weight, (indexer.dim,)
+    if part.head_gate is not None:
+        yield from _linear(part.head_gate, part.heads, n_embd)
     yield from _factors(part.rope)
     yield from _linear(part.q, part.heads * part.head_dim_k * (2 if part.gated else 1), n_embd)
     yield from _linear(part.k, part.kv_heads * part.head_dim_k, n_embd)
@@ -118,6 +123,8 @@ def _delta_net(part: blocks.DeltaNet, n_embd: int) -> Shapes:
 
 def _experts(part: blocks.Experts, hp: blocks.HParams) -> Shapes:
     yield from _linear(part.router, part.count, hp.n_embd)
+    for norm in (part.router_norm, part.routed_norm, part.post_norm):
+        yield from _norm(norm, hp.n_embd)
     if part.choice_bias:
         yield part.choice_bias, (part.count,)
     gate_rows = 2 * part.ff if part.fused else part.ff
@@ -131,6 +138,7 @@ def _experts(part: blocks.Experts, hp: blocks.HParams) -> Shapes:
     if part.shared_gate is not None:
         yield part.shared_gate, (hp.n_embd,)
     if part.shared is not None:
+        yield from _norm(part.shared.norm, hp.n_embd)
         yield from _gated(part.shared, hp)
 
 
@@ -146,7 +154,7 @@ def _gated(part: blocks.FeedForward, hp: blocks.HParams) -> Shapes:
 def _factors(rope: blocks.Rope) -> Shapes:
     for name in (rope.factors, rope.long_factors):
         if name:
-            yield name, (rope.dim // 2,)
+            yield name, (rope.factor_count or rope.dim // 2,)
 
 
 def _norm(norm: blocks.Norm | None, n: int) -> Shapes:

@@ -60,17 +60,23 @@ ssm_beta            rank embd
 ssm_ba              2*rank embd
 ssm_out             embd inner
 
+layer_output_scale  1
 post_ffw_norm       embd
+post_ffw_norm_1     embd
+post_ffw_norm_2     embd
+pre_ffw_norm_2      embd
 ffn_norm            embd
 ffn_gate            ff embd
 ffn_up              up_ff embd
 ffn_down            embd ff
 ffn_sub_norm        ff
 ffn_gate_inp        experts embd
+ffn_gate_inp.scale  embd
 exp_probs_b         experts
 ffn_gate_exps       experts eff embd
 ffn_up_exps         experts eff embd
 ffn_down_exps       experts embd eff
+ffn_down_exps.scale experts
 ffn_gate_up_exps    experts 2*eff embd
 ffn_gate_shexp      sff embd
 ffn_up_shexp        sff embd
@@ -190,7 +196,8 @@ def has_shape(name: str) -> bool:
 def _dims(name: str) -> tuple[list[str] | None, str]:
     """The dimensions of a tensor, as the table has them, and the last part of its name."""
     stem, _, suffix = split_name(name) if "." in name else (name, None, "")
-    return _SHAPES.get(stem.removeprefix("blk.N.")) or _SHAPES.get(name.rpartition(".")[2]), suffix
+    known = stem.removeprefix("blk.N.")
+    return _SHAPES.get(f"{known}.{suffix}") or _SHAPES.get(known) or _SHAPES.get(name.rpartition(".")[2]), suffix
 
 
 def _expected_tensor(name: str, sizes: Sizes) -> ExpectedTensor:

@@ -19,7 +19,7 @@ _WHOLE = ("quantization_config", "dtype", "torch_dtype", "bos_token_id", "eos_to
 _PREFIX = re.compile(r"^(model\.)?language_model\.(model\.)?")
 _ENCODERS = {
     "image encoder": r"vision|visual|image|patch_merg|pre_mm_projector|multi_modal_projector|mm_projector"
-    r"|embed_vision|mlp1\.",
+    r"|embed_vision|mlp1\.|vit_large_projector",
     "audio encoder": r"audio|speech|sound|embed_audio",
 }
 

@@ -267,7 +267,7 @@ def _without_added_biases(checkpoint: Checkpoint, arch: Arch, config: Mapping[st
 
 def _fused(pieces: list[Piece], arch: str) -> list[Piece]:
     fused = fused_experts.fuse_pieces(pieces)
-    if len(fused) == len(pieces):
+    if not any(fused_experts.separate_names(piece.name) for piece in fused):
         raise UnsupportedError(f"--fuse-gate-up: this {arch} model has no experts whose gate and up could be fused")
     return fused
 

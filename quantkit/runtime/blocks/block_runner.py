@@ -59,14 +59,10 @@ class BlockRunner:
 
     def run_block(self, block: blocks.Block, x: np.ndarray, spans: list[Span]) -> np.ndarray:
         """float32[tokens, n_embd] that leaves a block."""
-        if block.parallel:
-            out = x
-            for part in block.parts:
-                out = out + self.run_part(part, block.layer, x, spans)
-            return out
+        out = x
         for part in block.parts:
-            x = x + self.run_part(part, block.layer, x, spans)
-        return x
+            out = out + self.run_part(part, block.layer, x if block.parallel else out, spans)
+        return out if block.out_scale is None else out * self.vector(block.out_scale)
 
     def run_part(self, part: blocks.Part, layer: int, x: np.ndarray, spans: list[Span]) -> np.ndarray:
         """float32[tokens, n_embd] that a part of a block adds to x."""
@@ -82,7 +78,11 @@ class BlockRunner:
 
     def _attention(self, part: blocks.Attention, layer: int, x: np.ndarray, spans: list[Span]) -> np.ndarray:
         y = self._norm_before(part.norm, x)
-        projected, k, v = (self.linear(linear, y) for linear in (part.q, part.k, part.v))
+        projected, k = self.linear(part.q, y), self.linear(part.k, y)
+        v = k if part.v == part.k else self.linear(part.v, y)
+        gates = None if part.head_gate is None else self.linear(part.head_gate, y)
+        if part.v_norm is not None:
+            v = self.norm(part.v_norm, v.reshape(-1, part.head_dim_v)).reshape(v.shape)
         q = self.without_gates(projected, part.heads) if part.gated else projected
         if not part.norms_after_rope:
             q, k = self._head_norms(part, q, k)
@@ -95,6 +95,8 @@ class BlockRunner:
         y = self.append_and_attend(part, layer, q, k, v, spans)
         if part.gated:
             self.apply_gates(y, projected, part.head_dim_v)
+        if gates is not None:
+            y = (y.reshape(len(y), part.heads, -1) * self.sigmoid(gates)[:, :, None]).reshape(y.shape)
         self.check(f"attention of blk.{layer} over a cache of {spans[0].cache.cache_type}", y)
         return self._post_norm(part.post_norm, self.linear(part.out, self._post_norm(part.sub_norm, y)))
 
@@ -138,15 +140,20 @@ class BlockRunner:
         """The gated feed-forward of y, which is normed: down(act(gate y) * (up y))."""
         up = self.linear(part.up, y)
         gate = up if part.gate == part.up else self.linear(part.gate, y)
-        y = self._post_norm(part.sub_norm, self.activate(part.activation, gate, up))
+        y = self._post_norm(part.sub_norm, self.activate(part.activation, gate, up, part.limit))
         return self._post_norm(part.post_norm, self.linear(part.down, y))
 
     def _experts(self, part: blocks.Experts, x: np.ndarray) -> np.ndarray:
         y = self.norm(part.norm, x)
-        chosen, weights = self.route(part, self.linear(part.router, y))
+        entering = y if part.router_norm is None else self.norm(part.router_norm, x)
+        chosen, weights = self.route(part, self.linear(part.router, entering))
         out = self.run_experts(part, y, chosen, weights)
         self.check(part.down.weight, out)
-        return out if part.shared is None else out + self._shared(part.shared, part.shared_gate, y)
+        out = self._post_norm(part.routed_norm, out)
+        if part.shared is not None:
+            y = y if part.shared.norm == part.norm else self._norm_before(part.shared.norm, x)
+            out = out + self._shared(part.shared, part.shared_gate, y)
+        return self._post_norm(part.post_norm, out)
 
     def _shared(self, part: blocks.FeedForward, gate: str | None, y: np.ndarray) -> np.ndarray:
         """The shared expert of y, which is normed, times its gate's sigmoid if it has one."""
@@ -173,9 +180,9 @@ class BlockRunner:
         """x minus the mean of each row."""
         return float_ops.centre(x)
 
-    def activate(self, name: str, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
-        """act(gate) * up; overwrites `gate`."""
-        return float_ops.activate(name, gate, up, self.threads)
+    def activate(self, name: str, gate: np.ndarray, up: np.ndarray, limit: float | None = None) -> np.ndarray:
+        """act(gate) * up, clamped at a limit; overwrites `gate`."""
+        return float_ops.activate(name, gate, up, self.threads, limit)
 
     def sigmoid(self, x: np.ndarray) -> np.ndarray:
         """1 / (1 + e^-x)."""
@@ -282,7 +289,7 @@ class BlockRunner:
         """cos and sin of at least `n_ctx` positions; see `float_ops.rope_tables`."""
         tables = self._tables.get(rope)
         if tables is None or len(tables[0]) < n_ctx:
-            factors = float_linear.vector(self.weights[rope.factors]) if rope.factors else None
+            factors = float_linear.vector(self.weights[rope.factors])[: rope.dim // 2] if rope.factors else None
             tables = self._tables[rope] = float_ops.rope_tables(rope, 1 << (n_ctx - 1).bit_length(), factors)
         return tables
 

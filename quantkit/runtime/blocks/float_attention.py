@@ -84,7 +84,7 @@ def append_rows(k: np.ndarray | None, v: np.ndarray | None, cache: Cache, layer:
     They are rotated and rounded to the cache's types. None leaves one of the two out. `length` stays as it is.
     """
     kinds = cache.type.k, cache.type.v
-    for x, into, kind, block in zip((k, v), (cache.k[layer], cache.v[layer]), kinds, cache.rotations):
+    for x, into, kind, block in zip((k, v), (cache.k[layer], cache.v[layer]), kinds, cache.rotations[layer]):
         if x is None:
             continue
         heads = x.reshape(len(x), len(into), -1).transpose(1, 0, 2)
@@ -154,7 +154,7 @@ def _attend_head(
     tokens, group_heads = stop - first, slice(head * group, (head + 1) * group)
     position = span.cache.length + first - span.start
     window = part.window or span.cache.n_ctx
-    rotate_k, rotate_v = span.cache.rotations
+    rotate_k, rotate_v = span.cache.rotations[layer]
     rotate_v = rotate_k if part.values_in_keys else rotate_v
     queries = q.reshape(len(q), part.heads, -1)[first:stop, group_heads].reshape(tokens * group, -1) * np.float32(
         part.scale

@@ -74,8 +74,12 @@ ACTIVATIONS = {
 }
 
 
-def activate(name: str, gate: np.ndarray, up: np.ndarray, threads: int) -> np.ndarray:
-    """act(gate) * up as blocks name it; overwrites `gate`, which may be `up`."""
+def activate(name: str, gate: np.ndarray, up: np.ndarray, threads: int, limit: float | None = None) -> np.ndarray:
+    """act(gate) * up as blocks name it, with their limit; overwrites `gate`, which may be `up`."""
+    if limit is not None:
+        assert name == "swiglu", f"{name} with a limit of {limit:g}"
+        _over_tokens(lambda a, b: reference.swiglu_limited(gate[a:b], up[a:b], np.float32(limit)), gate, threads)
+        return gate
     kernel = ACTIVATIONS[name]
     _over_tokens(lambda a, b: kernel(gate[a:b], up[a:b]), gate, threads)
     return gate

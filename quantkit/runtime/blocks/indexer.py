@@ -116,5 +116,5 @@ def largest(scored: np.ndarray, first: int, count: int) -> np.ndarray:
 def _cached_keys(cache: Cache, layer: int, length: int, dim: int, threads: int) -> np.ndarray:
     """float32[length, dim]: the keys of the indexer that a cache holds."""
     keys = types.get(cache.type.v).dequantize(cache.v[layer][0, :length], dim, threads=threads)
-    block = cache.rotations[1]
+    block = cache.rotations[layer][1]
     return kv_rounding.rotate(keys, block) if block else keys  # its own inverse

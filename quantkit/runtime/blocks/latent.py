@@ -216,7 +216,7 @@ class _Expanded(Cache):
 
     def __init__(self, k: np.ndarray, v: np.ndarray, before: int):
         self._describe(
-            CacheShape(1, len(k), k.shape[2], v.shape[2], frozenset(), None), k.shape[1], CacheType("f32", "f32")
+            CacheShape(1, len(k), ((k.shape[2], v.shape[2]),), frozenset(), None), k.shape[1], CacheType("f32", "f32")
         )
         self.k, self.v = (k.view(np.uint8),), (v.view(np.uint8),)
         self.length, self.nbytes = before, k.nbytes + v.nbytes
@@ -231,7 +231,7 @@ def attend_expanded(
     """
     length = span.cache.length + span.stop - span.start
     rows = span.cache.k[layer][0, :length]
-    kind, block = span.cache.type.k, span.cache.rotations[0]
+    kind, block = span.cache.type.k, span.cache.rotations[layer][0]
     latents = types.get(kind).dequantize(rows, part.latent, threads=run.threads)
     if block:
         latents = kv_rounding.rotate(latents, block)  # its own inverse

@@ -24,6 +24,7 @@ class Projected(NamedTuple):
     rope        `rope_fields`
     gates       address of float32[tokens, heads, dim] by whose sigmoid a token's results are multiplied, or 0
     sinks       address of float32[heads], or 0
+    head_gates  address of float32[heads] by whose sigmoid the results of a token's heads are multiplied, or 0
     softcap     c: scores s become c tanh(s / c) before softmax; or None
     """
 
@@ -38,6 +39,7 @@ class Projected(NamedTuple):
     gates: int = 0
     sinks: int = 0
     softcap: float | None = None
+    head_gates: int = 0
 
     @property
     def query_heads(self) -> int:
@@ -76,13 +78,14 @@ def attend_token(ops: TokenOps, shape: PlannedCaches, x: Projected) -> Activatio
         buffer=merged.address,
         private_stride=merged.stride,
         sinks=x.sinks,
+        head_gates=x.head_gates,
     )
     ops.add(decode_attention.merge(heads.rotate_v), merge)
     return merged
 
 
 def attend_batch(ops: BatchOps, shape: PlannedCaches, x: Projected, out: int) -> None:
-    """Append attention of a batch: out float32[tokens, heads, dim_v]. `gates` are not applied."""
+    """Append attention of a batch: out float32[tokens, heads, dim_v]. Gates are not applied."""
     heads, span = x.heads, shape.span(ops.model.attending, kernel_sizes.KEY_BLOCK)
     rope = prefill_ops.RopeParameters(
         state=ops.state,

@@ -6,7 +6,7 @@ Operations per block, with barriers where | stands:
     latent          see latent.py
     recurrent       see delta_net.py
     feed-forward    norm, gate, up, activation | down, add to x |
-    experts         norm, router | select, gate, up, activation | down, add to x |
+    experts         norm, router | select, gate, up, activation | down, add to x | (norm, add | norm, add to x |)
 
 In parallel blocks both parts take one norm, of the layer's input.
 A shared expert runs as a feed-forward before the routed ones, on the same norm. A norm of a block's result has a
@@ -69,6 +69,8 @@ class DecodePlan(CompiledPlan):
             normed = ops.norm(block.parts[0].norm) if block.parallel else None
             for part in block.parts:
                 add_part(ops, block.layer, part, shape, normed)
+            if block.out_scale is not None:
+                ops.scale_residual(block.out_scale)
         add_head(ops, self._logits)
         return ops
 
@@ -159,6 +161,15 @@ class DecodeOps(TokenOps):
             self.norm_rows(post_norm, added, self.n_embd, self.x, add=True)
             self.add_barrier()
 
+    def group(self, linear: blocks.Linear) -> int:
+        """Rows that are not split between threads, of a matrix with few rows."""
+        return max(4, self.tensor(linear).type.interleave)
+
+    def scale_residual(self, name: str) -> None:
+        """Append x *= a tensor float32[1]."""
+        scale = decode_norms.ScaleParameters(x=self.x, n=self.n_embd, multiple=SPLIT_ROWS, factor=self.vector(name))
+        self.add(decode_norms.scale, scale, barrier=True)
+
 
 # --------------------------------------------------------------------------------------------------------------- blocks
 
@@ -201,8 +212,16 @@ def add_attention(
     q, k, v = (ops.buffer(name, 4 * n) for name, n in zip("qkv", (width, ops.rows(part.k), ops.rows(part.v))))
     query_gates = ops.buffer("query gates", 4 * width) if part.gated else 0
     _add_heads(ops, part, part.q, part.q_norm, normed, q, view, query_gates)
-    _add_heads(ops, part, part.k, part.k_norm, normed, k, view)
-    ops.matvec(part.v, normed, v, barrier=True)
+    head_gates = 0
+    if part.head_gate is not None:
+        head_gates = ops.buffer("head gates", 4 * part.heads)
+        ops.matvec(part.head_gate, normed, head_gates, multiple=ops.group(part.head_gate))
+    _add_heads(ops, part, part.k, part.k_norm, normed, k, view, values=v if part.v == part.k else 0)
+    if part.v != part.k:
+        ops.matvec(part.v, normed, v, multiple=math.lcm(SPLIT_ROWS, part.head_dim_v) if part.v_norm else SPLIT_ROWS)
+        if part.v_norm is not None:
+            _add_head_norm(ops, part.v_norm, v, ops.rows(part.v), part.head_dim_v)
+    ops.add_barrier()
     if part.norms_across_heads:
         q = _norm_across_heads(ops, part.q, part.q_norm, q, "q normed")
         k = _norm_across_heads(ops, part.k, part.k_norm, k, "k normed")
@@ -210,7 +229,7 @@ def add_attention(
     projected = Projected(
         shape.heads(part), part.kv_heads, q, k, v, part.scale, view,
         rope_fields(part, is_applied=part.norms_after_rope), query_gates, ops.vector(part.sinks),
-        part.softcap,
+        part.softcap, head_gates,
     )  # fmt: skip
     merged = attend_token(ops, shape, projected)
     width = part.heads * part.head_dim_v
@@ -219,14 +238,15 @@ def add_attention(
 
 def _add_heads(
     ops: DecodeOps, part: blocks.Attention, linear: blocks.Linear, norm: blocks.Norm | None, x: Activations, out: int,
-    view: int, gate_buffer: int = 0,
+    view: int, gate_buffer: int = 0, values: int = 0,
 ) -> None:  # fmt: skip
     """Append queries or keys, and their norm by heads if there is one. Each thread normalizes the heads it computed.
 
-    With a `gate_buffer` the matrix gives queries and gates, which are copied to the two buffers.
+    With a `gate_buffer` the matrix gives queries and gates, which are copied to the two buffers. `values`, if given,
+    gets the values that are keys before their norm.
     """
     dim, rows = part.head_dim_k, ops.rows(linear)
-    by_heads = norm is not None or part.norms_after_rope
+    by_heads = norm is not None or part.norms_after_rope or bool(values)
     multiple = math.lcm(SPLIT_ROWS, dim)
     if gate_buffer:
         projected, rows = ops.buffer("queries and gates", 4 * rows), rows // 2
@@ -243,20 +263,28 @@ def _add_heads(
         ops.add(gates.split_queries, split)
     else:
         ops.matvec(linear, x, out, multiple=multiple if by_heads else SPLIT_ROWS)
+    if values:
+        assert part.v_norm is not None, f"{part.v.weight}: values that are keys have a norm of their own"
+        _add_head_norm(ops, part.v_norm, out, rows, dim, values)
     if part.norms_after_rope:
         rope = decode_norms.RopeHeadsParameters(
             position=ops.position, x=out, rows=rows, dim=dim, multiple=multiple, layer_view=view, **rope_fields(part)
         )
         ops.add(decode_norms.rope_heads, rope)
-    if norm is None or part.norms_across_heads:
-        return
+    if norm is not None and not part.norms_across_heads:
+        _add_head_norm(ops, norm, out, rows, dim)
+
+
+def _add_head_norm(ops: DecodeOps, norm: blocks.Norm, x: int, rows: int, dim: int, out: int = 0) -> None:
+    """Append out = norm(x) by heads of `dim` elements, by default in place, of the heads that the thread computed."""
     parameters = decode_ops.HeadNormParameters(
-        x=out,
-        weight=ops.norm_weight(norm, part.head_dim_k),
+        x=x,
+        weight=ops.norm_weight(norm, dim),
         rows=rows,
-        dim=part.head_dim_k,
+        dim=dim,
         eps=ops.constant(norm.eps),
-        multiple=multiple,
+        multiple=math.lcm(SPLIT_ROWS, dim),
+        out=out or x,
     )
     ops.add(decode_ops.head_norm, parameters)
 
@@ -271,8 +299,13 @@ def _norm_across_heads(ops: DecodeOps, linear: blocks.Linear, norm: blocks.Norm 
     return out
 
 
-def add_gated(ops: DecodeOps, part: blocks.FeedForward, normed: Activations, shared_gate: str | None = None) -> None:
-    """Append a gated feed-forward, or a shared expert with its gate if it has one, whose norm is computed."""
+def add_gated(
+    ops: DecodeOps, part: blocks.FeedForward, normed: Activations, shared_gate: str | None = None, out: int = 0
+) -> None:
+    """Append a gated feed-forward, or a shared expert with its gate if it has one, whose norm is computed.
+
+    The result is added to x, or, normed, written to `out` if that is given.
+    """
     n_ff = ops.rows(part.gate)
     gate = up = ops.buffer("gate", 4 * n_ff)
     ops.matvec(part.gate, normed, gate)
@@ -292,20 +325,39 @@ def add_gated(ops: DecodeOps, part: blocks.FeedForward, normed: Activations, sha
         ops.add(gates.gate_shared, gate_shared)
     hidden = Activations(ops.buffer("hidden", activation_bytes(n_ff)), 0)
     gated = decode_ops.GatedParameters(
-        activation=ops.activation(part.activation), gate=gate, up=up, n=n_ff, multiple=SPLIT_ROWS, buffer=hidden.address
+        activation=ops.activation(part.activation, part.limit),
+        gate=gate,
+        up=up,
+        n=n_ff,
+        multiple=SPLIT_ROWS,
+        buffer=hidden.address,
     )
     ops.add(decode_ops.gated, gated, barrier=True)
-    ops.add_to_residual(part.down, ops.sub_norm(part.sub_norm, hidden, n_ff), part.post_norm)
+    entering = ops.sub_norm(part.sub_norm, hidden, n_ff)
+    if not out:
+        ops.add_to_residual(part.down, entering, part.post_norm)
+        return
+    assert part.post_norm is not None, f"{part.down.weight}: a norm follows"
+    added = ops.buffer("added", 4 * ops.n_embd)
+    ops.matvec(part.down, entering, added, barrier=True)
+    ops.norm_rows(part.post_norm, added, ops.n_embd, out)
+    ops.add_barrier()
 
 
 def add_experts(ops: DecodeOps, part: blocks.Experts) -> None:
-    """Append a mixture of experts with its norm, the shared expert first; the result is added to x."""
+    """Append a mixture of experts with its norms, the shared expert first; the result is added to x."""
+    n = 4 * ops.n_embd
+    both, routed = (ops.buffer("both", n), ops.buffer("routed", n)) if part.post_norm else (0, ops.x)
+    if part.shared is not None and part.shared.norm != part.norm:
+        add_gated(ops, part.shared, ops.norm(part.shared.norm), part.shared_gate, both)
     normed = ops.norm(part.norm)
-    if part.shared is not None:
-        add_gated(ops, part.shared, normed, part.shared_gate)
+    if part.shared is not None and part.shared.norm == part.norm:
+        add_gated(ops, part.shared, normed, part.shared_gate, both)
+    entering = normed
+    if part.router_norm is not None:
+        entering = ops.norm_of(part.router_norm, Activations(ops.x, 0), ops.n_embd, "router normed")
     logits = ops.buffer("router", 4 * part.count)
-    interleave = ops.tensor(part.router).type.interleave
-    ops.matvec(part.router, normed, logits, barrier=True, multiple=max(4, interleave))
+    ops.matvec(part.router, entering, logits, barrier=True, multiple=ops.group(part.router))
     selected, selected_stride = ops.private_buffer(
         "selected", kernel_sizes.selected_experts_bytes(part.count, part.used)
     )
@@ -318,7 +370,7 @@ def add_experts(ops: DecodeOps, part: blocks.Experts) -> None:
     hidden = ops.buffer("experts", part.used * hidden_bytes)
     gate_up = decode_experts.GateUpParameters(
         steps=0,
-        activation=ops.activation(part.activation),
+        activation=ops.activation(part.activation, part.limit),
         gate_product=ops.matvec_function(part.gate),
         gate=gate.address,
         gate_bytes=gate.expert_bytes,
@@ -358,9 +410,16 @@ def add_experts(ops: DecodeOps, part: blocks.Experts) -> None:
         hidden=hidden,
         hidden_bytes=hidden_bytes,
         out=ops.buffer("added", 4 * ops.n_embd),
-        residual=ops.x,
+        residual=routed,
         bias=ops.expert_biases(part.down),
         scales=ops.expert_scales(part.down),
         weighted=int(not part.weighs_inputs),
+        fresh=int(part.post_norm is not None),
     )
     ops.add(decode_experts.down, down_parameters, barrier=True)
+    if part.post_norm is not None:
+        assert part.routed_norm is not None, f"{part.post_norm.weight}: the norms of Experts come together"
+        ops.norm_rows(part.routed_norm, routed, ops.n_embd, both, add=True)
+        ops.add_barrier()
+        ops.norm_rows(part.post_norm, both, ops.n_embd, ops.x, add=True)
+        ops.add_barrier()

@@ -67,6 +67,7 @@ def add_decode(ops: TokenOps, layer: int, part: blocks.DeltaNet) -> None:
         dim=sizes.head_dim_v,
         eps=ops.constant(part.out_norm.eps),
         multiple=multiple,
+        out=buffers.out,
     )
     ops.add(decode_ops.head_norm, norm)
     hidden = ops.buffer("gated", activation_bytes(sizes.inner))
@@ -116,6 +117,7 @@ def add_prefill(ops: BatchOps, layer: int, part: blocks.DeltaNet) -> None:
         heads=sizes.value_heads,
         dim=sizes.head_dim_v,
         eps=ops.constant(part.out_norm.eps),
+        out=buffers.out,
     )
     ops.add(prefill_ops.head_norm, norm)
     gate = prefill_ops.GatedParameters(

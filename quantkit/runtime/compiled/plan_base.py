@@ -169,9 +169,9 @@ class PlanOps(OpList):
         """Address of a norm's weight float32[n]; ones where it has none."""
         return self.vector(norm.weight) if norm.weight else self.keep(np.ones(n, np.float32)).ctypes.data
 
-    def activation(self, name: str) -> int:
+    def activation(self, name: str, limit: float | None = None) -> int:
         """Address of the function of kernels/cpu/gated_activations.py for the activation of a block."""
-        return gated_activations.activation(name).address
+        return gated_activations.activation(name, limit).address
 
     def matvec_function(self, linear: blocks.Linear) -> int:
         """Address of the function of kernels/cpu/matvec.py for a matrix."""
@@ -376,7 +376,7 @@ class CompiledPlan(ABC):
         """cos and sin float32[positions, dim / 2] for at least n_ctx positions."""
         tables = self._rope_tables.get(rope)
         if tables is None or len(tables[0]) < n_ctx:
-            factors = float_linear.vector(self.model.weights[rope.factors]) if rope.factors else None
+            factors = float_linear.vector(self.model.weights[rope.factors])[: rope.dim // 2] if rope.factors else None
             tables = self._rope_tables[rope] = float_ops.rope_tables(rope, n_ctx, factors)
         return tables
 

@@ -6,7 +6,7 @@ Operations per block, with barriers where | stands:
     latent          see latent.py
     recurrent       see delta_net.py
     feed-forward    norm | gate, up | activation | down, add to x |
-    experts         norm | router | route | group | gather | gate, up, activation | down, add to x |
+    experts         norm | router | route | group | gather | gate, up, activation | down, add to x | (norms, add to x |)
 
 A shared expert runs as a feed-forward after the routed ones, on the same norm.
 """
@@ -79,6 +79,8 @@ class PrefillPlan(CompiledPlan):
             normed = ops.norm(block.parts[0].norm, ()).floats if block.parallel else 0
             for part in block.parts:
                 add_part(ops, block.layer, part, shape, normed)
+            if block.out_scale is not None:
+                ops.scale_residual(block.out_scale)
         return ops
 
     @property
@@ -170,11 +172,18 @@ class PrefillOps(BatchOps):
         assert post_norm is None or not (post_norm.centred or post_norm.bias), f"{linear.weight}: RMS norms follow"
         added = self.floats("added", self.n_embd)
         self.multiply(linear, x, added, barrier=True)
-        weight, eps = (self.vector(post_norm.weight), self.constant(post_norm.eps)) if post_norm else (0, 0)
-        parameters = prefill_norms.AddParameters(
-            state=self.state, y=added, weight=weight, n=self.n_embd, eps=eps, x=self.x
-        )
+        self.add_normed(post_norm, added, self.x)
+
+    def add_normed(self, norm: blocks.Norm | None, y: int, x: int) -> None:
+        """Append x += norm(y), or x += y without a norm; y is overwritten."""
+        weight, eps = (self.vector(norm.weight), self.constant(norm.eps)) if norm else (0, 0)
+        parameters = prefill_norms.AddParameters(state=self.state, y=y, weight=weight, n=self.n_embd, eps=eps, x=x)
         self.add(prefill_norms.add, parameters, barrier=True)
+
+    def scale_residual(self, name: str) -> None:
+        """Append x *= a tensor float32[1]."""
+        scale = prefill_norms.ScaleParameters(state=self.state, x=self.x, n=self.n_embd, factor=self.vector(name))
+        self.add(prefill_norms.scale, scale, barrier=True)
 
 
 # --------------------------------------------------------------------------------------------------------------- blocks
@@ -205,15 +214,22 @@ def add_attention(
     ops: PrefillOps, layer: int, part: blocks.Attention, shape: PlannedCaches, normed_at: int = 0
 ) -> None:
     """Append attention with its norm: projections, RoPE, caches, softmax, output; the result is added to x."""
-    normed = _normed(ops, part.norm, normed_at, (part.q, part.k, part.v))
+    head_gates = ops.floats("head gates", part.heads) if part.head_gate is not None else 0
+    readers = (part.q, part.k, part.v, *((part.head_gate,) if part.head_gate is not None else ()))
+    normed = _normed(ops, part.norm, normed_at, readers)
     width_q = part.heads * part.head_dim_k
     q, k, v = (ops.floats(name, n) for name, n in zip("qkv", (width_q, ops.rows(part.k), ops.rows(part.v))))
     projected, query_gates = q, 0
     if part.gated:
         projected, query_gates = ops.floats("queries and gates", 2 * width_q), ops.floats("query gates", width_q)
     ops.multiply(part.q, normed, projected)
-    ops.multiply(part.k, normed, k)
-    ops.multiply(part.v, normed, v, barrier=True)
+    if part.head_gate is not None:
+        ops.multiply(part.head_gate, normed, head_gates)
+    ops.multiply(part.k, normed, k, barrier=part.v == part.k)
+    if part.v != part.k:
+        ops.multiply(part.v, normed, v, barrier=True)
+    if part.v_norm is not None:
+        _add_norm_by_heads(ops, part.v_norm, k if part.v == part.k else v, part.kv_heads, part.head_dim_v, v)
     if part.gated:
         split = gates.SplitQueriesParameters(
             tokens=ops.token_count,
@@ -240,6 +256,11 @@ def add_attention(
         ops.add(
             gates.apply_gates, gates.ApplyGatesParameters(tokens=ops.token_count, x=out, gates=query_gates, n=width)
         )
+    if part.head_gate is not None:
+        by_head = gates.ApplyHeadGatesParameters(
+            tokens=ops.token_count, x=out, gates=head_gates, heads=part.heads, dim=part.head_dim_v
+        )
+        ops.add(gates.apply_head_gates, by_head)
     ops.sub_norm(part.sub_norm, out, width)
     ops.add_to_residual(part.out, ops.quantize(out, width, (part.out,)), part.post_norm)
 
@@ -256,19 +277,30 @@ def _add_head_norm(
     if norm is None:
         return
     together = heads if part.norms_across_heads else 1
+    _add_norm_by_heads(ops, norm, x, heads // together, part.head_dim_k * together, x)
+
+
+def _add_norm_by_heads(ops: PrefillOps, norm: blocks.Norm, x: int, heads: int, dim: int, out: int) -> None:
+    """Append out = norm(x) for each of `heads` heads of `dim` elements; out may be x."""
     parameters = prefill_ops.HeadNormParameters(
         state=ops.state,
         x=x,
-        weight=ops.norm_weight(norm, part.head_dim_k * together),
-        heads=heads // together,
-        dim=part.head_dim_k * together,
+        weight=ops.norm_weight(norm, dim),
+        heads=heads,
+        dim=dim,
         eps=ops.constant(norm.eps),
+        out=out,
     )
     ops.add(prefill_ops.head_norm, parameters)
 
 
-def add_gated(ops: PrefillOps, part: blocks.FeedForward, normed: ProductRows, shared_gate: str | None = None) -> None:
-    """Append a gated feed-forward, or a shared expert with its gate if it has one, whose norm is computed."""
+def add_gated(
+    ops: PrefillOps, part: blocks.FeedForward, normed: ProductRows, shared_gate: str | None = None, out: int = 0
+) -> None:
+    """Append a gated feed-forward, or a shared expert with its gate if it has one, whose norm is computed.
+
+    The result is added to x, or, normed, written to `out` if that is given.
+    """
     n_ff = ops.rows(part.gate)
     gate = up = ops.floats("gate", n_ff)
     ops.multiply(part.gate, normed, gate, barrier=part.up == part.gate)
@@ -281,11 +313,17 @@ def add_gated(ops: PrefillOps, part: blocks.FeedForward, normed: ProductRows, sh
         )
         ops.add(gates.gate_batch_shared, gate_shared)
     gated = prefill_ops.GatedParameters(
-        state=ops.state, activation=ops.activation(part.activation), gate=gate, up=up, n=n_ff, out=gate
+        state=ops.state, activation=ops.activation(part.activation, part.limit), gate=gate, up=up, n=n_ff, out=gate
     )
     ops.add(prefill_ops.gated, gated)
     ops.sub_norm(part.sub_norm, gate, n_ff)
-    ops.add_to_residual(part.down, ops.quantize(gate, n_ff, (part.down,)), part.post_norm)
+    entering = ops.quantize(gate, n_ff, (part.down,))
+    if not out:
+        ops.add_to_residual(part.down, entering, part.post_norm)
+        return
+    assert part.post_norm is not None, f"{part.down.weight}: a norm follows"
+    ops.multiply(part.down, entering, out, barrier=True)
+    ops.norm_of(part.post_norm, out, ops.n_embd, out)
 
 
 # -------------------------------------------------------------------------------------------------------------- experts
@@ -309,8 +347,12 @@ class Assignment(NamedTuple):
 
 def _add_assignment(ops: PrefillOps, part: blocks.Experts, normed: ProductRows, multiple: int) -> Assignment:
     """Append the router, the choice of experts, and the assignment of tokens to them."""
-    logits = ops.floats("router", part.count)
-    ops.multiply(part.router, normed, logits, barrier=True)
+    logits, entering = ops.floats("router", part.count), normed
+    if part.router_norm is not None:
+        rows = ops.floats("router normed", ops.n_embd)
+        ops.norm_of(part.router_norm, ops.x, ops.n_embd, rows)
+        entering = ops.quantize(rows, ops.n_embd, (part.router,))
+    ops.multiply(part.router, entering, logits, barrier=True)
     selected = ops.buffer("selected", 8 * BATCH_TOKENS * part.used)
     weights = ops.floats("expert weights", part.used)
     route = prefill_experts.RouteParameters(
@@ -337,8 +379,12 @@ def _add_assignment(ops: PrefillOps, part: blocks.Experts, normed: ProductRows, 
 
 
 def add_experts(ops: PrefillOps, part: blocks.Experts) -> None:
-    """Append a mixture of experts with its norm, the shared expert last; the result is added to x."""
-    normed = ops.norm(part.norm, (part.router,))
+    """Append a mixture of experts with its norms, the shared expert last; the result is added to x."""
+    normed = ops.norm(part.norm, (part.router,) if part.router_norm is None else ())
+    both, routed = (ops.floats(name, ops.n_embd) for name in ("both", "routed")) if part.post_norm else (0, ops.x)
+    if part.post_norm is not None:
+        clear = prefill_norms.ClearParameters(state=ops.state, x=routed, n=ops.n_embd)
+        ops.add(prefill_norms.clear, clear)  # barriers follow before anything is added
     gate, up, down = (_kernels(ops, linear) for linear in (part.gate, part.up, part.down))
     multiple = math.lcm(gate.tokens, up.tokens, down.tokens)
     assignment, entries = _add_assignment(ops, part, normed, multiple)
@@ -375,7 +421,7 @@ def add_experts(ops: PrefillOps, part: blocks.Experts) -> None:
     add_down = prefill_experts.AddDownParameters(
         matrix=_expert_matrix(ops, part.down, assignment, hidden),
         weights=ops.experts_of(part.down).address,
-        out=ops.x,
+        out=routed,
         max_entries=entries,
         quantized=int(down.quantized),
         bias=ops.expert_biases(part.down),
@@ -383,9 +429,17 @@ def add_experts(ops: PrefillOps, part: blocks.Experts) -> None:
         weighted=int(not part.weighs_inputs),
     )
     ops.add(prefill_experts.add_down, add_down, barrier=True)
-    if part.shared is not None:  # the norm is still there, but its tiles may have been overwritten
-        shared_normed = ops.quantize(normed.floats, ops.n_embd, (part.shared.gate, part.shared.up))
-        add_gated(ops, part.shared, shared_normed, part.shared_gate)
+    if part.shared is not None:
+        readers = part.shared.gate, part.shared.up
+        if part.shared.norm == part.norm:  # it is still there, but its tiles may have been overwritten
+            normed = ops.quantize(normed.floats, ops.n_embd, readers)
+        else:
+            normed = ops.norm(part.shared.norm, readers)
+        add_gated(ops, part.shared, normed, part.shared_gate, both)
+    if part.post_norm is not None:
+        assert part.routed_norm is not None, f"{part.post_norm.weight}: the norms of Experts come together"
+        ops.add_normed(part.routed_norm, routed, both)
+        ops.add_normed(part.post_norm, both, ops.x)
 
 
 def _add_gate_up(
@@ -400,7 +454,7 @@ def _add_gate_up(
             gate=gate.address,
             up=up.address,
             hidden=target.address,
-            activation=ops.activation(part.activation),
+            activation=ops.activation(part.activation, part.limit),
             gate_bias=ops.expert_biases(part.gate),
             gate_scales=ops.expert_scales(part.gate),
             up_bias=ops.expert_biases(part.up),
@@ -424,7 +478,8 @@ def _add_gate_up(
     ops.add_barrier()
     activate = prefill_experts.ActivateParameters(
         assignment=assignment, gate=products[0], up=products[1], ff=part.ff, hidden=target.address,
-        activation=ops.activation(part.activation), experts=part.count, weighted=entries if part.weighs_inputs else 0,
+        activation=ops.activation(part.activation, part.limit), experts=part.count,
+        weighted=entries if part.weighs_inputs else 0,
     )  # fmt: skip
     ops.add(prefill_experts.activate, activate, barrier=True)
 

@@ -18,7 +18,7 @@ def unsupported_feature(weights: Weights, parts: Sequence[blocks.Block], head: b
     linears = [head.output]
     for part in (part for block in parts for part in block.parts):
         if isinstance(part, blocks.Attention):
-            linears += [part.q, part.k, part.v, part.out]
+            linears += [part.q, part.k, part.v, part.out, *([part.head_gate] if part.head_gate else [])]
             reason = _in_attention(part)
         elif isinstance(part, blocks.LatentAttention):
             linears += [

@@ -80,7 +80,7 @@ class GpuExperts:
         if part.weighs_inputs:
             gate, up = (product * weights[:, :, None] for product in (gate, up))
             weights = (ids >= 0).float()
-        hidden = worker.activate(part.activation, gate, up)
+        hidden = worker.activate(part.activation, gate, up, part.limit)
         self._observe(part, y, ids, hidden)
         outputs = self._of_experts(part.down, hidden, ids).contiguous()
         out: torch.Tensor = gpu.torch.empty((tokens, outputs.shape[2]), device=gpu.torch_device)
@@ -124,7 +124,7 @@ class GpuExperts:
                 inputs, share = inputs * share, gpu.torch.ones_like(share)
             products = [product(inputs) for product in entering]
             gate, up = _half(part.gate, products[0]), _half(part.up, products[-1])
-            output = down(worker.activate(part.activation, gate, up))
+            output = down(worker.activate(part.activation, gate, up, part.limit))
             out.index_add_(0, tokens[start:stop], output * share)
             staging.done(index)
             if index + 1 < len(numbers):
@@ -135,11 +135,13 @@ class GpuExperts:
         """The product with one expert's matrix, which is on this GPU."""
         worker = self._worker
         matrices, bias = worker.matrices(linear.weight), worker.vector(linear.bias) if linear.bias else None
+        scale = self._scale(linear, number)
 
         def run(x: torch.Tensor) -> torch.Tensor:
             torch = worker.gpu.torch
             ids = torch.full((len(x), 1), number, dtype=torch.int32, device=worker.gpu.torch_device)
             y = matrices.of_experts(x.contiguous(), ids, worker.exact)[:, 0]
+            y = y if scale is None else y * scale
             return _half(linear, y if bias is None else y + bias.view(matrices.count, -1)[number])
 
         return run
@@ -157,17 +159,25 @@ class GpuExperts:
         worker = self._worker
         matrix = cuda_device.Matrices(worker.gpu, data, tensor.type, tensor.shape[1], tensor.shape[2])
         bias = worker.vector(linear.bias).view(tensor.shape[0], -1)[number] if linear.bias else None
+        scale = self._scale(linear, number)
 
         def run(x: torch.Tensor) -> torch.Tensor:
             y = matrix(x.contiguous(), worker.exact)
+            y = y if scale is None else y * scale
             return y if bias is None else y + bias
 
         return run
+
+    def _scale(self, linear: blocks.Linear, number: int) -> torch.Tensor | None:
+        """The number that products with an expert's matrix are multiplied by; None for 1."""
+        return self._worker.vector(linear.scale)[number] if linear.scale else None
 
     def _of_experts(self, linear: blocks.Linear, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """float32[tokens, used, rows]."""
         matrices = self._worker.matrices(linear.weight)
         y = matrices.of_experts(x, ids, self._worker.exact)
+        if linear.scale is not None:
+            y = y * self._worker.vector(linear.scale)[ids.long()][..., None]
         return y if linear.bias is None else y + self._worker.vector(linear.bias).view(matrices.count, -1)[ids.long()]
 
     def _observe(self, part: blocks.Experts, y: torch.Tensor, ids: torch.Tensor, hidden: torch.Tensor) -> None:

@@ -236,11 +236,14 @@ class CudaWorker(Worker):
         """As `BlockRunner.centre`."""
         return x - x.mean(-1, keepdim=True)
 
-    def activate(self, name: str, gate: Any, up: Any) -> Any:
-        """As `BlockRunner.activate`, by a kernel; reglu and relu2 by torch."""
+    def activate(self, name: str, gate: Any, up: Any, limit: float | None = None) -> Any:
+        """As `BlockRunner.activate`, by a kernel; reglu, relu2 and what is clamped by torch."""
 
         from quantkit.runtime.kernels.cuda import elementwise
 
+        if limit is not None:
+            assert name == "swiglu"
+            return self.gpu.torch.nn.functional.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)
         if name not in elementwise.ACTIVATIONS:  # reglu and relu2
             assert name in ("reglu", "relu2")
             return (gate.relu() if name == "reglu" else gate.relu().square()) * up
@@ -414,6 +417,7 @@ class CudaWorker(Worker):
         Nothing else overlaps: the next layer needs the results of both.
         """
         in_order = self._checking or self.tripwire == "full" or self.observer is not None  # the order that errors name
+        in_order = in_order or part.post_norm is not None
         routed_on_cpu = self._holders(part) == {self._host} and not self._offloads(part, len(x))
         if in_order or part.shared is None or not routed_on_cpu:
             return super()._experts(part, x)

@@ -58,6 +58,26 @@ def swiglu(gate, up):
 
 
 @kernel
+def swiglu_limited(gate, up, limit):
+    """min(gate / (1 + e^-gate), limit) * u with u = up within -limit … limit, in place of `gate`; float32[tokens, n].
+
+    NaN stays NaN.
+    """
+    tokens, n = gate.shape
+    for t in range(tokens):
+        for i in range(n):
+            g, u = gate[t, i], up[t, i]
+            g = g / (np.float32(1) + exp(-g))
+            if g > limit:
+                g = limit
+            if u > limit:
+                u = limit
+            if u < -limit:
+                u = -limit
+            gate[t, i] = g * u
+
+
+@kernel
 def reglu(gate, up):
     """max(gate, 0) * up, element by element, in place of `gate`, which may be `up`; float32[tokens, n]."""
     tokens, n = gate.shape

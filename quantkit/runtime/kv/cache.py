@@ -5,6 +5,8 @@ An attention layer has two arrays of encoded rows; RoPE is applied to the keys a
     k[layer]   uint8[n_head_kv, n_ctx, row bytes of head_dim_k]
     v[layer]   uint8[n_head_kv, n_ctx, row bytes of head_dim_v]
 
+Layers may differ in heads and dimensions (`HParams.kv_heads_of`, `head_dims_of`).
+
 MTP layers have none: their caches are with the layers (runtime/mtp.py).
 
 With latent attention (runtime/blocks/latent.py) k has one row per token, its latent, and v none.
@@ -29,6 +31,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,8 +54,7 @@ class CacheShape(NamedTuple):
 
     n_layer: int
     n_head_kv: int | tuple[int, ...]  # of all layers, or of each
-    head_dim_k: int
-    head_dim_v: int
+    head_dims: tuple[tuple[int, int], ...]  # of keys and of values, of each layer
     recurrent: frozenset[int]
     recurrence: Recurrence | None
     devices: tuple[Any, ...] = ()
@@ -61,17 +63,23 @@ class CacheShape(NamedTuple):
     def of(cls, hparams: HParams, devices: tuple[Any, ...] = ()) -> CacheShape:
         """The shape of a model's caches."""
         kv_heads = hparams.kv_heads_of or hparams.n_head_kv
-        return cls(hparams.n_layer, kv_heads, hparams.head_dim_k, hparams.head_dim_v, hparams.recurrent,
-                   hparams.recurrence, devices)  # fmt: skip
+        dims = tuple(hparams.head_dims(i) for i in range(hparams.n_layer))
+        return cls(hparams.n_layer, kv_heads, dims, hparams.recurrent, hparams.recurrence, devices)
 
     def __str__(self) -> str:
         states = f", {len(self.recurrent)} of them recurrent" if self.recurrent else ""
         devices = f" on {', '.join(name for name, *_ in self.devices)}" if self.devices else ""
-        heads = self.n_head_kv if isinstance(self.n_head_kv, int) else f"{min(self.n_head_kv)} to {max(self.n_head_kv)}"
+        heads = (self.n_head_kv,) if isinstance(self.n_head_kv, int) else self.n_head_kv
+        keys, values = zip(*self.head_dims)
         return (
-            f"{self.n_layer} layers{states} of {heads} KV heads, keys of {self.head_dim_k} and values of "
-            f"{self.head_dim_v} elements{devices}"
+            f"{self.n_layer} layers{states} of {_range(heads)} KV heads, keys of {_range(keys)} and values of "
+            f"{_range(values)} elements{devices}"
         )
+
+
+def _range(numbers: Sequence[int]) -> str:
+    least, most = min(numbers), max(numbers)
+    return f"{most}" if least == most else f"{least} to {most}"
 
 
 class Cache:
@@ -79,7 +87,7 @@ class Cache:
 
     type         CacheType
     shape        CacheShape: a model takes caches of its own shape only
-    rotations    of keys and of values: elements rotated together, 0 for none
+    rotations    of keys and of values of each layer: elements rotated together, 0 for none
     k, v         tuples of arrays: native code has their addresses, so they are never replaced
     state_bytes  of the states of recurrent layers
     nbytes       of all arrays, without the spare state that the running layer writes
@@ -93,12 +101,18 @@ class Cache:
         as a whole."""
         kind = cache_type if isinstance(cache_type, CacheType) else CacheType.parse(cache_type)
         self._describe(CacheShape.of(hparams), n_ctx, kind, one_layer)
-        sides = (self.type.k, hparams.head_dim_k), (self.type.v, hparams.head_dim_v)
         kv_heads = hparams.kv_heads_of or (hparams.n_head_kv,) * hparams.n_layer
         without = hparams.recurrent | set(range(hparams.n_main, hparams.n_layer))  # MTP layers: see runtime/mtp.py
         heads = [0 if i in without else kv_heads[i] for i in range(hparams.n_layer)]
-        shapes = [(self.n_ctx, types.layout(name).row_bytes(dim)) for name, dim in sides]
-        self.k, self.v = (_rows(heads, shape, one_layer) for shape in shapes)
+        self.k, self.v = (
+            _rows(
+                heads,
+                self.n_ctx,
+                [types.layout(name).row_bytes(dims[side]) for dims in self.shape.head_dims],
+                one_layer,
+            )
+            for side, name in enumerate((self.type.k, self.type.v))
+        )
         self.states: dict[int, LayerState] = {}
         self._spare: LayerState | None = None
         self._spare_of: int | None = None
@@ -115,7 +129,7 @@ class Cache:
         """Set all but the arrays. DataError where `n_ctx` is not from 1 to `_MAX_TOKENS`."""
         self.shape, self.type, self.one_layer = shape, kind, one_layer
         self._n_ctx, self._length = arguments.integer(n_ctx, "the context of a cache (-c)", 1, _MAX_TOKENS), 0
-        self.rotations = kind.rotations(shape.head_dim_k, shape.head_dim_v)
+        self.rotations = [kind.rotations(*dims) for dims in shape.head_dims]
 
     @property
     def n_ctx(self) -> int:
@@ -280,18 +294,20 @@ class Cache:
         return before, after
 
 
-def _rows(heads: list[int], shape: tuple[int, int], one_layer: bool) -> tuple[np.ndarray, ...]:
-    """An array [heads, *shape] for each layer; with `one_layer`, one for all layers of as many heads."""
-    shared: dict[int, np.ndarray] = {}
+def _rows(heads: list[int], n_ctx: int, row_bytes: list[int], one_layer: bool) -> tuple[np.ndarray, ...]:
+    """An array [heads, n_ctx, row bytes] for each layer; with `one_layer`, one for all layers of one shape."""
+    shared: dict[tuple[int, ...], np.ndarray] = {}
+    shapes = [(count, n_ctx, nbytes) if count else (1, 0, nbytes) for count, nbytes in zip(heads, row_bytes)]
     found = []
     try:
-        for count in heads:
-            rows = (count, *shape) if count else (1, 0, shape[1])
-            found.append(shared.setdefault(count, np.zeros(rows, np.uint8)) if one_layer else np.zeros(rows, np.uint8))
+        for shape in shapes:
+            new = not one_layer or shape not in shared
+            found.append(np.zeros(shape, np.uint8) if new else shared[shape])
+            shared[shape] = found[-1]
     except (MemoryError, ValueError):
-        size = math.prod(shape) * (max(heads) if one_layer else sum(heads))
+        size = sum(map(math.prod, set(shapes) if one_layer else shapes))
         raise DataError(
-            f"a cache of {shape[0]} tokens takes about {2 * size / (1 << 30):.0f} GiB, more than there is; take a "
+            f"a cache of {n_ctx} tokens takes about {2 * size / (1 << 30):.0f} GiB, more than there is; take a "
             "smaller context (-c) or type (-ctk, -ctv)"
         ) from None
     return tuple(found)

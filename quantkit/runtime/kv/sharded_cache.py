@@ -124,15 +124,15 @@ class _DeviceCache(Cache):
         self._owner = owner
         self._describe(owner.shape, owner.n_ctx, owner.type, owner.one_layer)
         self._zeros = share.zeros
-        sides = (self.type.k, hparams.head_dim_k), (self.type.v, hparams.head_dim_v)
-        arrays: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
+        arrays: dict[tuple[object, ...], tuple[np.ndarray, np.ndarray]] = {}
         rows = []
         for layer in range(hparams.n_layer):
-            count = share.heads.get(layer, 0)
-            key = (count, -1 if self.one_layer or not count else layer)
+            count, dims = share.heads.get(layer, 0), self.shape.head_dims[layer]
+            key = (count, dims, -1 if self.one_layer or not count else layer)
             if key not in arrays:
                 k, v = (
-                    self._zeros((count, self.n_ctx, types.layout(name).row_bytes(dim)), "uint8") for name, dim in sides
+                    self._zeros((count, self.n_ctx, types.layout(name).row_bytes(dim)), "uint8")
+                    for name, dim in zip((self.type.k, self.type.v), dims)
                 )
                 arrays[key] = k, v
             rows.append(arrays[key])

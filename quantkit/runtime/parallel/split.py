@@ -74,7 +74,7 @@ class Split:
         self.placement, self.ledger = placement, Ledger()
         self._owner, self._parts, self._head, self._cached = owner, parts, head, cached
         used = {device.name: device for device in (CPU, *placement.devices.values(), *placement.of_layer.values())}
-        split_checks.require_known(parts)
+        split_checks.require_known(parts, placement)
         self.cuts: dict[str, Sharding] = {}
         self._workers = {name: new_worker(device, self, owner, owner.threads) for name, device in used.items()}
         self.ranks: list[Rank] = []

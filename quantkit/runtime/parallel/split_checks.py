@@ -49,7 +49,7 @@ def tensor_names(block: blocks.Block) -> Iterator[str]:
                 pending.append(value)
 
 
-def require_known(parts: Sequence[blocks.Block]) -> None:
+def require_known(parts: Sequence[blocks.Block], placement: Placement) -> None:
     """UnsupportedError for a kind of block that only a model on one device can run."""
     known = (blocks.Attention, blocks.LatentAttention, blocks.DeltaNet, blocks.FeedForward, blocks.Experts)
     for block in parts:
@@ -59,11 +59,11 @@ def require_known(parts: Sequence[blocks.Block]) -> None:
                     f"blk.{block.layer}: {type(part).__name__} layers run on one device in this version; leave out "
                     "--devices, -sm and rules for other devices"
                 )
-            if scaled := _scaled_apart(part):
+            if scaled := _scaled_apart(part, block.layer in placement.shares):
                 raise UnsupportedError(
-                    f"blk.{block.layer}: {scaled} scales the matrices of experts, or of latent attention, which only a "
-                    "model on one device applies in this version; leave out --devices, -sm, --profile and rules for "
-                    "other devices, or quantize to a type without scales of its own"
+                    f"blk.{block.layer}: {scaled} scales matrices of latent attention, or of experts that devices "
+                    "share, which this version does not; leave out --devices, -sm, --profile and rules for other "
+                    "devices, or quantize to a type without scales of its own"
                 )
             if isinstance(part, blocks.LatentAttention) and part.sparse:
                 raise UnsupportedError(
@@ -72,11 +72,11 @@ def require_known(parts: Sequence[blocks.Block]) -> None:
                 )
 
 
-def _scaled_apart(part: blocks.Part) -> str | None:
-    """The name of a scale that is applied elsewhere than after a product of one matrix; None if there is none."""
+def _scaled_apart(part: blocks.Part, is_shared: bool) -> str | None:
+    """The name of a scale that no device applies in a layer that is shared, or not; None if there is none."""
     linears: tuple[blocks.Linear | None, ...] = ()
     if isinstance(part, blocks.LatentAttention):
         linears = part.kv_b, part.k_b, part.v_b
-    elif isinstance(part, blocks.Experts):
+    elif isinstance(part, blocks.Experts) and is_shared:
         linears = part.matrices
     return next((linear.scale for linear in linears if linear is not None and linear.scale), None)

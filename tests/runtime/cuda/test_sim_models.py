@@ -26,6 +26,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "qwen3moe": {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1},
     "gpt-oss": {"sliding_window": 4},
     "gemma2": {"sliding_window": 4},
+    "gemma4": {"sliding_window": 4, "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
     "llama4": {"attention_chunk_size": 3},
 }
 Make = Callable[..., Path]
@@ -206,6 +207,9 @@ def test_steps_of_architectures_are_replayed(arch: str, gpus: int, make: Make) -
         ("gpt-oss", {}),
         ("cohere2", {}),
         ("gemma2", {}),
+        ("gemma4", {}),
+        ("gemma4", {"n_cpu_moe": 4}),
+        ("step35", {}),
         ("llama4", {}),
         ("llama4", {"n_cpu_moe": 5}),
         ("phi3", {}),

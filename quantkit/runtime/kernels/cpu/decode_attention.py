@@ -254,6 +254,7 @@ class MergeParameters(NamedTuple):
     buffer: int  # activation buffer
     private_stride: int
     sinks: int = 0  # float32[heads]: an extra score of each head, or 0
+    head_gates: int = 0  # float32[heads]: the output of a head is multiplied by sigmoid of its gate; or 0
 
 
 @functools.cache
@@ -286,9 +287,11 @@ def merge(rotation: int) -> Callback:
                 denominator += rescale * part[padded + 1]
                 for i in range(dim):
                     out[i] += rescale * part[i]
-            inverse = np.float32(1) / denominator
+            factor = np.float32(1) / denominator
+            if p.head_gates != 0:  # before rotation, which is linear and within a head
+                factor /= np.float32(1) + exp(-load_float(p.head_gates + head * 4))
             for i in range(dim):
-                out[i] *= inverse
+                out[i] *= factor
         rotate(buffer, heads * dim, rotation)
         if p.gates != 0:
             multiply_sigmoid(buffer, p.gates, heads * dim)

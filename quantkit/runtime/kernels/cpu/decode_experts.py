@@ -26,7 +26,7 @@ from quantkit.codegen.callbacks import callback
 from quantkit.codegen.jit import kernel
 from quantkit.codegen.simd import call6, floats, integers, load_float, load_int, store_int
 from quantkit.runtime.kernels.cpu.activations import quantize_range
-from quantkit.runtime.kernels.cpu.decode_ops import add_range
+from quantkit.runtime.kernels.cpu.decode_ops import add_range, scale_range
 from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record, split
 from quantkit.runtime.kernels.reference import route
 
@@ -76,14 +76,6 @@ def select_experts(parameters, thread, threads):
     probabilities[:] = floats(p.logits, experts)
     count = route_token(routing, probabilities, integers(selected + 8, used), floats(selected + 8 + 8 * used, used))
     store_int(count, selected)
-
-
-@kernel
-def scale_range(x, first, last, factor):
-    """x *= factor for elements first .. last - 1 of float32."""
-    y = floats(x, last)
-    for i in range(first, last):
-        y[i] *= factor
 
 
 GATE, UP, ACTIVATE = 1, 2, 4  # the steps of `gate_up`
@@ -174,16 +166,19 @@ class DownParameters(NamedTuple):
     bias: int = 0  # float32[experts, rows], or 0
     scales: int = 0  # float32[experts], or 0
     weighted: int = 1  # 0: add the outputs as they are
+    fresh: int = 0  # 1: residual = the sum, whatever it was
 
 
 @callback(OPERATION)
 def down(parameters, thread, threads):
-    """residual += sum over the selected experts of weight * (scale down hidden + bias); each thread has its rows."""
+    """residual (+)= sum over the selected experts of weight * (scale down hidden + bias); each thread has its rows."""
     p = load_record(DownParameters, parameters)
     selected, used, rows = p.selected + thread * p.selected_stride, p.used, p.rows
     weights = floats(selected + 8 + 8 * used, used)
     first, last = split(rows, p.multiple, thread, threads), split(rows, p.multiple, thread + 1, threads)
     out, residual = floats(p.out, rows), floats(p.residual, rows)
+    if p.fresh != 0:
+        residual[first:last] = np.float32(0)
     for i in range(load_int(selected)):
         expert = load_int(selected + 8 + 8 * i)
         matrix = p.weights + expert * p.expert_bytes

@@ -1,5 +1,5 @@
 """Operations of the decode plan that some architectures need: norms of whole vectors that threads share, RoPE of heads,
-soft-capped logits.
+scaled residual streams, soft-capped logits.
 
 `norm_rows` has a norm over elements that several threads computed, so a barrier comes before it. `rope_heads` applies
 RoPE where a norm follows (otherwise attention does it); like `decode_ops.head_norm` it takes the heads that the thread
@@ -15,7 +15,7 @@ import numpy as np
 from quantkit.codegen.callbacks import callback
 from quantkit.codegen.simd import floats, load_float, load_int
 from quantkit.runtime.kernels.cpu.decode_attention import apply_rope
-from quantkit.runtime.kernels.cpu.decode_ops import rms_scale
+from quantkit.runtime.kernels.cpu.decode_ops import rms_scale, scale_range
 from quantkit.runtime.kernels.cpu.kv_rows import LayerView
 from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record, split
 from quantkit.runtime.kernels.reference import exp
@@ -46,6 +46,23 @@ def norm_rows(parameters, thread, threads):
     else:
         for i in range(first, last):
             out[i] = x[i] * scale * weight[i]
+
+
+class ScaleParameters(NamedTuple):
+    """Parameters of `scale`."""
+
+    x: int  # float32[n], overwritten
+    n: int
+    multiple: int
+    factor: int  # address of a float32
+
+
+@callback(OPERATION)
+def scale(parameters, thread, threads):
+    """x *= factor; each thread has its own share."""
+    p = load_record(ScaleParameters, parameters)
+    first, last = split(p.n, p.multiple, thread, threads), split(p.n, p.multiple, thread + 1, threads)
+    scale_range(p.x, first, last, load_float(p.factor))
 
 
 class SoftCapParameters(NamedTuple):

@@ -113,15 +113,16 @@ class HeadNormParameters(NamedTuple):
     dim: int
     eps: int  # address of a float32
     multiple: int
+    out: int  # float32[rows / dim, dim]; may be x
 
 
 @callback(OPERATION)
 def head_norm(parameters, thread, threads):
-    """Normalize every head of x in place. Shares are whole heads."""
+    """out = norm(x) of every head. Shares are whole heads."""
     p = load_record(HeadNormParameters, parameters)
     eps = load_float(p.eps)
     for row in range(split(p.rows, p.multiple, thread, threads), split(p.rows, p.multiple, thread + 1, threads), p.dim):
-        rms_norm_into(p.x + row * 4, p.weight, p.dim, eps, p.x + row * 4)
+        rms_norm_into(p.x + row * 4, p.weight, p.dim, eps, p.out + row * 4)
 
 
 # ------------------------------------------------------------------------------------------------------- matrix-vector
@@ -165,6 +166,14 @@ def add_range(x, out, first, last):
     x, y = floats(x, last), floats(out, last)
     for i in range(first, last):
         y[i] += x[i]
+
+
+@kernel
+def scale_range(x, first, last, factor):
+    """x *= factor for elements first .. last - 1 of float32."""
+    y = floats(x, last)
+    for i in range(first, last):
+        y[i] *= factor
 
 
 # --------------------------------------------------------------------------------------------------- gated activations

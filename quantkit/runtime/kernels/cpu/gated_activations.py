@@ -9,6 +9,7 @@ the function of a block's activation. The formulas are those of kernels/referenc
 from __future__ import annotations
 
 import functools
+import struct
 from collections.abc import Callable
 
 from quantkit.codegen.callbacks import Callback, callback
@@ -60,22 +61,41 @@ ACTIVATIONS: dict[str, Callable[[IrBuilder, Value, Value], Value]] = {
 _NAMES = list(ACTIVATIONS)  # intrinsics take a number as a constant, not a name
 
 
+def _limited(ir: IrBuilder, gate: Value, up: Value, limit: float) -> Value:
+    """SwiGLU with silu(gate) at most `limit`, up within -limit … limit."""
+    largest = ir.constant(_FLOATS16, limit)
+    silu = _swiglu(ir, gate, ir.constant(_FLOATS16, 1.0))
+    return ir.min(silu, largest) * ir.max(ir.min(up, largest), largest * -1.0)
+
+
 @simd_intrinsic("void")
-def activate_range(ir: IrBuilder, number: int, gate: Value, up: Value, first: Value, last: Value, out: Value) -> None:
-    """out = act(gate) * up for elements first .. last - 1, multiples of 16; the activation is _NAMES[number]."""
-    activation = ACTIVATIONS[_NAMES[number]]
+def activate_range(
+    ir: IrBuilder, number: int, limit: int, gate: Value, up: Value, first: Value, last: Value, out: Value
+) -> None:
+    """out = act(gate) * up for elements first .. last - 1, multiples of 16.
+
+    The activation is _NAMES[number]; `limit` has the bits of its limit as float32, or is 0.
+    """
+    plain = ACTIVATIONS[_NAMES[number]]
+    most = struct.unpack("<f", struct.pack("<i", limit))[0]
+
+    def activation(ir: IrBuilder, gate: Value, up: Value) -> Value:
+        return _limited(ir, gate, up, most) if limit else plain(ir, gate, up)
+
     with ir.loop(first, last, 16) as i:
         result = activation(ir, ir.load(_FLOATS16, gate + i * 4), ir.load(_FLOATS16, up + i * 4))
         ir.store(result, out + i * 4)
 
 
 @functools.cache
-def activation(name: str) -> Callback:
-    """The compiled function of an activation, by the name that blocks.FeedForward and blocks.Experts have for it."""
+def activation(name: str, limit: float | None = None) -> Callback:
+    """The compiled function of an activation, by what blocks.FeedForward and blocks.Experts say of it."""
+    assert limit is None or (name == "swiglu" and limit > 0), f"{name} with a limit of {limit}"
     number = _NAMES.index(name)
+    bits = 0 if limit is None else struct.unpack("<i", struct.pack("<f", limit))[0]
 
     @callback(SIGNATURE)
     def run(gate, up, first, last, out, unused):
-        activate_range(number, gate, up, first, last, out)
+        activate_range(number, bits, gate, up, first, last, out)
 
     return run

@@ -4,6 +4,8 @@ The query matrix of gated attention gives, for each head, the query and then its
 own, so that all other operations are those of attention without gates; the output of attention is multiplied by
 sigmoid(gate) before the output matrix.
 
+The head gates of an attention (blocks.Attention.head_gate) are one number per head.
+
 The gate of a shared expert is one number per token, sigmoid(weight . y). It is multiplied into `up`, whose product with
 the activated gate enters the matrix `down`: that is as good as multiplying the expert's output, and costs nothing more.
 """
@@ -16,7 +18,8 @@ import numpy as np
 
 from quantkit.codegen.callbacks import callback
 from quantkit.codegen.jit import kernel
-from quantkit.codegen.simd import F32, IrBuilder, Value, floats, load_int, simd_intrinsic, vector
+from quantkit.codegen.simd import F32, IrBuilder, Value, floats, load_float, load_int, simd_intrinsic, vector
+from quantkit.runtime.kernels.cpu.decode_ops import scale_range
 from quantkit.runtime.kernels.cpu.gemm import token_share
 from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record, split
 from quantkit.runtime.kernels.reference import exp
@@ -98,6 +101,26 @@ def apply_gates(parameters, thread, threads):
     p = load_record(ApplyGatesParameters, parameters)
     first, last = token_share(load_int(p.tokens), thread, threads)
     multiply_sigmoid(p.x + first * p.n * 4, p.gates + first * p.n * 4, (last - first) * p.n)
+
+
+class ApplyHeadGatesParameters(NamedTuple):
+    """Parameters of `apply_head_gates`."""
+
+    tokens: int  # address of an int64
+    x: int  # float32[tokens, heads, dim]
+    gates: int  # float32[tokens, heads]
+    heads: int
+    dim: int
+
+
+@callback(OPERATION)
+def apply_head_gates(parameters, thread, threads):
+    """x of each head *= sigmoid(gate of the head); each thread its tokens."""
+    p = load_record(ApplyHeadGatesParameters, parameters)
+    first, last = token_share(load_int(p.tokens), thread, threads)
+    for head in range(first * p.heads, last * p.heads):
+        factor = np.float32(1) / (np.float32(1) + exp(-load_float(p.gates + head * 4)))
+        scale_range(p.x, head * p.dim, (head + 1) * p.dim, factor)
 
 
 # ------------------------------------------------------------------------------------------------------- shared experts

@@ -44,7 +44,8 @@ from quantkit.codegen.simd import (
 )
 from quantkit.placement.kernel_sizes import ASSIGNMENT_HEADER, EXPERT_ROWS, FEW_TOKENS, RECORD_BYTES, RUN_BYTES
 from quantkit.runtime.kernels.cpu.activations import quantize_range
-from quantkit.runtime.kernels.cpu.decode_experts import Routing, route_token, scale_range
+from quantkit.runtime.kernels.cpu.decode_experts import Routing, route_token
+from quantkit.runtime.kernels.cpu.decode_ops import scale_range
 from quantkit.runtime.kernels.cpu.gemm import quantize_token, token_share
 from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record, offset_of, record_bytes
 

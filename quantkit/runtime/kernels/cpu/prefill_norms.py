@@ -1,5 +1,5 @@
 """Operations of the prefill plan that some architectures need: results added to the residual stream after a norm or a
-scale, and RoPE before a norm of queries and keys.
+scale, scaled residual streams, and RoPE before a norm of queries and keys.
 
 A thread's share is a run of tokens, as in prefill_ops.py.
 """
@@ -13,7 +13,7 @@ import numpy as np
 from quantkit.codegen.callbacks import callback
 from quantkit.codegen.simd import floats, load_float
 from quantkit.runtime.kernels.cpu.decode_attention import apply_rope
-from quantkit.runtime.kernels.cpu.decode_ops import add_range, rms_norm_into
+from quantkit.runtime.kernels.cpu.decode_ops import add_range, rms_norm_into, scale_range
 from quantkit.runtime.kernels.cpu.gemm import token_share
 from quantkit.runtime.kernels.cpu.kv_rows import LayerView
 from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record
@@ -41,6 +41,39 @@ def add(parameters, thread, threads):
         if p.weight != 0:
             rms_norm_into(y, p.weight, p.n, load_float(p.eps), y)
         add_range(y, p.x + token * p.n * 4, 0, p.n)
+
+
+class ScaleParameters(NamedTuple):
+    """Parameters of `scale`."""
+
+    state: int
+    x: int  # float32[tokens, n], overwritten
+    n: int
+    factor: int  # address of a float32
+
+
+@callback(OPERATION)
+def scale(parameters, thread, threads):
+    """x *= factor."""
+    p = load_record(ScaleParameters, parameters)
+    first, last = token_share(load_record(BatchState, p.state).tokens, thread, threads)
+    scale_range(p.x, first * p.n, last * p.n, load_float(p.factor))
+
+
+class ClearParameters(NamedTuple):
+    """Parameters of `clear`."""
+
+    state: int
+    x: int  # float32[tokens, n]
+    n: int
+
+
+@callback(OPERATION)
+def clear(parameters, thread, threads):
+    """x = 0."""
+    p = load_record(ClearParameters, parameters)
+    first, last = token_share(load_record(BatchState, p.state).tokens, thread, threads)
+    floats(p.x, last * p.n)[first * p.n :] = np.float32(0)
 
 
 class RopeHeadsParameters(NamedTuple):

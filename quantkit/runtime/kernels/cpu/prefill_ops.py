@@ -79,16 +79,17 @@ class HeadNormParameters(NamedTuple):
     heads: int
     dim: int
     eps: int  # address of a float32
+    out: int  # float32[tokens, heads, dim]; may be x
 
 
 @callback(OPERATION)
 def head_norm(parameters, thread, threads):
-    """Normalize every head of x in place."""
+    """out = norm(x) of every head."""
     p = load_record(HeadNormParameters, parameters)
     eps = load_float(p.eps)
     first, last = token_share(load_record(BatchState, p.state).tokens, thread, threads)
     for head in range(first * p.heads, last * p.heads):
-        rms_norm_into(p.x + head * p.dim * 4, p.weight, p.dim, eps, p.x + head * p.dim * 4)
+        rms_norm_into(p.x + head * p.dim * 4, p.weight, p.dim, eps, p.out + head * p.dim * 4)
 
 
 class GatedParameters(NamedTuple):

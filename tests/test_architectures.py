@@ -150,6 +150,13 @@ OTHERS: dict[str, dict[str, Any]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
         },
     },
+    "bailingmoe2": {
+        "hidden_size": 192, "num_attention_heads": 6, "num_key_value_heads": 1, "num_hidden_layers": 4,
+        "num_experts": 12, "num_experts_per_tok": 5, "first_k_dense_replace": 2, "n_group": 1, "topk_group": 1,
+        "partial_rotary_factor": 1.0, "moe_intermediate_size": 64, "routed_scaling_factor": 1.0,
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64,
+                         "beta_fast": 32.0, "beta_slow": 1.0},
+    },
     "step35": {
         "hidden_size": 96, "num_attention_heads": 6, "num_sliding_attention_heads": 12, "num_key_value_heads": 3,
         "num_hidden_layers": 5, "head_dim": 32, "sliding_window": 20, "n_routed_experts": 12, "num_experts_per_tok": 5,
@@ -326,7 +333,8 @@ def test_logits_of_transformers_and_the_reference(tmp_path: Path, arch: str, cha
     if not in_wheel(arch, model.config):
         return
     libllama = pytest.importorskip("tests.conformance.libllama")
-    with libllama.Llama(tmp_path / "m.gguf", n_ctx=256, threads=1) as llama:
+    grouped = ours.hparams.n_expert_groups > 1
+    with libllama.Llama(tmp_path / "m.gguf", n_ctx=256, threads=1, grouped_experts=grouped) as llama:
         theirs = log_probabilities(llama.logits(TOKENS[0]))
     if arch in ("hunyuan-moe", "gpt-oss", "mimo2", "mistral3", "mistral4"):
         wanted[0] = log_probabilities(as_the_reference(ours).logits(TOKENS[0]))

@@ -74,6 +74,11 @@ def test_every_architectures_example(tmp_path: Path, arch: str) -> None:
             export_gguf(tmp_path / "m.gguf", tmp_path / "back")
         return
     export_gguf(tmp_path / "m.gguf", tmp_path / "back")
+    if arch == "bailingmoe2":  # which transformers does not know
+        before, after = (open_checkpoint(tmp_path / name).tensors for name in ("hf", "back"))
+        assert before.keys() == after.keys()
+        assert all(np.array_equal(before[name].dequantize(), after[name].dequantize()) for name in before)
+        return
     again = loaded(tmp_path / "back")
     with torch.no_grad():
         back = again(torch.tensor([tokens])).logits

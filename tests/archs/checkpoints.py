@@ -98,6 +98,8 @@ def tiny(directory: Path, dtype: str = "float32", arch: str = "llama", **config:
 
     example = archs.get(arch).EXAMPLE | config
     torch.manual_seed(5)
+    if example["model_type"] == "bailing_moe":
+        return _bailing(directory, dtype, example)
     kind = transformers.AutoConfig.for_model(example["model_type"])
     if type(kind) in transformers.AutoModelForCausalLM._model_mapping:
         model = transformers.AutoModelForCausalLM.from_config(type(kind)(**example)).eval()
@@ -126,6 +128,40 @@ def tiny(directory: Path, dtype: str = "float32", arch: str = "llama", **config:
         f"{found.name}: give {arch} an EXAMPLE with its own model_type and architectures"
     )
     write_tokenizer(directory, byte_level(example["vocab_size"]), bos_token="<|begin|>", eos_token="<|end|>")
+    return model
+
+
+_OF_BAILING = {
+    "model.embed_tokens": "model.word_embeddings", "self_attn.o_proj": "attention.dense",
+    "self_attn.q_norm": "attention.query_layernorm", "self_attn.k_norm": "attention.key_layernorm",
+    "mlp.gate.e_score_correction_bias": "mlp.gate.expert_bias",
+}  # fmt: skip
+
+
+def _bailing(directory: Path, dtype: str, example: dict[str, Any]) -> Any:
+    """Ling 2.0, which transformers lacks: a GLM-4.5 with norms of queries and keys computes the same."""
+    names = {"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"}
+    given = {names.get(key, key): value for key, value in example.items()}
+    given |= {"architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "attention_bias": False}
+    model = tiny(directory, dtype, "glm4moe", **given)
+    stored, tensors = open_checkpoint(directory).tensors, dict[str, np.ndarray]()
+    for name, tensor in stored.items():
+        ours = name
+        for theirs, here in _OF_BAILING.items():
+            ours = ours.replace(theirs, here)
+        if ".q_proj." in name:
+            ours = name.replace("self_attn.q_proj", "attention.query_key_value")
+            three = (stored[name.replace("q_proj", f"{part}_proj")].dequantize() for part in "qkv")
+            tensors[ours] = np.concatenate(list(three))
+        elif not any(f"self_attn.{part}_proj." in name for part in "kv"):
+            tensors[ours] = tensor.dequantize()
+    for path in directory.glob("*.safetensors*"):
+        path.unlink()
+    specs = [CheckpointSpec(name, x.shape, "F32") for name, x in tensors.items()]
+    with CheckpointWriter(directory, specs) as writer:
+        for name, x in tensors.items():
+            writer.write(name, np.ascontiguousarray(x, "<f4").reshape(-1).view(np.uint8))
+    (directory / "config.json").write_text(json.dumps(example), encoding="utf-8")
     return model
 
 

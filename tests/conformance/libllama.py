@@ -38,8 +38,12 @@ class Llama:
         *,
         cache_types: tuple[str, str] | None = None,
         hadamard: tuple[bool, bool] = (False, False),
+        grouped_experts: bool = False,
     ):
-        """`cache_types` and `hadamard` of keys and of values; with cache types, flash attention is on."""
+        """`cache_types` and `hadamard` of keys and of values; with cache types, flash attention is on.
+
+        `grouped_experts` is its option -ger, which it heeds for bailingmoe2.
+        """
         C._lib.llama_log_set(_quiet, None)
         C.llama_backend_init()
         model = C.llama_model_default_params()
@@ -50,6 +54,7 @@ class Llama:
         context.n_ctx = context.n_batch = n_ctx
         context.n_ubatch = 512
         context.n_threads = context.n_threads_batch = threads
+        context.grouped_expert_routing = grouped_experts
         if cache_types is not None:
             context.type_k, context.type_v = (types.layout(name).ggml_type for name in cache_types)
             context.flash_attn = True

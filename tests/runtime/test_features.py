@@ -134,12 +134,21 @@ STEP_35_FLASH = {  # as published: lists go on over three MTP layers
     "swiglu_limits": [0.0] * 43 + [7, 7] + [0.0] * 3, "swiglu_limits_shared": [0.0] * 44 + [16] + [0.0] * 3,
     "num_nextn_predict_layers": 3, "max_position_embeddings": 262144, "rms_norm_eps": 1e-5,
 }  # fmt: skip
+LING_1T = {
+    "architectures": ["BailingMoeV2ForCausalLM"], "model_type": "bailing_moe", "vocab_size": 157184,
+    "hidden_size": 8192, "intermediate_size": 18432, "moe_intermediate_size": 2048, "num_hidden_layers": 80,
+    "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "num_experts": 256, "num_experts_per_tok": 8,
+    "num_shared_experts": 1, "first_k_dense_replace": 4, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True, "score_function": "sigmoid", "moe_router_enable_expert_bias": True, "use_qk_norm": True,
+    "num_nextn_predict_layers": 0, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "rope_theta": 600000.0,
+    "partial_rotary_factor": 0.5, "hidden_act": "silu", "tie_word_embeddings": False,
+}  # fmt: skip
 FULL_SIZE: dict[str, dict[str, Any]] = {
     "deepseek32": DEEPSEEK_V32, "glm-dsa": GLM_5, "mimo2": MIMO_V2_FLASH,
     "gpt-oss": GPT_OSS_20B, "gemma3": GEMMA3_27B, "glm4moe": GLM45_AIR, "minimax-m2": MINIMAX_M2,
     "hunyuan-moe": HUNYUAN_A13B, "bitnet-b1.58": BITNET_2B, "bitnet": FIRST_BITNET_3B, "mistral3": MINISTRAL3_8B,
     "ernie4_5-moe": ERNIE_21B, "deepseek2": configs.DEEPSEEK_V3, "qwen3moe": configs.QWEN3_235B,
-    "qwen35": configs.QWEN35_27B, "gemma4": GEMMA4_26B, "step35": STEP_35_FLASH,
+    "qwen35": configs.QWEN35_27B, "gemma4": GEMMA4_26B, "step35": STEP_35_FLASH, "bailingmoe2": LING_1T,
 }  # fmt: skip
 
 

@@ -26,12 +26,28 @@ def allocated(directory: Path) -> int:
     return sum(path.stat().st_blocks * 512 for path in directory.iterdir())
 
 
-def require_space(folder: Path, nbytes: int) -> None:
+def _require_space(folder: Path, nbytes: int) -> None:
     """QuantkitError unless the file system of a folder, which need not exist, has so many bytes free."""
     while not folder.exists():
         folder = folder.parent
     if (free := shutil.disk_usage(folder).free) < nbytes:
         raise QuantkitError(f"{folder}: what is fetched takes {nbytes} bytes, the file system has {free} free")
+
+
+def room(out: Path, address: object, disk: int | None, required: int, why: str, overhead: int, kept: int = 0) -> int:
+    """The bytes of fetched data that may lie beside `out` at a time, `required` or more, of `disk` or by default.
+
+    `overhead` bytes are there already, `kept` stay instead. QuantkitError with both numbers if `disk` is too small, or
+    the file system; `why` says what requires so many bytes.
+    """
+    needed = required + (kept or overhead)
+    if disk is not None and disk < needed:
+        raise QuantkitError(
+            f"{address}: --disk is {disk} bytes, {needed} are needed: {required} for {why}, {overhead} for headers and "
+            f"tokenizer; give --disk {-(-needed // 10**6)}M or more"
+        )
+    _require_space(out.parent, needed)
+    return disk - overhead if disk is not None else max(required, DEFAULT_DISK)
 
 
 def own_directory(path: Path) -> Path:

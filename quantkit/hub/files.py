@@ -23,14 +23,14 @@ from quantkit.formats.atomic import os_errors
 from quantkit.formats.mapping import map_file
 from quantkit.formats.safetensors import CheckpointTensor
 from quantkit.hub.checkpoint import RemoteCheckpoint
-from quantkit.hub.disk import DEFAULT_DISK, SUFFIX, allocated, own_directory, require_space, rounded
+from quantkit.hub.disk import SUFFIX, allocated, own_directory, room, rounded
 from quantkit.hub.hashes import digest_of, require_hash
 
 
 class CheckpointFiles:
     """The files of a remote checkpoint for one run of a job; an `Arrivals` of `pipelines.arrivals`.
 
-    disk      bytes on the disk beyond the output; None: DEFAULT_DISK, or what is needed if that is more
+    disk      bytes on the disk beyond the output; None: disk.DEFAULT_DISK, or what is needed if that is more
     verified  the files that were read, by name: their SHA-256 (git's id where the Hub has none)
     """
 
@@ -62,16 +62,8 @@ class CheckpointFiles:
         QuantkitError with both numbers if `disk` is too small for the files that are read at a time.
         """
         if self._folder is None:
-            required, overhead = self._required(), allocated(self.remote.directory)
-            needed = required + overhead
-            if self.disk is not None and self.disk < needed:
-                raise QuantkitError(
-                    f"{self.remote.repository.address}: --disk is {self.disk} bytes, {needed} are needed: {required} "
-                    f"for the files that a layer is in, {overhead} for headers and tokenizer; give --disk "
-                    f"{-(-needed // 10**6)}M or more"
-                )
-            self._limit = self.disk - overhead if self.disk is not None else max(required, DEFAULT_DISK)
-            require_space(out.parent, needed)
+            why, overhead = "the files that a layer is in", allocated(self.remote.directory)
+            self._limit = room(out, self.remote.repository.address, self.disk, self._required(), why, overhead)
             self._folder = own_directory(out.with_name(out.name + SUFFIX))
         return list(outputs)
 

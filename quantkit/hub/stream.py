@@ -34,14 +34,14 @@ from quantkit.formats.mapping import map_file
 from quantkit.formats.safetensors import CheckpointTensor
 from quantkit.hub.checkpoint import RemoteCheckpoint
 from quantkit.hub.client import HubError, RemoteFile, file_chunks
-from quantkit.hub.disk import DEFAULT_DISK, SUFFIX, allocated, own_directory, require_space, rounded
+from quantkit.hub.disk import SUFFIX, allocated, own_directory, room, rounded
 from quantkit.hub.hashes import digest_of, require_hash
 
 
 class CheckpointStream:
     """The tensors of a remote checkpoint for one run of a job.
 
-    disk      bytes on the disk beyond the output; None: DEFAULT_DISK, or what is needed if that is more
+    disk      bytes on the disk beyond the output; None: disk.DEFAULT_DISK, or what is needed if that is more
     keep      leave the whole checkpoint in the directory NAME beside the output
     verified  the files that were read, by name: their SHA-256 (git's id where the Hub has none)
     """
@@ -77,19 +77,10 @@ class CheckpointStream:
                 self._uses[name] = self._uses.get(name, 0) + 1
         schedule = self._schedule()
         order, required = self._order(schedule)
+        why = "tensors that one output tensor is made from or that lie between them"
+        kept = sum(self._file(name).size for name, _ in schedule) if self.keep else 0
         overhead = allocated(self.remote.directory)
-        if self.keep:
-            needed = required + sum(self._file(name).size for name, _ in schedule)
-        else:
-            needed = required + overhead
-        if self.disk is not None and self.disk < needed:
-            raise QuantkitError(
-                f"{self.remote.repository.address}: --disk is {self.disk} bytes, {needed} are needed: {required} for "
-                f"tensors that one output tensor is made from or that lie between them, {overhead} for headers and "
-                f"tokenizer; give --disk {-(-needed // 10**6)}M or more"
-            )
-        self._limit = self.disk - overhead if self.disk is not None else max(required, DEFAULT_DISK)
-        require_space(out.parent, needed)
+        self._limit = room(out, self.remote.repository.address, self.disk, required, why, overhead, kept)
         self._folder = own_directory(out.with_name(out.name + SUFFIX))
         self._kept = out.parent / self.remote.repository.address.name
         if self.keep:

@@ -256,7 +256,7 @@ class Gemma4(Decoder):
                     "values (E2B, E4B) are not supported in this version"
                 )
         local, key = windows.layers_of_keys(keys, _EVERY), f"{self.name}.attention.head_count_kv"
-        heads = keys.per_layer("attention.head_count_kv")
+        heads = keys.per_layer("attention.head_count_kv", minimum=1)
         found = super().numbers(Keys(self.name, {**keys.metadata, key: max(heads)}), tensors)
         dim, base = keys.number("attention.key_length_swa", found["head_dim_k"]), keys.real("rope.freq_base_swa")
         for length in ("", "_swa"):

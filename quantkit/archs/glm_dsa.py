@@ -58,7 +58,7 @@ class GlmDsa(DeepSeek32):
             given = [i < 2 or i % 4 == 2 for i in range(main)]
         if len(given) not in (layers, main) or not given[0]:
             raise FormatError(
-                f"metadata key {self.name}.attention.indexer.types has {len(given)} entries, the first {given[0]}; it "
+                f"metadata key {self.name}.attention.indexer.types has {len(given)} entries, the first {given[:1]}; it "
                 f"has to have one for each of {main} layers ({layers} with MTP layers), the first of them true"
             )
         return found | {"has_indexer": (*map(bool, given), *(True,) * (layers - len(given)))}

@@ -159,7 +159,7 @@ class Step35(Decoder):
         return Step35HParams(**self.numbers(Keys(self.name, metadata), tensors))
 
     def numbers(self, keys: Keys, tensors: Collection[str]) -> dict[str, Any]:
-        heads, layers = keys.per_layer(_HEADS), keys.number("block_count")
+        heads, layers = keys.per_layer(_HEADS, minimum=1), keys.number("block_count")
         local = windows.layers_of_keys(keys, 1)
         found = super().numbers(Keys(self.name, {**keys.metadata, f"{self.name}.{_HEADS}": max(heads)}), tensors)
         dim, whole = found["head_dim_k"], found["rope"]

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quantkit import types
+from quantkit.archs.common.checked import largest
 from quantkit.errors import DataError, OptionError, QuantkitError
 from quantkit.formats.imatrix import Imatrix
 from quantkit.pipelines.options import PlanOptions, texts
@@ -221,9 +222,7 @@ class _Fit:
             return None
         rates = parse_rates(self.options.bandwidth or "", "--bandwidth", 1e9)
         devices = {device for places in self.pools.devices.values() for device in places}
-        arch = self.model.metadata.get("general.architecture")
-        count, used = (int(self.model.metadata.get(f"{arch}.{key}") or 0) for key in ("expert_count",
-                       "expert_used_count"))  # fmt: skip
+        count, used = (largest(self.model.metadata, key) for key in ("expert_count", "expert_used_count"))
         seconds = {d: 1 / (rates.get(d) or ASSUMED["cuda" if d.startswith("CUDA") else "cpu"]) for d in devices}
         unread = frozenset(["token_embd.weight"] if "output.weight" in self.base else [])
         return Speed(seconds, used / count if count and used else 1.0, unread)

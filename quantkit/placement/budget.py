@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from quantkit import types
-from quantkit.archs.common import validate
+from quantkit.archs.common import checked, validate
 from quantkit.codegen import thread_pool
 from quantkit.errors import DataError, UnknownNameError
 from quantkit.placement import kv_size, sharding, workspace
@@ -180,7 +180,7 @@ def budget(
         workspace.work_bytes(tensors, metadata, cache.n_ctx, threads, cache.mla) if cache and only_cpu else 0
     ) or 0
     limits = {device.name: device.memory for device in flags.devices} | ({CPU.name: ram} if ram else {})
-    used = int(metadata.get(f"{metadata.get('general.architecture')}.expert_used_count") or 0)
+    used = checked.largest(metadata, "expert_used_count")
     loads = []
     for device in sorted({CPU.name, *(d for d, _ in held), *caches, *limits}, key=_order):
         mine = {name: nbytes for (where, name), nbytes in held.items() if where == device}
@@ -272,10 +272,8 @@ def _notes(
 ) -> list[str]:
     """Describe the KV cache, and the minimum batch size for offload of the CPU's experts."""
     found = []
-    arch = metadata.get("general.architecture")
-    count, used, latent = (
-        metadata.get(f"{arch}.{key}") for key in ("expert_count", "expert_used_count", "attention.kv_lora_rank")
-    )
+    keys = "expert_count", "expert_used_count", "attention.kv_lora_rank"
+    count, used, latent = (checked.largest(metadata, key) for key in keys)
     if cache:
         kinds = f"latent {cache.keys}" if latent and cache.mla else f"keys {cache.keys}, values {cache.values}"
         found.append(f"cache for {cache.n_ctx} tokens, {kinds}")

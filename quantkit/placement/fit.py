@@ -27,6 +27,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from quantkit.archs.common import checked
 from quantkit.errors import DataError
 from quantkit.placement import sharding, workspace
 from quantkit.placement.devices import CPU, Device, proportions
@@ -70,11 +71,10 @@ class _Model:
         runtime: str,
     ):
         self.tensors, self.metadata, self.caches = tensors, metadata, caches
-        arch = metadata.get("general.architecture")
-        self.used = int(metadata.get(f"{arch}.expert_used_count") or 0)
+        self.used = checked.largest(metadata, "expert_used_count")
         self.size = {name: t.type.tensor_bytes(t.shape) for name, t in tensors.items()}
         has_experts = any("_exps." in name for name in tensors)
-        self.layers = int(metadata.get(f"{arch}.block_count") or 0) or 1 + max(
+        self.layers = checked.largest(metadata, "block_count") or 1 + max(
             (int(found[1]) for found in map(_LAYER.match, tensors) if found), default=-1
         )
         self.bulk: dict[int, list[str]] = defaultdict(list)

@@ -38,7 +38,14 @@ def of_layers(
 
     def number(key: str, layer: int = 0) -> int:
         value = metadata.get(f"{arch}.{key}") or 0
-        return int(value[layer] if isinstance(value, (list, tuple)) else value)
+        if isinstance(value, (list, tuple)):
+            if layer >= len(value):
+                raise FormatError(
+                    f"metadata key {arch}.{key} has {len(value)} entries, one a layer, and {arch}.block_count is "
+                    f"{metadata.get(f'{arch}.block_count')}; correct the wrong one with `quantkit metadata set`"
+                )
+            value = value[layer]
+        return int(value)
 
     layers = number("block_count")
     main = layers - number("nextn_predict_layers")
@@ -58,8 +65,9 @@ def of_layers(
             found.append(n_ctx * rows)
         else:
             kv_heads = heads if latent else kv_heads
-            listed = metadata.get(f"{arch}.attention.sliding_window_pattern")
-            own = "_swa" if isinstance(listed, (list, tuple)) and listed[layer] else "_mla"
+            pattern = "attention.sliding_window_pattern"
+            is_listed = isinstance(metadata.get(f"{arch}.{pattern}"), (list, tuple))
+            own = "_swa" if is_listed and number(pattern, layer) else "_mla"
             k = number(f"attention.key_length{own}") or number("attention.key_length") or width
             v = number(f"attention.value_length{own}") or number("attention.value_length") or width
             found.append(n_ctx * kv_heads * (_row(keys, k) + _row(values, v)))

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from quantkit.archs.common import checked
 from quantkit.errors import DataError
 from quantkit.placement import sharding
 from quantkit.placement.devices import CPU, canonical
@@ -84,8 +85,7 @@ def predict(
     bandwidth  bytes/s by device
     compute    operations/s by device
     """
-    arch = metadata.get("general.architecture")
-    count, used = (int(metadata.get(f"{arch}.{key}") or 0) for key in ("expert_count", "expert_used_count"))
+    count, used = (checked.largest(metadata, key) for key in ("expert_count", "expert_used_count"))
     share = used / count if count and used else 1.0
     token_bytes: dict[tuple[str, bool], float] = defaultdict(float)
     prompt_bytes: dict[tuple[str, bool], float] = defaultdict(float)

@@ -93,7 +93,9 @@ def _parts(tensors: Mapping[str, TensorInfo], metadata: Mapping[str, Any]) -> li
         required = required_tensors.required(hparams, arch.blocks(hparams), arch.head(hparams), tensors)
         if not all(name in tensors for name, _ in required):
             return None
-        return [part for block in arch.blocks(hparams) for part in block.parts]
+        parts = [part for block in arch.blocks(hparams) for part in block.parts]
+        shared = (part for part in parts if isinstance(part, blocks.Attention))
+        return None if any(part.heads % part.kv_heads for part in shared) else parts
     except QuantkitError:
         return None
 

@@ -102,6 +102,7 @@ def test_files_of_every_architecture_agree_with_themselves(arch: str, tmp_path: 
         ("llama", "llama.attention.sliding_window", (-8, "i32"), "sliding_window = -8"),
         ("gemma4", "gemma4.attention.key_length_swa", (64, "u32"), "length_swa = 64 and value_length_swa = 32"),
         ("gemma4", "gemma4.attention.head_count_kv", ([2, 1, 2], "u32"), "has 3 entries, gemma4.block_count is 4"),
+        ("gemma4", "gemma4.attention.head_count_kv", ([2, 0, 2, 1], "u32"), r"head_count_kv\[1\] = 0; it has to be 1"),
         ("gemma4", "gemma4.rope.dimension_count_swa", (128, "u32"), "dimension_count = 128, but a head's key has 32"),
         ("gemma3", "gemma3.attention.sliding_window", (0, "u32"), "sliding_window = 0; a token attends to itself"),
         ("gemma3", "gemma3.attention.sliding_window_pattern", (0, "u32"), "sliding_window_pattern = 0"),

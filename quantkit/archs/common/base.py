@@ -79,7 +79,7 @@ class Keys:
             value = self._alike(key, [int(v) for v in value])
         return int(value)
 
-    def per_layer(self, key: str, default: list[int] | None = None) -> list[int]:
+    def per_layer(self, key: str, default: list[int] | None = None, minimum: int = 0) -> list[int]:
         """An integer for each layer, from a list or from one number. Without a default the key is required."""
         value, layers = self.need(key) if default is None else self.get(key, default), self.number("block_count")
         found = [int(i) for i in value] if isinstance(value, (list, tuple)) else [int(value)] * layers
@@ -87,6 +87,10 @@ class Keys:
             raise FormatError(
                 f"metadata key {self.arch}.{key} has {len(found)} entries, {self.arch}.block_count is {layers}; it has "
                 "to have one for each layer"
+            )
+        if (least := min(found)) < minimum:
+            raise FormatError(
+                f"metadata key {self.arch}.{key}[{found.index(least)}] = {least}; it has to be {minimum} or more"
             )
         return found
 

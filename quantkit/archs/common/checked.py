@@ -253,6 +253,12 @@ _OF_TOKENIZER: dict[str, Bound] = {
 _OBJECTS = ("rope_scaling", "rope_parameters", "quantization_config")
 
 
+def largest(metadata: Mapping[str, Any], key: str) -> int:
+    """The whole number in a key of a file's architecture, the largest of a list of one for each layer; 0 without it."""
+    value = metadata.get(f"{metadata.get('general.architecture')}.{key}") or 0
+    return int(max(value, default=0) if isinstance(value, (list, tuple)) else value)
+
+
 # ---------------------------------------------------------------------------------------------------------- config.json
 
 

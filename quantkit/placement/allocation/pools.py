@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from quantkit.archs.common import checked
 from quantkit.codegen import thread_pool
 from quantkit.errors import OptionError, UnsupportedError
 from quantkit.placement import fit, workspace
@@ -118,7 +119,7 @@ def _fixed(
             threads = memory.threads or thread_pool.default_threads()
             taken[CPU.name] += workspace.work_bytes(tensors, metadata, memory.cache.n_ctx, threads) or 0
         return dict(taken)
-    used = int(metadata.get(f"{metadata.get('general.architecture')}.expert_used_count") or 0)
+    used = checked.largest(metadata, "expert_used_count")
     for device in names:
         shapes = {name: tensors[name].shape for name, places in devices.items() if device in places}
         taken[device] += workspace.device_bytes(shapes, used)

@@ -91,7 +91,7 @@ class BitNet(Decoder):
 
     def config(self, metadata: Mapping[str, object], tensors: Mapping[str, LazyTensor]) -> dict[str, Any]:
         found = super().config(metadata, tensors) | {"hidden_act": self.gate}
-        del found["rope_scaling"]
+        found.pop("rope_scaling", None)
         return found
 
     def attention(self, hp: HParams, i: int) -> Attention:

@@ -201,6 +201,11 @@ class Gemma4(Decoder):
     def config(self, metadata: Mapping[str, object], tensors: Mapping[str, LazyTensor]) -> dict[str, Any]:
         hp = self.hparams(metadata, tensors.keys())
         local = hp.is_local
+        if local[-1]:
+            raise UnsupportedError(
+                f"{self.name}.attention.sliding_window_pattern says that the last layer has a window; in "
+                f"transformers' {self.hf[0]} it has none"
+            )
         windowed = local.index(True) if any(local) else 0
         whole = local.index(False)
         factors = tensors[rope.FREQ_FACTORS].dequantize()
@@ -255,6 +260,10 @@ class Gemma4(Decoder):
                     f"{self.name}.{key} = {keys.number(key)}: per-layer embeddings and layers that share keys and "
                     "values (E2B, E4B) are not supported in this version"
                 )
+        if tensors and rope.FREQ_FACTORS not in tensors:
+            raise FormatError(
+                f"tensor {rope.FREQ_FACTORS} is missing, which says what pairs of a head rotate in layers without a window"
+            )
         local, key = windows.layers_of_keys(keys, _EVERY), f"{self.name}.attention.head_count_kv"
         heads = keys.per_layer("attention.head_count_kv", minimum=1)
         found = super().numbers(Keys(self.name, {**keys.metadata, key: max(heads)}), tensors)

@@ -170,6 +170,8 @@ def _parameters(config: Config) -> dict[str, Any]:
 
 def _attention_factor(context: int, original: int) -> float:
     """The usual factor of cos and sin."""
+    if original < 2:
+        raise FormatError(f"the original context of longrope is {original}; it has to be 2 or more")
     return math.sqrt(1 + math.log(context / original) / math.log(original)) if context > original else 1.0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from quantkit import archs
 from quantkit.archs.common import validate
 from quantkit.cli import main
-from quantkit.errors import FormatError, UnsupportedError
+from quantkit.errors import FormatError, QuantkitError, UnsupportedError
 from quantkit.formats import gguf
 from tests.archs.files import changed, reshaped, written
 
@@ -252,3 +253,20 @@ def test_heads_that_do_not_share_evenly(tmp_path: Path) -> None:
         "blk.0: attention.head_count = 5 is not a multiple of attention.head_count_kv = 2; "
         "each KV head serves the same number of query heads"
     )
+
+
+@pytest.mark.parametrize("arch", [arch.name for arch in archs.all()])
+def test_contradictory_keys_end_in_errors_of_ours(arch: str, tmp_path: Path) -> None:
+    """Each key with values of other types, short lists and numbers out of bounds: read, described, exported."""
+    file, of = gguf.open(written(tmp_path / "m.gguf", arch, tokenizer=True)), archs.get(arch)
+    shapes = {name: tensor.shape for name, tensor in file.tensors.items()}
+    for key in [key for key in file.metadata if key.startswith(f"{arch}.")]:
+        for value in (0, 1, 3, -1, 1 << 31, NAN, "x", True, [], [0], [1], [0, 1, 1, 1], [1.5] * 4, ["x"] * 4, {}, None):
+            metadata = {k: v for k, v in {**file.metadata, key: value}.items() if v is not None}
+            validate.problems(metadata, file.tensors)
+            with contextlib.suppress(QuantkitError):
+                validate.describe(metadata, file.tensors)
+            with contextlib.suppress(QuantkitError):
+                of.config(metadata, file.tensors)
+            with contextlib.suppress(QuantkitError):
+                of.to_hf(of.hparams(metadata, shapes.keys()), shapes)

@@ -210,6 +210,8 @@ def numbers(
     if number not in _GATING:
         raise UnsupportedError(f"{keys.arch}.expert_gating_func = {number}; known: 1 (softmax), 2 (sigmoid)")
     ff = keys.number("expert_feed_forward_length", ff)
+    if ff < 1:
+        raise FormatError(f"metadata key {keys.arch}.expert_feed_forward_length = {ff}; an expert has 1 column or more")
     if tensors or biased is None:
         biased = bias_present if tensors else _GATING[number] == "sigmoid"
     return {

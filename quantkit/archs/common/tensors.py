@@ -122,6 +122,8 @@ class Unstack(Transform):
 
 def interleave_halves(head_dim: int) -> ShuffleRows:
     """Reorder the rows of each head from checkpoint order to "norm" RoPE: pairs (j, j + D/2) become (2j, 2j + 1)."""
+    if head_dim < 2 or head_dim % 2:
+        raise FormatError(f"heads of {head_dim} elements have no pairs that RoPE could rotate")
     return ShuffleRows(s * head_dim // 2 + j for j in range(head_dim // 2) for s in (0, 1))
 
 

@@ -262,7 +262,7 @@ class Gemma4(Decoder):
                 )
         if tensors and rope.FREQ_FACTORS not in tensors:
             raise FormatError(
-                f"tensor {rope.FREQ_FACTORS} is missing, which says what pairs of a head rotate in layers without a window"
+                f"tensor {rope.FREQ_FACTORS} is missing; it says which pairs of a head rotate in layers of all tokens"
             )
         local, key = windows.layers_of_keys(keys, _EVERY), f"{self.name}.attention.head_count_kv"
         heads = keys.per_layer("attention.head_count_kv", minimum=1)

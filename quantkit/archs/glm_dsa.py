@@ -76,7 +76,7 @@ def _indexers(config: Config) -> list[bool]:
         kinds = ["shared" if max(i - offset + 1, 0) % every else "full" for i in range(layers)]
     if not kinds:
         return []
-    unknown = [kind for kind in kinds if kind not in _KINDS]
+    unknown = [kind for kind in kinds if not isinstance(kind, str) or kind not in _KINDS]
     if unknown or len(kinds) < layers or kinds[0] != "full":
         raise FormatError(
             f'config.json: indexer_types = {kinds!r:.80}; it has to name "full" or "shared" for each of {layers} '

@@ -141,7 +141,7 @@ def _alike(config: Config, key: str) -> int | None:
     """A count that config.json gives once or for each layer. UnsupportedError if layers differ."""
     value = config.get(key)
     if isinstance(value, list):
-        if len(set(value)) != 1:
-            raise UnsupportedError(f"config.json: {key} differs between layers ({sorted(set(value))})")
+        if not value or any(each != value[0] for each in value):
+            raise UnsupportedError(f"config.json: {key} = {value!r:.80} differs between layers")
         value = value[0]
     return None if value is None else integer({key: value}, key)

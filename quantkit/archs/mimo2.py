@@ -235,7 +235,7 @@ def _kinds(config: Config, layers: int) -> Sequence[object]:
     if not kinds:
         pattern = sequence(config, "hybrid_layer_pattern") or [i > 0 and (i + 1) % _EVERY for i in range(layers)]
         kinds = [f"{'sliding' if local else 'full'}_attention" for local in pattern]
-    if len(kinds) < layers or not {*kinds} <= {"full_attention", "sliding_attention"}:
+    if len(kinds) < layers or any(kind not in ("full_attention", "sliding_attention") for kind in kinds):
         raise UnsupportedError(
             f"config.json: layer_types = {kinds!r:.80}; each of {layers} layers has to be full_attention or "
             "sliding_attention"

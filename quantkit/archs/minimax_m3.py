@@ -323,8 +323,8 @@ def _settings(config: Config) -> dict[str, Any]:
             f"config.json: layer_types = {kinds!r:.80}; files have an indexer in the layers with experts, "
             f"{with_experts}"
         )
-    width, shared = need(config, "intermediate_size"), need(config, "shared_intermediate_size")
-    if shared % width:
+    width, shared = integer(config, "intermediate_size"), integer(config, "shared_intermediate_size")
+    if width < 1 or shared % width:
         raise UnsupportedError(
             f"config.json: shared_intermediate_size = {shared} is not a multiple of intermediate_size = {width}; files "
             "have a number of shared experts"

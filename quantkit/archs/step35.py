@@ -143,6 +143,8 @@ class Step35(Decoder):
         if parameters["rope_type"] != "llama3":
             return {}
         dim = self.head_dim(config)
+        if dim % 4:
+            raise FormatError(f"config.json: head_dim = {dim}; half of a head rotates by pairs, so 4 has to divide it")
         factors = np.ones(dim // 2, np.float32)
         factors[: int(_PART * dim) // 2] = rope.llama3_factors(parameters, int(_PART * dim))
         return {rope.FREQ_FACTORS: factors}

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from quantkit import archs, recipe
-from quantkit.errors import FormatError
+from quantkit.errors import FormatError, QuantkitError
 from quantkit.pipelines.conversion.convert import convert_checkpoint
 from tests.archs.checkpoints import tiny
 
@@ -66,7 +68,7 @@ def test_a_setting_that_cannot_be(tmp_path: Path, change: dict[str, Any], match:
         ("mistral3", {"rope_parameters": {"rope_type": "default", "llama_4_scaling_beta": "x"}},
          "llama_4_scaling_beta = 'x'; it has to be a finite number"),
         ("llama", {"rope_scaling": {"type": "llama3", "factor": 8.0, "low_freq_factor": 4, "high_freq_factor": 4}},
-         "low_freq_factor 4, which has to be below high_freq_factor 4"),
+         "low_freq_factor 4, which has to be above 0 and below high_freq_factor 4"),
     ],
 )  # fmt: skip
 def test_a_setting_of_one_architecture_that_cannot_be(
@@ -104,3 +106,26 @@ def test_a_shape_that_config_does_not_say(
     ):
         convert_checkpoint(tmp_path / "hf", tmp_path / "m.gguf", "f16")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
+
+
+WRONG = (0, 1, 7, -1, 1 << 31, 0.5, float("nan"), "x", True, [], [0], [1], [[1]], ["x"], [None] * 4, {}, {"0": 5}, None)
+
+
+def _with(config: dict[str, Any], value: object) -> Iterator[dict[str, Any]]:
+    """The config with each setting replaced by a value, also those of rope_parameters and of each kind of layers."""
+    for key, given in config.items():
+        yield config | {key: value}
+        if isinstance(given, dict):
+            yield from (config | {key: inner} for inner in _with(given, value))
+
+
+@pytest.mark.parametrize("name", [arch.name for arch in archs.all()])
+def test_settings_of_other_types_end_in_errors_of_ours(name: str) -> None:
+    for value in WRONG:
+        for config in _with(archs.get(name).EXAMPLE, value):
+            with contextlib.suppress(QuantkitError), warnings.catch_warnings(action="ignore"):
+                given = archs.language_model(config)
+                arch = archs.from_hf(given)
+                arch.metadata(given)
+                arch.generated(given)
+                arch.tensors(given)

@@ -83,7 +83,7 @@ def run(kind: str, count: int) -> dict[str, object]:
         path = Path(directory) / f"mutant.{kind}"
         for i in range(count):
             raw.put(path, mutate(contents[i % len(contents)], rng))
-            start = time.perf_counter()
+            start = time.process_time()
             try:
                 use(path)
                 result["opened"] += 1
@@ -93,7 +93,7 @@ def run(kind: str, count: int) -> dict[str, object]:
                     foreign.append(f"{i}: the file is not named: {error}")
             except Exception as error:  # anything else is what is looked for
                 foreign.append(f"{i}: {error!r}")
-            result["slowest"] = max(result["slowest"], time.perf_counter() - start)
+            result["slowest"] = max(result["slowest"], time.process_time() - start)
     return {**result, "foreign": foreign[:5], "peak_kib": peak_kib()}
 
 

@@ -192,8 +192,8 @@ _TABLE: tuple[tuple[str, str, Bound], ...] = (
      "dense_intermediate_size "
      "shared_intermediate_size",
      "feed_forward_length expert_feed_forward_length expert_shared_feed_forward_length", _SIZE),
-    ("q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim rotary_dim",
-     "attention.q_lora_rank attention.kv_lora_rank attention.key_length_mla attention.value_length_mla", _SIZE),
+    ("q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim rotary_dim", "", Count(0, 1 << 24)),
+    ("", "attention.q_lora_rank attention.kv_lora_rank attention.key_length_mla attention.value_length_mla", _SIZE),
     ("index_n_heads index_head_dim index_topk index_topk_blocks index_block_size",
      "attention.indexer.head_count attention.indexer.key_length attention.indexer.top_k attention.indexer.block_size",
      _WIDTH),
@@ -214,7 +214,8 @@ _TABLE: tuple[tuple[str, str, Bound], ...] = (
     ("linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads linear_conv_kernel_dim",
      "ssm.conv_kernel ssm.state_size ssm.group_count ssm.time_step_rank ssm.inner_size", _WIDTH),
     ("", "rope.dimension_sections", Numbers(Count(0, 1 << 16))),
-    ("rms_norm_eps layer_norm_eps norm_eps", "attention.layer_norm_rms_epsilon attention.layer_norm_epsilon",
+    ("rms_norm_eps layer_norm_eps norm_eps layernorm_epsilon",
+     "attention.layer_norm_rms_epsilon attention.layer_norm_epsilon",
      Real(0, 0.1, open_below=True)),
     ("rope_theta", "", EachLayer(_BASE)),
     ("", "rope.freq_base rope.freq_base_swa", _BASE),
@@ -277,7 +278,11 @@ def check_config(config: Mapping[str, object]) -> None:
     for key in _OBJECTS:
         mapping(config, key)
     for part in _OBJECTS[:2]:
-        _check_settings(mapping(config, part), _OF_ROPE, f"{part}.")
+        parameters = mapping(config, part)
+        _check_settings(parameters, _OF_ROPE, f"{part}.")
+        for kind, own in parameters.items():  # of each kind of layers
+            if isinstance(own, dict):
+                _check_settings(own, _OF_ROPE, f"{part}.{kind}.")
 
 
 def _check_settings(values: Mapping[str, object], bounds: Mapping[str, Bound], prefix: str) -> None:

@@ -49,9 +49,9 @@ def llama3_factors(parameters: Json, dim: int) -> np.ndarray:
         old = float(parameters.get("original_max_position_embeddings", 8192))
     except KeyError as error:
         raise FormatError(f"config.json: rope_scaling of type llama3 has no {error}") from None
-    if not low < high:
+    if not 0 < low < high:
         raise FormatError(
-            f"config.json: rope_scaling of type llama3 has low_freq_factor {low:g}, which has to be below "
+            f"config.json: rope_scaling of type llama3 has low_freq_factor {low:g}, which has to be above 0 and below "
             f"high_freq_factor {high:g}"
         )
     wavelength = 2 * math.pi * theta ** (np.arange(0, dim, 2, dtype=np.float64) / dim)

@@ -26,9 +26,9 @@ def layers_of_config(config: Config, every: int) -> tuple[bool, ...]:
     if not kinds:
         every = integer(config, "sliding_window_pattern") or every
         return tuple((i + 1) % every != 0 for i in range(count))
-    if len(kinds) != count or not set(kinds) <= {_LOCAL, _GLOBAL}:
+    if len(kinds) != count or any(kind not in (_LOCAL, _GLOBAL) for kind in kinds):
         raise UnsupportedError(
-            f"config.json: layer_types has {len(kinds)} entries {sorted(map(str, set(kinds)))}; known are {_LOCAL} and "
+            f"config.json: layer_types has {len(kinds)} entries {sorted(set(map(str, kinds)))}; known are {_LOCAL} and "
             f"{_GLOBAL}, one for each of the {count} layers"
         )
     return tuple(kind == _LOCAL for kind in kinds)

@@ -13,13 +13,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from quantkit.archs.common.base import need, refuse
+from quantkit.archs.common.base import refuse
 from quantkit.archs.common.transforms import add
 from quantkit.errors import DataError, UnsupportedError
 from quantkit.formats.gguf.metadata import Entries
 from quantkit.inputs.settings import integer, mapping, real
 from quantkit.vision.operations import Weights, attention, gelu_tanh, layer_norm, linear, patches, rms_norm
-from quantkit.vision.tower import Config, Part, Tower, linear_parts
+from quantkit.vision.tower import Config, Part, Tower, count, layers, linear_parts
 
 _FACTOR = 4  # patches on a side of an averaged square, where the file does not say
 _EPS = 1e-6
@@ -38,7 +38,7 @@ class Gemma3Tower(Tower):
     def entries(self, config: Config, preprocessor: Config) -> Entries:
         vision = mapping(config, "vision_config")
         refuse(vision, "hidden_act", ("gelu_pytorch_tanh",))
-        side = int(need(vision, "image_size")) // int(need(vision, "patch_size"))
+        side = count(vision, "image_size") // count(vision, "patch_size")
         tokens = math.isqrt(integer(config, "mm_tokens_per_image") or 256)
         if side % tokens:
             raise UnsupportedError(
@@ -46,9 +46,9 @@ class Gemma3Tower(Tower):
             )
         found: Entries = {
             "clip.use_gelu": (True, "bool"),
-            "clip.vision.image_size": (need(vision, "image_size"), "u32"),
-            "clip.vision.block_count": (need(vision, "num_hidden_layers"), "u32"),
-            "clip.vision.attention.head_count": (need(vision, "num_attention_heads"), "u32"),
+            "clip.vision.image_size": (count(vision, "image_size"), "u32"),
+            "clip.vision.block_count": (layers(vision), "u32"),
+            "clip.vision.attention.head_count": (count(vision, "num_attention_heads"), "u32"),
             "clip.vision.attention.layer_norm_epsilon": (real(vision, "layer_norm_eps") or _EPS, "f32"),
         }
         if side // tokens != _FACTOR:
@@ -62,7 +62,7 @@ class Gemma3Tower(Tower):
             Part("v.patch_embd.bias", f"{embeddings}.patch_embedding.bias"),
             Part("v.position_embd.weight", f"{embeddings}.position_embedding.weight", kind="f32"),
         ]
-        for i in range(int(need(mapping(config, "vision_config"), "num_hidden_layers"))):
+        for i in range(layers(mapping(config, "vision_config"))):
             for name, source in (("ln1", "layer_norm1"), ("attn_q", "self_attn.q_proj"), ("attn_k", "self_attn.k_proj"),
                                  ("attn_v", "self_attn.v_proj"), ("attn_out", "self_attn.out_proj"),
                                  ("ln2", "layer_norm2"), ("ffn_up", "mlp.fc1"), ("ffn_down", "mlp.fc2")):  # fmt: skip

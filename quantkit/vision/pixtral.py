@@ -14,13 +14,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from quantkit.archs.common.base import need, refuse, rope_parameters
+from quantkit.archs.common.base import refuse, rope_parameters
 from quantkit.archs.common.tensors import ReadRows, Shape, Transform, interleave_halves
 from quantkit.errors import FormatError
 from quantkit.formats.gguf.metadata import Entries
 from quantkit.inputs.settings import integer, mapping, real
 from quantkit.vision.operations import Weights, attention, gelu, linear, patches, rms_norm, silu
-from quantkit.vision.tower import Config, Part, Tower, linear_parts, require_multiple
+from quantkit.vision.tower import Config, Part, Tower, count, layers, linear_parts, require_multiple
 
 _BASE, _EPS = 10000.0, 1e-5  # of RoPE, a constant in the loader; a constant in transformers
 
@@ -57,9 +57,9 @@ class PixtralTower(Tower):
         refuse(text, "rms_norm_eps", (_EPS,))
         return super().entries(config, preprocessor) | {
             "clip.use_silu": (True, "bool"),
-            "clip.vision.image_size": (need(vision, "image_size"), "u32"),
-            "clip.vision.block_count": (need(vision, "num_hidden_layers"), "u32"),
-            "clip.vision.attention.head_count": (need(vision, "num_attention_heads"), "u32"),
+            "clip.vision.image_size": (count(vision, "image_size"), "u32"),
+            "clip.vision.block_count": (layers(vision), "u32"),
+            "clip.vision.attention.head_count": (count(vision, "num_attention_heads"), "u32"),
             "clip.vision.attention.layer_norm_epsilon": (_EPS, "f32"),
             "clip.vision.spatial_merge_size": (integer(config, "spatial_merge_size") or 2, "u32"),
         }
@@ -68,17 +68,16 @@ class PixtralTower(Tower):
         vision = mapping(config, "vision_config")
         if break_token is None:
             raise FormatError("the tokenizer has no token [IMG_BREAK], whose embedding the file needs")
-        heads = interleave_halves(
-            integer(vision, "head_dim") or int(need(vision, "hidden_size")) // int(need(vision, "num_attention_heads"))
-        )
+        width, heads = count(vision, "hidden_size"), count(vision, "num_attention_heads")
+        interleaved = interleave_halves(count(vision, "head_dim") if vision.get("head_dim") else width // heads)
         found = [
             Part("v.patch_embd.weight", "vision_tower.patch_conv.weight", kind="f32"),
             Part("v.pre_ln.weight", "vision_tower.ln_pre.weight"),
         ]
-        for i in range(int(need(vision, "num_hidden_layers"))):
+        for i in range(layers(vision)):
             ours, theirs = f"v.blk.{i}", f"vision_tower.transformer.layers.{i}"
             for part in "qk":
-                found += linear_parts(f"{ours}.attn_{part}", f"{theirs}.attention.{part}_proj", heads, bias=False)
+                found += linear_parts(f"{ours}.attn_{part}", f"{theirs}.attention.{part}_proj", interleaved, bias=False)
             for name, source in (("attn_v", "attention.v_proj"), ("attn_out", "attention.o_proj"),
                                  ("ln1", "attention_norm"), ("ln2", "ffn_norm"), ("ffn_gate", "feed_forward.gate_proj"),
                                  ("ffn_up", "feed_forward.up_proj"),

@@ -14,13 +14,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from quantkit.archs.common.base import need, refuse
+from quantkit.archs.common.base import refuse
 from quantkit.archs.common.transforms import GatherRows
 from quantkit.errors import FormatError
 from quantkit.formats.gguf.metadata import Entries
 from quantkit.inputs.settings import integer, mapping, real, sequence
 from quantkit.vision.operations import Weights, attention, gelu, gelu_tanh, layer_norm, linear, patches
-from quantkit.vision.tower import Config, Part, Tower, linear_parts, require_multiple
+from quantkit.vision.tower import Config, Part, Tower, count, layers, linear_parts, require_multiple
 
 _BASE = 10000.0  # of RoPE
 _EPS = 1e-6  # a constant in transformers
@@ -42,31 +42,31 @@ class Qwen3VLTower(Tower):
         refuse(vision, "hidden_act", ("gelu_pytorch_tanh",))
         refuse(vision, "temporal_patch_size", (2,))
         refuse(vision, "out_hidden_size", (mapping(config, "text_config").get("hidden_size"),))
-        depth = int(need(vision, "depth"))
-        side = math.isqrt(int(need(vision, "num_position_embeddings")))
-        deep = {int(str(i)) for i in sequence(vision, "deepstack_visual_indexes")}
-        if wrong := [i for i in deep if not 0 <= i < depth]:
-            raise FormatError(f"config.json: deepstack_visual_indexes has {wrong[0]}; the tower has {depth} layers")
+        depth = layers(vision, "depth")
+        side = math.isqrt(count(vision, "num_position_embeddings"))
+        deep = list(sequence(vision, "deepstack_visual_indexes"))
+        if wrong := [i for i in deep if type(i) is not int or not 0 <= i < depth]:
+            raise FormatError(f"config.json: deepstack_visual_indexes has {wrong[0]!r}; the tower has {depth} layers")
         return super().entries(config, preprocessor) | {
             "clip.use_gelu": (True, "bool"),
             "clip.vision.block_count": (depth, "u32"),
-            "clip.vision.attention.head_count": (need(vision, "num_heads"), "u32"),
+            "clip.vision.attention.head_count": (count(vision, "num_heads"), "u32"),
             "clip.vision.attention.layer_norm_epsilon": (_EPS, "f32"),
-            "clip.vision.image_size": (side * integer(vision, "patch_size"), "u32"),
+            "clip.vision.image_size": (side * count(vision, "patch_size"), "u32"),
             "clip.vision.spatial_merge_size": (integer(vision, "spatial_merge_size") or 2, "u32"),
             "clip.vision.is_deepstack_layers": ([i in deep for i in range(depth)], "bool"),
         }
 
     def parts(self, config: Config, shapes: Mapping[str, tuple[int, ...]], break_token: int | None) -> list[Part]:
         vision = mapping(config, "vision_config")
-        n, size = int(need(vision, "hidden_size")), int(need(vision, "patch_size"))
+        n, size = count(vision, "hidden_size"), count(vision, "patch_size")
         found = [
             Part(f"v.patch_embd.weight{suffix}", "visual.patch_embed.proj.weight", _frame(n, size, frame), "f32")
             for frame, suffix in enumerate(("", ".1"))
         ]
         found.append(Part("v.patch_embd.bias", "visual.patch_embed.proj.bias"))
         found.append(Part("v.position_embd.weight", "visual.pos_embed.weight", kind="f32"))
-        for i in range(int(need(vision, "depth"))):
+        for i in range(layers(vision, "depth")):
             ours, theirs = f"v.blk.{i}", f"visual.blocks.{i}"
             for name, source in (("ln1", "norm1"), ("attn_qkv", "attn.qkv"), ("attn_out", "attn.proj"),
                                  ("ln2", "norm2"), ("ffn_up", "mlp.linear_fc1"),
@@ -120,8 +120,8 @@ def _resized(table: np.ndarray, height: int, width: int) -> np.ndarray:
     """float32[height, width, n] of a square grid of positions, by bilinear interpolation with aligned corners."""
     side = math.isqrt(len(table))
     grid = table.reshape(side, side, -1)
-    for axis, count in ((0, height), (1, width)):
-        at = np.linspace(0, side - 1, count, dtype=np.float32)
+    for axis, length in ((0, height), (1, width)):
+        at = np.linspace(0, side - 1, length, dtype=np.float32)
         low = at.astype(np.int64)
         share = (at - low).reshape([-1 if i == axis else 1 for i in range(3)])
         grid = np.take(grid, low, axis) * (1 - share) + np.take(grid, np.minimum(low + 1, side - 1), axis) * share

@@ -14,11 +14,12 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
+from quantkit.archs.common import checked
 from quantkit.archs.common.base import need
 from quantkit.archs.common.tensors import COPY, Transform
 from quantkit.errors import DataError, FormatError, UnsupportedError
 from quantkit.formats.gguf.metadata import Entries
-from quantkit.inputs.settings import mapping, sequence
+from quantkit.inputs.settings import mapping, real, sequence
 from quantkit.vision.operations import Weights
 
 ARCHITECTURE = "clip"
@@ -82,13 +83,13 @@ class Tower(ABC):
         entries: Entries = {
             "clip.has_vision_encoder": (True, "bool"),
             "clip.projector_type": (self.projector, "str"),
-            "clip.vision.projection_dim": (need(text, "hidden_size"), "u32"),
-            "clip.vision.embedding_length": (need(vision, "hidden_size"), "u32"),
-            "clip.vision.feed_forward_length": (need(vision, "intermediate_size"), "u32"),
-            "clip.vision.patch_size": (need(vision, "patch_size"), "u32"),
+            "clip.vision.projection_dim": (count(text, "hidden_size"), "u32"),
+            "clip.vision.embedding_length": (count(vision, "hidden_size"), "u32"),
+            "clip.vision.feed_forward_length": (count(vision, "intermediate_size"), "u32"),
+            "clip.vision.patch_size": (count(vision, "patch_size"), "u32"),
         }
         for ours in ("image_mean", "image_std"):
-            values = [float(str(x)) for x in sequence(preprocessor, ours)]
+            values = [real({ours: x}, ours) for x in sequence(preprocessor, ours)]
             if len(values) != 3:
                 raise FormatError(
                     f"preprocessor_config.json: {ours} = {values}; the three numbers that images are normalised by are "
@@ -107,6 +108,19 @@ class Tower(ABC):
     @abstractmethod
     def forward(self, weights: Weights, keys: Mapping[str, Any], image: np.ndarray) -> np.ndarray:
         """float32[tokens, n]: what the language model gets for a normalised image float32[3, height, width]."""
+
+
+def count(config: Config, key: str, maximum: int = 1 << 20) -> int:
+    """A whole number from 1 on that config.json must have. FormatError for another value."""
+    value, bound = need(config, key), checked.Count(1, maximum)
+    if not bound.holds(value):
+        raise FormatError(f"config.json: {key} = {checked.brief(value)}; it has to be {bound}")
+    return int(value)
+
+
+def layers(vision: Config, key: str = "num_hidden_layers") -> int:
+    """The layers of a tower."""
+    return count(vision, key, 1 << 12)
 
 
 def linear_parts(name: str, source: str, transform: Transform = COPY, bias: bool = True) -> list[Part]:

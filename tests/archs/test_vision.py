@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from quantkit.cli import main
-from quantkit.errors import FormatError, UnsupportedError
+from quantkit.errors import FormatError, QuantkitError, UnsupportedError
 from quantkit.formats import gguf
 from quantkit.pipelines.conversion.mmproj import plan_mmproj
 from quantkit.vision import embed
@@ -179,3 +180,20 @@ def test_what_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
     (directory / "preprocessor_config.json").unlink()
     with pytest.raises(FormatError, match="image_mean"):
         plan_mmproj(directory)
+
+
+@pytest.mark.parametrize("projector", list(LOADER))
+def test_settings_of_other_types_end_in_errors_of_ours(tmp_path: Path, projector: str) -> None:
+    directory, _ = checkpoint(tmp_path / "hf", projector)
+    config, images = (json.loads((directory / f"{name}config.json").read_text()) for name in ("", "preprocessor_"))
+    tower, shapes = of_config(config), {}
+    for value in (0, 1, -1, 1 << 31, 0.5, "x", True, [], [1], [[1]], {}, None):
+        for key in config["vision_config"]:
+            changed = config | {"vision_config": config["vision_config"] | {key: value}}
+            with contextlib.suppress(QuantkitError):
+                tower.entries(changed, images)
+            with contextlib.suppress(QuantkitError):
+                tower.parts(changed, shapes, 5)
+        for key in images:
+            with contextlib.suppress(QuantkitError):
+                tower.entries(config, images | {key: value})

@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import records
 from benchmarks.records import Column, Table
+from tests.archs.checkpoints import log_probabilities, tiny
 
 TABLE = Table(
     "architectures",
@@ -50,13 +51,6 @@ TABLE = Table(
 TOKENS = np.random.default_rng(3).integers(2, 320, (2, 256))
 
 
-def log_probabilities(logits: np.ndarray) -> np.ndarray:
-    x = logits.astype(np.float64)
-    x -= x.max(-1, keepdims=True)
-    x -= np.log(np.exp(x).sum(-1, keepdims=True))
-    return x
-
-
 def measure(name: str, directory: Path) -> dict[str, Any]:
     """The figures of one architecture but ik_llama.cpp's; what transformers computes goes into wanted.npy."""
     import torch
@@ -66,7 +60,6 @@ def measure(name: str, directory: Path) -> dict[str, Any]:
     from quantkit.formats import gguf
     from quantkit.pipelines.conversion.convert import convert_checkpoint
     from quantkit.recipe import from_config, read_config
-    from tests.archs.checkpoints import tiny
 
     reference = tiny(directory / "hf", arch=name)
     path = directory / "m.gguf"

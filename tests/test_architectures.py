@@ -21,7 +21,7 @@ from quantkit.formats import gguf
 from quantkit.pipelines.conversion.convert import convert_checkpoint
 from quantkit.pipelines.conversion.plan import plan_conversion
 from quantkit.pipelines.quantize import quantize_with_plan
-from tests.archs.checkpoints import tiny
+from tests.archs.checkpoints import log_probabilities, tiny
 
 TOKENS = np.random.default_rng(3).integers(2, 320, (2, 256))
 HYBRID = {
@@ -267,12 +267,6 @@ OTHERS: dict[str, dict[str, Any]] = {
         "num_experts": 9, "num_experts_per_tok": 4, "moe_intermediate_size": 64, "intermediate_size": 160,
     },
 }  # fmt: skip
-
-
-def log_probabilities(logits: np.ndarray) -> np.ndarray:
-    x = logits.astype(np.float64)
-    x -= x.max(-1, keepdims=True)
-    return x - np.log(np.exp(x).sum(-1, keepdims=True))
 
 
 MIXTRAL = {

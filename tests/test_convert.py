@@ -25,7 +25,7 @@ from quantkit.formats.safetensors import CheckpointSpec, CheckpointWriter, open_
 from quantkit.pipelines.conversion.convert import convert_checkpoint
 from quantkit.pipelines.conversion.plan import plan_conversion
 from quantkit.pipelines.export import export_gguf
-from tests.archs.checkpoints import as_fp8, as_int4, loaded, tiny
+from tests.archs.checkpoints import as_fp8, as_int4, loaded, log_probabilities, tiny
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 64}  # fmt: skip
@@ -49,12 +49,6 @@ def keys(file: GGUF, *without: str) -> dict[str, tuple[Any, str]]:
 
 
 # --------------------------------------------------------------------------------------------------- against references
-
-
-def log_probabilities(logits: np.ndarray) -> np.ndarray:
-    x = logits.astype(np.float64)
-    x -= x.max(1, keepdims=True)
-    return x - np.log(np.exp(x).sum(1, keepdims=True))
 
 
 @pytest.mark.parametrize("arch", [arch.name for arch in archs.all()])

@@ -17,7 +17,7 @@ from quantkit.archs.common.decoder import Decoder, with_head_norms
 from quantkit.archs.common.fused import with_qkv
 from quantkit.archs.common.tensors import LazyTensor, TensorRule
 from quantkit.errors import UnsupportedError
-from quantkit.formats.gguf.metadata import Entries, shortest
+from quantkit.formats.gguf.metadata import Entries
 from quantkit.inputs.settings import integer
 
 _NAMES = {"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"}  # in experts.config, and here
@@ -103,7 +103,6 @@ class BailingMoe2(Decoder):
             "head_dim": hp.head_dim_k,
             "num_shared_experts": 1,
             "moe_shared_expert_intermediate_size": hp.n_ff_shared,
-            "routed_scaling_factor": shortest(hp.expert_scale),
             "score_function": "sigmoid",
             "moe_router_enable_expert_bias": True,
             "use_qk_norm": True,

@@ -60,14 +60,6 @@ def _has_indexer(hp: MiniMaxM3HParams, layer: int) -> bool:
     return layer >= hp.n_leading_dense and hp.index_heads > 0
 
 
-def _is_dense(hp: HParams, layer: int) -> bool:
-    return layer < hp.n_leading_dense
-
-
-def _has_experts(hp: HParams, layer: int) -> bool:
-    return layer >= hp.n_leading_dense
-
-
 def _joined(ff: str) -> Callable[[Any], list[tuple[int, int, int]]]:
     """Runs of rows of a joined tensor: all of gate (source 0), then all of up (source 1)."""
     return lambda hp: [(source, 0, getattr(hp, ff)) for source in (0, 1)]
@@ -81,9 +73,9 @@ def _stacked(hp: HParams) -> list[tuple[int, int, int]]:
 
 # GGUF suffix -> checkpoint tensor with gate and up, layers, runs of rows of gate and up
 _GROUPS: tuple[tuple[str, str, Callable[[Any, int], bool], Callable[[Any], list[tuple[int, int, int]]]], ...] = (
-    ("", "mlp.gate_up_proj.weight", _is_dense, _joined("n_ff")),
-    ("_exps", "mlp.experts.gate_up_proj", _has_experts, _stacked),
-    ("_shexp", "mlp.shared_experts.gate_up_proj.weight", _has_experts, _joined("n_ff_shared")),
+    ("", "mlp.gate_up_proj.weight", experts.is_dense, _joined("n_ff")),
+    ("_exps", "mlp.experts.gate_up_proj", experts.has_experts, _stacked),
+    ("_shexp", "mlp.shared_experts.gate_up_proj.weight", experts.has_experts, _joined("n_ff_shared")),
 )
 
 
@@ -119,7 +111,7 @@ def _fused_rules() -> tuple[TensorRule, ...]:
     return (*found[:3], _ROUTER, *found[3:])
 
 
-_ROUTER = TensorRule("blk.N.ffn_gate_inp", "model.layers.N.mlp.gate", f32=True, layers=_has_experts)
+_ROUTER = TensorRule("blk.N.ffn_gate_inp", "model.layers.N.mlp.gate", f32=True, layers=experts.has_experts)
 _BEFORE = (
     *EMBEDDING_RULES,
     _norm("blk.N.attn_norm", "layers.N.input_layernorm"),

@@ -49,10 +49,6 @@ class Step35HParams(HParams):
     limits_shared: tuple[float | None, ...]  # of shared experts and dense layers
 
 
-def _has_experts(hp: HParams, layer: int) -> bool:
-    return layer >= hp.n_leading_dense
-
-
 class Step35(Decoder):
     """Step 3.5 Flash and Step 3.7 Flash."""
 
@@ -76,9 +72,9 @@ class Step35(Decoder):
         norm_rule("blk.N.ffn_norm", "model.layers.N.post_attention_layernorm"),
         *experts.dense_rules(),
         experts.choice_rule("moe.router_bias"),
-        TensorRule("blk.N.ffn_gate_inp", "model.layers.N.moe.gate", f32=True, layers=_has_experts),
+        TensorRule("blk.N.ffn_gate_inp", "model.layers.N.moe.gate", f32=True, layers=experts.has_experts),
         *(
-            TensorRule(f"blk.N.ffn_{part}_exps", f"model.layers.N.moe.{part}_proj", layers=_has_experts)
+            TensorRule(f"blk.N.ffn_{part}_exps", f"model.layers.N.moe.{part}_proj", layers=experts.has_experts)
             for part in ("gate", "up", "down")
         ),
         *experts.shared_rules("share_expert"),
@@ -167,9 +163,10 @@ class Step35(Decoder):
         dim, whole = found["head_dim_k"], found["rope"]
         if whole.dim != dim:
             raise UnsupportedError(f"{self.name}.rope.dimension_count = {whole.dim}; known: {dim}, a whole head")
-        dims = keys.per_layer("rope.dimension_count_per_layer", [dim if i else int(_PART * dim) for i in local])
+        known = [dim if i else int(_PART * dim) for i in local]
+        dims = keys.per_layer("rope.dimension_count_per_layer", known)
         bases = keys.get("rope.freq_base_per_layer", ())
-        if dims != [dim if i else int(_PART * dim) for i in local] or len(set(zip(local, bases))) > 2:
+        if dims != known or len(set(zip(local, bases))) > 2:
             raise UnsupportedError(
                 f"{self.name}: RoPE dimensions {dims} or bases {bases!r:.80}; known are those of a whole head in "
                 "layers with a sliding window, of half a head in the others, and one base of each kind"

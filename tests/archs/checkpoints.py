@@ -165,6 +165,14 @@ def _bailing(directory: Path, dtype: str, example: dict[str, Any]) -> Any:
     return model
 
 
+def log_probabilities(logits: np.ndarray) -> np.ndarray:
+    """log softmax of `logits` over the last axis, in float64."""
+    x = logits.astype(np.float64)
+    x -= x.max(-1, keepdims=True)
+    x -= np.log(np.exp(x).sum(-1, keepdims=True))
+    return x
+
+
 def loaded(directory: Path) -> Any:
     """The model of a checkpoint in transformers, also of a class that AutoModelForCausalLM does not list."""
     import transformers

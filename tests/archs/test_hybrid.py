@@ -18,8 +18,8 @@ from quantkit.formats import gguf
 from quantkit.formats.safetensors import CheckpointSpec, CheckpointWriter, open_checkpoint
 from quantkit.pipelines.conversion.convert import convert_checkpoint
 from quantkit.pipelines.export import export_gguf
-from tests.archs.checkpoints import byte_level, tiny, write_tokenizer
-from tests.test_architectures import TOKENS, log_probabilities
+from tests.archs.checkpoints import byte_level, log_probabilities, tiny, write_tokenizer
+from tests.test_architectures import TOKENS
 
 HYBRIDS = ("qwen3next", "qwen35", "qwen35moe")
 

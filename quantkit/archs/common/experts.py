@@ -37,11 +37,13 @@ _SOFTMAX_OF_SELECTED = 3
 GATING_NUMBERS = {name: number for number, name in _GATING.items()}
 
 
-def _is_dense(hp: HParams, layer: int) -> bool:
+def is_dense(hp: HParams, layer: int) -> bool:
+    """Whether `layer` is one of the leading dense layers."""
     return layer < hp.n_leading_dense
 
 
-def _has_experts(hp: HParams, layer: int) -> bool:
+def has_experts(hp: HParams, layer: int) -> bool:
+    """Whether `layer` comes after the leading dense layers."""
     return layer >= hp.n_leading_dense
 
 
@@ -60,7 +62,7 @@ MIXTRAL = ("w1", "w3", "w2")  # the same in Mixtral's
 def dense_rules(*, bias: bool = False) -> tuple[TensorRule, ...]:
     """The rules of dense layers, which come before the first layer with experts."""
     return tuple(
-        TensorRule(f"blk.N.ffn_{ours}", f"model.layers.N.mlp.{theirs}", bias=bias, layers=_is_dense)
+        TensorRule(f"blk.N.ffn_{ours}", f"model.layers.N.mlp.{theirs}", bias=bias, layers=is_dense)
         for ours, theirs in zip(_OURS, GATED)
     )
 
@@ -69,10 +71,10 @@ def routed_rules(block: str = "mlp", names: tuple[str, ...] = GATED, router: str
     """The rules of the router and of routed experts with a matrix each. `block` stands for `mlp` in the checkpoint."""
     prefix = f"model.layers.N.{block}"
     matrices = (
-        TensorRule(f"blk.N.ffn_{ours}_exps", f"{prefix}.experts.E.{theirs}", layers=_has_experts)
+        TensorRule(f"blk.N.ffn_{ours}_exps", f"{prefix}.experts.E.{theirs}", layers=has_experts)
         for ours, theirs in zip(_OURS, names)
     )
-    return (TensorRule("blk.N.ffn_gate_inp", f"{prefix}.{router}", f32=True, layers=_has_experts), *matrices)
+    return (TensorRule("blk.N.ffn_gate_inp", f"{prefix}.{router}", f32=True, layers=has_experts), *matrices)
 
 
 def stacked_rules(
@@ -94,13 +96,13 @@ def stacked_rules(
         return transform
 
     pairs = (
-        TensorRule(f"blk.N.ffn_{ours}_exps.weight", f"{prefix}.{names[0]}", part(first), layers=_has_experts,
+        TensorRule(f"blk.N.ffn_{ours}_exps.weight", f"{prefix}.{names[0]}", part(first), layers=has_experts,
              full_names=True, to_gguf_only=True)
         for first, ours in enumerate(_OURS[:2])
     )  # fmt: skip
     return (
         *pairs,
-        TensorRule("blk.N.ffn_down_exps.weight", f"{prefix}.{names[1]}", layers=_has_experts, full_names=True),
+        TensorRule("blk.N.ffn_down_exps.weight", f"{prefix}.{names[1]}", layers=has_experts, full_names=True),
     )
 
 
@@ -247,7 +249,7 @@ def config(hp: HParams) -> dict[str, Any]:
 
 def feed_forward(hp: HParams, i: int, norm: str = "ffn_norm") -> FeedForward | Experts:
     """The feed-forward of layer `i`: dense in the leading layers, then routed experts."""
-    return hp.feed_forward(i, norm) if _is_dense(hp, i) else routed(hp, i, norm)
+    return hp.feed_forward(i, norm) if is_dense(hp, i) else routed(hp, i, norm)
 
 
 def routed(hp: HParams, i: int, norm: str = "ffn_norm") -> Experts:

@@ -65,13 +65,20 @@ class ChunkLog:
         self._total, self._count = sum(float(chunk.sum()) for chunk in self.done), sum(map(len, self.done))  # as `add`
         self._chunks = len(self._lines)
 
-    def logged(self, name: str) -> np.ndarray:
-        """The values of a field in the lines of the earlier run: float64[scored tokens, …], or text[chunks]."""
-        values = [line.get(name) for line in self._lines]
-        if values and not isinstance(values[0], list):
-            return np.array(values, str)
-        parts = [np.array(value, np.float64) for value in values]
-        return np.concatenate(parts) if parts else np.empty(0)
+    def numbers(self, name: str) -> np.ndarray:
+        """float64[scored tokens, …] of a field in the lines of the earlier run. FormatError if it has other values."""
+        try:
+            parts = [_numbers(line.get(name), len(nll)) for line, nll in zip(self._lines, self.done)]
+            return np.concatenate(parts) if parts else np.empty(0)
+        except (ValueError, TypeError, OverflowError) as error:
+            raise self._wrong(f'"{name}" of a chunk: {error}') from None
+
+    def texts(self, name: str) -> list[str]:
+        """A field in the lines of the earlier run, as text; "None" for a chunk that lacks it."""
+        return [str(line.get(name)) for line in self._lines]
+
+    def _wrong(self, why: object) -> FormatError:
+        return FormatError(f"{self.path}: not a chunk log ({why}); name another file")
 
     def _read(self, run: str) -> list[dict[str, Any]]:
         with os_errors(self.path, "read"):
@@ -82,10 +89,14 @@ class ChunkLog:
             if "run" not in header or any(line["chunk"] != i for i, line in enumerate(lines, 1)):
                 raise ValueError("lines are missing")
             wanted = [self._positions] * len(lines) if isinstance(self._positions, int) else self._positions
-            if header["run"] == run and any(len(line["nll"]) != n for line, n in zip(lines, wanted)):
-                raise ValueError("a chunk has another length")
-        except (ValueError, KeyError, TypeError, FormatError) as error:
-            raise FormatError(f"{self.path}: not a chunk log ({error}); name another file") from None
+            if header["run"] == run:
+                if len(lines) > len(wanted):
+                    raise ValueError(f"{len(lines)} chunks of a text of {len(wanted)}")
+                for line, n in zip(lines, wanted):
+                    if _numbers(line["nll"], n).ndim != 1:
+                        raise ValueError("nll has several numbers per token")
+        except (ValueError, KeyError, TypeError, OverflowError, FormatError) as error:
+            raise self._wrong(error) from None
         if header["run"] != run:
             raise DataError(
                 f"{self.path}: belongs to another run: the model, the text or a setting differs; remove it or name "
@@ -143,6 +154,14 @@ def run_log(
     n_ctx = conditions["n_ctx"]
     assert isinstance(n_ctx, int)
     return ChunkLog(path, run, positions, max(1, n_batch // n_ctx), conditions)
+
+
+def _numbers(values: object, count: int) -> np.ndarray:
+    """float64[count, …] of a logged list. ValueError, TypeError or OverflowError for anything else."""
+    found = np.array(values, np.float64)
+    if found.shape[:1] != (count,):
+        raise ValueError(f"an array of shape {found.shape} for {count} scored tokens")
+    return found
 
 
 def _line(record: Mapping[str, object]) -> bytes:

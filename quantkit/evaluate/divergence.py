@@ -393,7 +393,7 @@ def _from_file(
             positions = counts[0] if base.scored is None else counts
             log = stack.enter_context(run_log(o.jsonl, model.path, path, positions, o.batch_size, known, {}))
             if resumed := len(log.resumed(on_message)):
-                done = {name: log.logged(name) for name in names}
+                done = {name: log.numbers(name) for name in names}
         clock = ChunkClock(base.n_chunk, resumed, o.batch_size, base.n_ctx, str(path))
 
         def after_chunk(chunks: int, so_far: Divergence) -> None:

@@ -203,7 +203,7 @@ def perplexity(
         log = None if o.jsonl is None else _log(o.jsonl, o, model, text, chunks, conditions)
         base: BaseWriter | BoundedWriter | None = None
         if o.kl_divergence_base is not None:
-            logged = None if log is None else LoggedChunks(log.logged("base").tolist(), log.chunks_per_batch)
+            logged = None if log is None else LoggedChunks(log.texts("base"), log.chunks_per_batch)
             note = {"model": str(model.path), **conditions}
             base = base_writer(
                 o.kl_divergence_base, chunks.tokens, model.vocab_size, logged, target=o.kl_divergence_bound, note=note,

@@ -11,7 +11,8 @@ compute otherwise, because their number decides about windows or recurrence, is 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -161,7 +162,7 @@ def _require_same_layers(
 def kept_experts(record: Mapping[str, object], path: object) -> dict[int, list[int]]:
     """The experts by layer that a JSON file lists: {"keep": {"3": [0, 2, 5], …}}. FormatError for other contents."""
     listed = record.get("keep")
-    if not isinstance(listed, Mapping) or not all(_is_list(key, value, int) for key, value in listed.items()):
+    if not isinstance(listed, Mapping) or not all(_is_list(key, value, _is_integer) for key, value in listed.items()):
         raise FormatError(f'{path}: expected {{"keep": {{"LAYER": [EXPERT, …], …}}}}')
     return {int(layer): [int(number) for number in numbers] for layer, numbers in listed.items()}
 
@@ -172,11 +173,20 @@ def saliencies(record: Mapping[str, object], path: object) -> dict[int, list[flo
     values: dict[Any, Any] = {}
     if isinstance(layers, Mapping):
         values = {key: value.get("saliency") for key, value in layers.items() if isinstance(value, Mapping)}
-    if not values or not all(_is_list(key, value, (int, float)) for key, value in values.items()):
+    if not values or not all(_is_list(key, value, _is_finite) for key, value in values.items()):
         raise FormatError(f"{path}: not a file of `quantkit saliency`")
     return {int(layer): [float(number) for number in numbers] for layer, numbers in values.items()}
 
 
-def _is_list(key: object, value: object, kind: type | tuple[type, ...]) -> bool:
-    numbers = isinstance(value, list) and all(isinstance(x, kind) and not isinstance(x, bool) for x in value)
+def _is_list(key: object, value: object, fits: Callable[[object], bool]) -> bool:
+    """Whether a key is the number of a layer and its value a list of numbers that fit."""
+    numbers = isinstance(value, list) and all(map(fits, value))
     return isinstance(key, str) and key.isdigit() and len(key) < 10 and numbers
+
+
+def _is_integer(x: object) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool)
+
+
+def _is_finite(x: object) -> bool:
+    return isinstance(x, (int, float)) and not isinstance(x, bool) and abs(x) <= sys.float_info.max

@@ -78,11 +78,13 @@ def read(directory: Path, config: Json, pre: str | None = None) -> Entries:
     path = directory / "tokenizer.json"
     settings = read_object(directory / "tokenizer_config.json")
     tokenizer = read_object(path)
-    if not tokenizer and (ranks := tiktoken.find(directory)):
-        path, tokenizer = ranks, tiktoken.tokenizer_json(ranks, settings, pre)
-    if not tokenizer and not (directory / "tokenizer.model").exists() and (words := merges_txt.find(directory)):
-        path, tokenizer = words, merges_txt.tokenizer_json(words, settings, pre)
     try:
+        if not tokenizer and (ranks := tiktoken.find(directory)):
+            path = ranks
+            tokenizer = tiktoken.tokenizer_json(path, settings, pre)
+        if not tokenizer and not (directory / "tokenizer.model").exists() and (words := merges_txt.find(directory)):
+            path = words
+            tokenizer = merges_txt.tokenizer_json(path, settings, pre)
         if tokenizer:
             keeps_merges = str(config.get("model_type")).startswith("gemma4")
             entries = _model(tokenizer, config["vocab_size"], pre, keeps_merges)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,7 +55,8 @@ def repository_card(
 def read_results(path: Path) -> dict[str, Any]:
     """The results that `compare -o` wrote; FormatError for another file."""
     found = json_input.read(path)
-    if not isinstance(found, dict) or found.get("schema") != _SCHEMA or not isinstance(found.get("models"), list):
+    models = found.get("models") if isinstance(found, dict) and found.get("schema") == _SCHEMA else None
+    if not isinstance(models, list) or not all(isinstance(model, dict) for model in models):
         raise FormatError(f"{path}: not the results of a comparison; `quantkit compare … -o FILE` writes them")
     return found
 
@@ -101,4 +103,4 @@ def _results(results: Mapping[str, Any]) -> str:
 
 def _number(model: object, key: str) -> float:
     value = model.get(key) if isinstance(model, dict) else None
-    return float(value) if isinstance(value, (int, float)) else math.nan
+    return float(value) if isinstance(value, (int, float)) and abs(value) <= sys.float_info.max else math.nan

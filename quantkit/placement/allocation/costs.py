@@ -131,7 +131,7 @@ def from_json(document: Any, where: str = "costs") -> Costs:
     for name, entry in entries.items():
         try:
             tensors[name] = _tensor(entry)
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
             raise FormatError(f"{where}: {name}: not as quantkit sensitivity writes it: {error!r}") from None
     return Costs(tensors, {key: value for key, value in document.items() if key != "tensors"}, where)
 

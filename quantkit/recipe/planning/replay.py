@@ -48,7 +48,7 @@ def replay(
         planned = {entry["name"]: entry for entry in document["tensors"]}
         replayed = tuple(_tensor(t, planned[t.name]) for t in listed if t.name in planned)
         target, flags = file_type(document["file_type"]), str(document["flags"])
-        recipe = parse(document["recipe"], where, printed=True)
+        recipe = parse(_text(document, "recipe"), where, printed=True)
         warnings, notes = tuple(map(str, document["warnings"])), tuple(map(str, document.get("notes", ())))
     except (KeyError, TypeError, ValueError) as error:
         raise FormatError(f"{where}: not a plan as `quantkit plan --json` writes it: {error!r}") from None
@@ -84,9 +84,20 @@ def _tensor(t: Tensor, entry: Mapping[str, Any]) -> PlannedTensor:
             f"{interleaved_rows(kind)} rows"
         )
     rule, importance = entry["rule"], entry["importance"]
+    if rule is not None and (type(rule) is not int or rule < 0):
+        raise ValueError(f"{t.name}: rule is {rule!r:.80}, not the number of a rule")
+    if importance is not None:
+        importance = _text(entry, "importance")
     return PlannedTensor(
         t.name, t.shape, t.type, kind, str(entry["reason"]), wanted, rule, importance, bool(entry["repacked"])
     )
+
+
+def _text(entry: Mapping[str, Any], key: str) -> str:
+    found = entry[key]
+    if not isinstance(found, str):
+        raise TypeError(f"{key} is {found!r:.80}, not a text")
+    return found
 
 
 def _refuse_other_tensors(planned: Mapping[str, object], names: list[str], where: str) -> None:

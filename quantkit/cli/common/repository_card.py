@@ -58,7 +58,7 @@ def read_results(path: Path) -> dict[str, Any]:
     models = found.get("models") if isinstance(found, dict) and found.get("schema") == _SCHEMA else None
     if not isinstance(models, list) or not all(isinstance(model, dict) for model in models):
         raise FormatError(f"{path}: not the results of a comparison; `quantkit compare … -o FILE` writes them")
-    return found
+    return dict(found)
 
 
 def _front_matter(files: Sequence[GGUF]) -> str:

@@ -185,6 +185,17 @@ def floats(address, n):
     return carray(_float_pointer(address), n)
 
 
+@jit.subkernel
+def copy_floats(target, source, n):
+    """Copy float32[n] from one address to another.
+
+    An assignment between slices compiles numba's message about shapes as well, text formatting included: four seconds.
+    """
+    x, y = floats(source, n), floats(target, n)
+    for i in range(n):
+        y[i] = x[i]
+
+
 @jit.kernel(inline="always")
 def halves(address, n):
     """The n halves at an address as an array of their bits."""

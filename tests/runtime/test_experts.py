@@ -15,7 +15,7 @@ from quantkit.formats import gguf
 from quantkit.runtime.kernels import reference
 from quantkit.runtime.loading import load
 from tests.runtime.conftest import random_model, rewrite
-from tests.runtime.other_cpus import is_other_cpu, run_tests
+from tests.runtime.other_cpus import CPUS, is_other_cpu, run_tests
 from tests.runtime.test_step import by_steps, changed, spread
 
 VOCAB, EMBD, FF, EXPERTS, USED = 320, 256, 256, 8, 3
@@ -278,6 +278,7 @@ def test_stacks_of_the_wrong_shape_are_refused(moe: Path, tmp_path: Path) -> Non
         load(path)
 
 
-@pytest.mark.parametrize("isa", ["generic", "avx2", pytest.param("avx512", marks=pytest.mark.full)])
+@pytest.mark.full  # test_same_bits.py compares their logits with this CPU's, which are tested here
+@pytest.mark.parametrize("isa", CPUS)
 def test_on_other_cpus(isa: str) -> None:
     run_tests(__file__, isa)

@@ -18,7 +18,7 @@ from quantkit.runtime.loading import load
 from quantkit.runtime.model import Model
 from tests.archs.checkpoints import tiny
 from tests.runtime.conftest import random_model, rewrite
-from tests.runtime.other_cpus import is_other_cpu, run_tests
+from tests.runtime.other_cpus import CPUS, is_other_cpu, run_tests
 from tests.runtime.test_noise import divergence
 from tests.runtime.test_step import HALVES, ROUNDED, by_steps, spread
 
@@ -242,6 +242,7 @@ def test_the_example_runs_as_a_plan(tmp_path: Path) -> None:
     assert divergence(expected, by_steps(model, TOKENS[:100])) < 1e-3
 
 
-@pytest.mark.parametrize("isa", ["generic", pytest.param("avx2", marks=pytest.mark.full)])
+@pytest.mark.full  # test_same_bits.py compares their logits with this CPU's, which are tested here
+@pytest.mark.parametrize("isa", CPUS)
 def test_other_code_paths(isa: str) -> None:
     run_tests(__file__, isa)

@@ -24,7 +24,7 @@ import numpy as np
 
 from quantkit.codegen.callbacks import callback
 from quantkit.codegen.jit import kernel
-from quantkit.codegen.simd import call6, floats, integers, load_float, load_int, store_int
+from quantkit.codegen.simd import call6, copy_floats, floats, integers, load_float, load_int, store_int
 from quantkit.runtime.kernels.cpu.activations import quantize_range
 from quantkit.runtime.kernels.cpu.decode_ops import add_range, scale_range
 from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record, split
@@ -72,9 +72,10 @@ def select_experts(parameters, thread, threads):
     routing = load_record(Routing, p.routing)
     experts, used = routing.experts, routing.used
     selected = p.selected + thread * p.private_stride
-    probabilities = floats(selected + 8 + 12 * used, experts)
-    probabilities[:] = floats(p.logits, experts)
-    count = route_token(routing, probabilities, integers(selected + 8, used), floats(selected + 8 + 8 * used, used))
+    weights, probabilities = selected + 8 + 8 * used, selected + 8 + 12 * used
+    copy_floats(probabilities, p.logits, experts)
+    ids = integers(selected + 8, used)
+    count = route_token(routing, floats(probabilities, experts), ids, floats(weights, used))
     store_int(count, selected)
 
 

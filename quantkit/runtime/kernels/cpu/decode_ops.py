@@ -16,7 +16,7 @@ import numpy as np
 
 from quantkit.codegen.callbacks import callback
 from quantkit.codegen.jit import kernel
-from quantkit.codegen.simd import F32, call6, floats, load_float, simd_intrinsic, vector
+from quantkit.codegen.simd import F32, call6, copy_floats, floats, load_float, simd_intrinsic, vector
 from quantkit.runtime.kernels.cpu.activations import quantize, quantize_range
 from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record, split
 
@@ -68,7 +68,7 @@ def rms_norm_into(x, weight, n, eps, out):
 def norm_into(x, weight, n, eps, centred, bias, out):
     """out = norm(x) (+ bias), float32[n]; with `centred` of x - mean(x). Without a weight, out = x."""
     if weight == 0:
-        floats(out, n)[:] = floats(x, n)
+        copy_floats(out, x, n)
         return
     source = x
     if centred != 0:

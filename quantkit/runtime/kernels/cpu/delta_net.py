@@ -41,6 +41,7 @@ from quantkit.codegen.simd import (
     IrBuilder,
     Value,
     atomic_add,
+    copy_floats,
     floats,
     load_float,
     simd_intrinsic,
@@ -348,7 +349,7 @@ def update(parameters, thread, threads):
 def _copy_rows(x, x_stride, rows, n, y, y_stride):
     """Copy rows of n floats; strides in bytes."""
     for i in range(rows):
-        floats(y + i * y_stride, n)[:] = floats(x + i * x_stride, n)
+        copy_floats(y + i * y_stride, x + i * x_stride, n)
 
 
 @kernel

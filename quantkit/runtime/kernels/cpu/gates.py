@@ -18,7 +18,17 @@ import numpy as np
 
 from quantkit.codegen.callbacks import callback
 from quantkit.codegen.jit import kernel
-from quantkit.codegen.simd import F32, IrBuilder, Value, floats, load_float, load_int, simd_intrinsic, vector
+from quantkit.codegen.simd import (
+    F32,
+    IrBuilder,
+    Value,
+    copy_floats,
+    floats,
+    load_float,
+    load_int,
+    simd_intrinsic,
+    vector,
+)
 from quantkit.runtime.kernels.cpu.decode_ops import scale_range
 from quantkit.runtime.kernels.cpu.gemm import token_share
 from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record, split
@@ -53,9 +63,9 @@ def dot(ir: IrBuilder, x: Value, y: Value, n: Value) -> Value:
 def _split_heads(projected, first, last, dim, q, gates):
     """Copy queries and gates of heads first .. last - 1 of all heads of all tokens."""
     for head in range(first, last):
-        x = floats(projected + head * 2 * dim * 4, 2 * dim)
-        floats(q + head * dim * 4, dim)[:] = x[:dim]
-        floats(gates + head * dim * 4, dim)[:] = x[dim:]
+        x = projected + head * 2 * dim * 4
+        copy_floats(q + head * dim * 4, x, dim)
+        copy_floats(gates + head * dim * 4, x + dim * 4, dim)
 
 
 class SplitQueriesParameters(NamedTuple):

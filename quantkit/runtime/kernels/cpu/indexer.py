@@ -188,7 +188,8 @@ def _partition(x, rank):
 @kernel
 def _select(scores, ranks, top_k, record):
     """Write the selection of `top_k` positions with the largest scores; of equal ones the first."""
-    ranks[:] = scores
+    for i in range(len(scores)):
+        ranks[i] = scores[i]
     threshold = _partition(ranks, top_k - 1)
     above = 0
     for i in range(len(scores)):

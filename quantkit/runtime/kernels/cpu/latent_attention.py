@@ -37,6 +37,7 @@ from quantkit.codegen.simd import (
     Value,
     atomic_add,
     call6,
+    copy_floats,
     floats,
     load_float,
     load_int,
@@ -260,7 +261,7 @@ def absorbed_queries(parameters, thread, threads):
         q, out, keys = p.q + head * dim * 4, p.out + head * latent * 4, matrices.keys + head * matrices.key_bytes
         _scale(q, s.nope, scale)
         if matrices.keys_transposed != 0:
-            floats(buffer, s.nope)[:] = floats(q, s.nope)
+            copy_floats(buffer, q, s.nope)
             quantize(buffer, s.nope)
             call6(p.product, keys, s.nope, 0, s.kv_lora, buffer, out)
         else:
@@ -601,7 +602,7 @@ def full_batch_heads(parameters, thread, threads):
         matmul(p.kv, latent, matrix, s.dim_v * 4, s.kv_lora, v, s.heads * s.dim_v * 4, rows, s.dim_v, False)
         for token in range(count):
             r, y = p.kv + token * latent + s.kv_lora * 4, k + (token * s.heads * dim + s.nope) * 4
-            floats(y, s.rope)[:] = floats(r, s.rope)
+            copy_floats(y, r, s.rope)
 
 
 @kernel
@@ -745,8 +746,8 @@ def _project_queries(p, s, piece, matrices, decoded, queries):
         _read_matrix(source.read_keys, keys, s.nope, s.kv_lora, m.keys_transposed, matrices, decoded)
         matmul(q, s.heads * dim * 4, matrices, s.kv_lora * 4, s.nope, y, stride, rows, s.kv_lora, False)
         for token in range(piece.tokens):
-            b = floats(q + (token * s.heads * dim + s.nope) * 4, s.rope)
-            floats(y + token * stride + s.kv_lora * 4, s.rope)[:] = b
+            r = q + (token * s.heads * dim + s.nope) * 4
+            copy_floats(y + token * stride + s.kv_lora * 4, r, s.rope)
     if p.rotate != 0:
         call6(p.rotate, queries, piece.tokens * piece.heads * latent, 0, 0, 0, 0)
 
@@ -818,8 +819,7 @@ def _expand_block(s, keys_of, values_of, decoded, transposed, keys, values):
     padded = -(-s.nope // FLOAT_TILE_TOKENS) * FLOAT_TILE_TOKENS
     width = KEY_BLOCK * 4
     matmul(keys_of, s.kv_lora * 4, transposed, width, s.kv_lora, keys, width, padded, KEY_BLOCK, False)
-    r = floats(transposed + s.kv_lora * width, s.rope * KEY_BLOCK)
-    floats(keys + s.nope * width, s.rope * KEY_BLOCK)[:] = r
+    copy_floats(keys + s.nope * width, transposed + s.kv_lora * width, s.rope * KEY_BLOCK)
     matmul(decoded, latent, values_of, s.dim_v * 4, s.kv_lora, values, s.dim_v * 4, rows, s.dim_v, False)
 
 

@@ -14,7 +14,17 @@ import numpy as np
 
 from quantkit.codegen.callbacks import Callback, callback
 from quantkit.codegen.jit import kernel
-from quantkit.codegen.simd import F32, IrBuilder, Value, atomic_add, floats, load_float, simd_intrinsic, vector
+from quantkit.codegen.simd import (
+    F32,
+    IrBuilder,
+    Value,
+    atomic_add,
+    copy_floats,
+    floats,
+    load_float,
+    simd_intrinsic,
+    vector,
+)
 from quantkit.placement.kernel_sizes import FLOAT_TILE_TOKENS, KEY_BLOCK, piece_rows
 from quantkit.runtime.kernels.cpu.decode_attention import cap_scores
 from quantkit.runtime.kernels.cpu.float_gemm import float_tile, panel_rows, transpose_block
@@ -97,7 +107,7 @@ def _find_span(state, piece, tokens, kv_heads):
 def _start_piece(x, stride, count, queries, width, results, size, softmax_states, rows):
     """Copy queries float32[count, width] from rows of x, `stride` bytes apart; clear results and softmax states."""
     for t in range(count):
-        floats(queries + t * width * 4, width)[:] = floats(x + t * stride, width)
+        copy_floats(queries + t * width * 4, x + t * stride, width)
     floats(results, size)[:] = 0
     states = floats(softmax_states, rows * 2)
     for row in range(rows):

@@ -34,6 +34,7 @@ from quantkit.codegen.simd import (
     atomic_add,
     call3,
     call6,
+    copy_floats,
     floats,
     integers,
     load_float,
@@ -209,7 +210,7 @@ def gather(parameters, thread, threads):
         for entry in range(run.first + thread, run.first + run.tokens, threads):
             if run.tokens <= FEW_TOKENS:
                 buffer = p.vectors + (i * FEW_TOKENS + entry - run.first) * p.vector_bytes
-                floats(buffer, p.n)[:] = floats(row_of[entry], p.n)
+                copy_floats(buffer, row_of[entry], p.n)
                 quantize_range(buffer, p.n, 0, p.n)
             else:
                 quantize_token(row_of[entry], p.n, p.tiles + entry // p.tile_tokens * tile_bytes, entry % p.tile_tokens)

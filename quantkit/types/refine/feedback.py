@@ -103,7 +103,9 @@ def _over_rows(task: Callable[[int, int], None], rows: int) -> None:
 def _subtract_products(panels: np.ndarray, found: np.ndarray, p: int, start: int, stop: int) -> None:
     """Rows of H of panel p less R R^T of the panels behind it."""
     across = np.empty((PANEL, PANEL), np.float32)
-    found[p, start:stop] = panels[p, start:stop]
+    for i in range(start, stop):  # an assignment between arrays takes four seconds to compile (simd.copy_floats)
+        for k in range(PANEL):
+            found[p, i, k] = panels[p, i, k]
     for q in range(p + 1, len(panels)):
         for i in range(PANEL):
             for k in range(PANEL):

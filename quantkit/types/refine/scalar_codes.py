@@ -179,9 +179,10 @@ def descend(
         first, last = p * PANEL, min(n, (p + 1) * PANEL)
         gradient(e, panels[p], n, r)
         h = panels[p, first : first + PANEL]
-        apart[:] = h
-        for j in range(PANEL):
-            diagonal[j], apart[j, j] = h[j, j], 0
+        for i in range(PANEL):  # an assignment between arrays takes four seconds to compile (simd.copy_floats)
+            for j in range(PANEL):
+                apart[i, j] = h[i, j]
+            diagonal[i], apart[i, i] = h[i, i], 0
         steps[:] = 0
         for row in range(rows):
             places, slope = no_places, none

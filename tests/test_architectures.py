@@ -135,6 +135,12 @@ OTHERS: dict[str, dict[str, Any]] = {
         "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 1, "num_hidden_layers": 9,
         "intermediate_size": 160, "sliding_window": 20,
     },
+    "cohere2_moe": {
+        "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 1, "num_hidden_layers": 9, "head_dim": 32,
+        "num_experts": 12, "num_experts_per_tok": 5, "intermediate_size": 64, "prefix_dense_intermediate_size": 160,
+        "sliding_window": 20, "layer_types": None, "mlp_layer_types": None, "first_k_dense_replace": 2,
+        "expert_selection_fn": "softmax",
+    },
     "gemma2": {
         "num_attention_heads": 4, "num_key_value_heads": 1, "num_hidden_layers": 26, "head_dim": 64,
         "sliding_window": 300, "query_pre_attn_scalar": 64, "attn_logit_softcapping": 50.0,
@@ -274,8 +280,8 @@ MIXTRAL = {
 }  # fmt: skip
 # Architectures that wheel 0.1.5 does not know, or computes in another way whatever the configuration; see `in_wheel`.
 NOT_IN_WHEEL = frozenset((
-    "deepseek32", "exaone4", "glm-dsa", "granitemoe", "hunyuan-dense", "hy_v3", "llama4", "minimax-m3", "nemotron",
-    "olmo2", "olmoe",
+    "cohere2_moe", "deepseek32", "exaone4", "glm-dsa", "granitemoe", "hunyuan-dense", "hy_v3", "llama4", "minimax-m3",
+    "nemotron", "olmo2", "olmoe",
 ))  # fmt: skip
 
 
@@ -376,6 +382,8 @@ V2 = OTHERS["deepseek2"]
     [("qwen3", {"attention_bias": True}), ("qwen3moe", {"norm_topk_prob": False}), ("deepseek2", GROUPS),
      ("smollm3", {"attention_bias": True, "mlp_bias": True}),
      ("cohere2", {"attention_bias": True, "tie_word_embeddings": False}),
+     ("cohere2_moe", {"attention_bias": True, "tie_word_embeddings": False, "norm_topk_prob": False}),
+     ("cohere2_moe", {"layer_types": None, "sliding_window_pattern": 3, "mlp_layer_types": ["sparse"] * 6}),
      ("seed_oss", {"attention_out_bias": True, "mlp_bias": True}),
      ("granitemoe", {"architectures": ["GraniteMoeSharedForCausalLM"], "model_type": "granitemoeshared",
                      "shared_intermediate_size": 48}),

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from quantkit.archs.common import windows
 from quantkit.archs.common.base import EMBEDDING_RULES, OUTPUT_RULES, Config, Keys, need
-from quantkit.archs.common.blocks import Attention, Block, FeedForward, Head, HParams
+from quantkit.archs.common.blocks import Attention, Block, Head, HParams, Part
 from quantkit.archs.common.decoder import Decoder
 from quantkit.archs.common.tensors import LazyTensor, TensorRule
 from quantkit.errors import FormatError, UnsupportedError
@@ -41,7 +41,7 @@ class Cohere2(Decoder):
     layer_norm_eps = "layer_norm_eps"
     ties_by_default = True
     defaults = {"layer_norm_eps": 1e-5}  # noqa: RUF012  data
-    rules = (
+    rules: ClassVar[tuple[TensorRule, ...]] = (
         *EMBEDDING_RULES,
         TensorRule("blk.N.attn_norm", "model.layers.N.input_layernorm", f32=True),
         TensorRule("blk.N.attn_q", "model.layers.N.self_attn.q_proj", bias=True),
@@ -76,16 +76,20 @@ class Cohere2(Decoder):
         scale = real(config, "logit_scale") or _LOGIT_SCALE
         if scale <= 0:
             raise FormatError(f"config.json: logit_scale = {scale:g}; it has to be a number above 0")
+        return super().metadata(config) | self.window_entries(config) | {
+            f"{self.name}.attention.sliding_window": (need(config, "sliding_window"), "u32"),
+            f"{self.name}.logit_scale": (scale, "f32"),
+            f"{self.name}.rope.dimension_count": (self.head_dim(config), "u32"),
+        }  # fmt: skip
+
+    def window_entries(self, config: Config) -> Entries:
+        """The GGUF keys that say which layers have a window: here none, as all runtimes fix the pattern."""
         if windows.layers_of_config(config, _EVERY) != _windowed(need(config, "num_hidden_layers")):
             raise UnsupportedError(
                 f"config.json: layer_types differ from full_attention in every {_EVERY}th layer, which {self.name} "
                 "files cannot express"
             )
-        return super().metadata(config) | {
-            f"{self.name}.attention.sliding_window": (need(config, "sliding_window"), "u32"),
-            f"{self.name}.logit_scale": (scale, "f32"),
-            f"{self.name}.rope.dimension_count": (self.head_dim(config), "u32"),
-        }
+        return {}
 
     def config(self, metadata: Mapping[str, object], tensors: Mapping[str, LazyTensor]) -> dict[str, Any]:
         hp = self.hparams(metadata, tensors.keys())
@@ -109,7 +113,7 @@ class Cohere2(Decoder):
             return part
         return replace(part, window=None, rope=replace(hp.rope, dim=0, yarn=None, factors=None))
 
-    def feed_forward(self, hp: HParams, i: int) -> FeedForward:
+    def feed_forward(self, hp: HParams, i: int) -> Part:
         return hp.feed_forward(i, "attn_norm")
 
     def head(self, hparams: HParams) -> Head:

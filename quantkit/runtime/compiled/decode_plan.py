@@ -185,7 +185,7 @@ def add_part(
     elif isinstance(part, blocks.LatentAttention):
         latent.add_decode(ops, layer, part, shape)
     elif isinstance(part, blocks.Experts):
-        add_experts(ops, part)
+        add_experts(ops, part, normed)
     elif isinstance(part, blocks.FeedForward):
         add_gated(ops, part, normed or ops.norm(part.norm))
     else:
@@ -344,13 +344,16 @@ def add_gated(
     ops.add_barrier()
 
 
-def add_experts(ops: DecodeOps, part: blocks.Experts) -> None:
-    """Append a mixture of experts with its norms, the shared expert first; the result is added to x."""
+def add_experts(ops: DecodeOps, part: blocks.Experts, normed: Activations | None = None) -> None:
+    """Append a mixture of experts with its norms, the shared expert first; the result is added to x.
+
+    `normed`, if given, is the norm of its input.
+    """
     n = 4 * ops.n_embd
     both, routed = (ops.buffer("both", n), ops.buffer("routed", n)) if part.post_norm else (0, ops.x)
     if part.shared is not None and part.shared.norm != part.norm:
         add_gated(ops, part.shared, ops.norm(part.shared.norm), part.shared_gate, both)
-    normed = ops.norm(part.norm)
+    normed = normed or ops.norm(part.norm)
     if part.shared is not None and part.shared.norm == part.norm:
         add_gated(ops, part.shared, normed, part.shared_gate, both)
     entering = normed

@@ -198,7 +198,7 @@ def add_part(ops: PrefillOps, layer: int, part: blocks.Part, shape: PlannedCache
     elif isinstance(part, blocks.LatentAttention):
         latent.add_prefill(ops, layer, part, shape)
     elif isinstance(part, blocks.Experts):
-        add_experts(ops, part)
+        add_experts(ops, part, normed)
     elif isinstance(part, blocks.FeedForward):
         add_gated(ops, part, _normed(ops, part.norm, normed, (part.gate, part.up)))
     else:
@@ -378,9 +378,12 @@ def _add_assignment(ops: PrefillOps, part: blocks.Experts, normed: ProductRows, 
     return Assignment(assignment, entries)
 
 
-def add_experts(ops: PrefillOps, part: blocks.Experts) -> None:
-    """Append a mixture of experts with its norms, the shared expert last; the result is added to x."""
-    normed = ops.norm(part.norm, (part.router,) if part.router_norm is None else ())
+def add_experts(ops: PrefillOps, part: blocks.Experts, normed_at: int = 0) -> None:
+    """Append a mixture of experts with its norms, the shared expert last; the result is added to x.
+
+    `normed_at`, if given, is the address of the norm of its input.
+    """
+    normed = _normed(ops, part.norm, normed_at, (part.router,) if part.router_norm is None else ())
     both, routed = (ops.floats(name, ops.n_embd) for name in ("both", "routed")) if part.post_norm else (0, ops.x)
     if part.post_norm is not None:
         clear = prefill_norms.ClearParameters(state=ops.state, x=routed, n=ops.n_embd)

@@ -206,6 +206,7 @@ def test_steps_of_architectures_are_replayed(arch: str, gpus: int, make: Make) -
         ("qwen3next", {"gpu_layers": 2}),
         ("gpt-oss", {}),
         ("cohere2", {}),
+        ("cohere2_moe", {}),
         ("gemma2", {}),
         ("gemma4", {}),
         ("gemma4", {"n_cpu_moe": 4}),

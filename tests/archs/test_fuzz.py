@@ -12,7 +12,7 @@ import pytest
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is measured through Linux's /proc")
-@pytest.mark.parametrize("count", [24, pytest.param(2000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [60, pytest.param(2000, marks=pytest.mark.full)])
 def test_mutated_models(count: int) -> None:
     command = [sys.executable, "-m", "tests.archs.fuzz", str(count)]
     environment = os.environ | {"OPENBLAS_NUM_THREADS": "1"}

@@ -109,9 +109,16 @@ class Cohere2(Decoder):
 
     def attention(self, hp: HParams, i: int) -> Attention:
         part = super().attention(hp, i)
-        if _windowed(hp.n_layer)[i]:
-            return part
-        return replace(part, window=None, rope=replace(hp.rope, dim=0, yarn=None, factors=None))
+        window = hp.window if self.has_window(hp, i) else None
+        return replace(part, window=window, rope=hp.rope if self.has_rope(hp, i) else hp.rope.without_rotation())
+
+    def has_window(self, hp: HParams, i: int) -> bool:
+        """Whether layer i attends to a sliding window, not to all tokens."""
+        return _windowed(hp.n_layer)[i]
+
+    def has_rope(self, hp: HParams, i: int) -> bool:
+        """Whether layer i rotates queries and keys."""
+        return self.has_window(hp, i)
 
     def feed_forward(self, hp: HParams, i: int) -> Part:
         return hp.feed_forward(i, "attn_norm")

@@ -10,14 +10,13 @@ Keys and names are those of ik_llama.cpp; llama.cpp does not know the architectu
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from quantkit.archs.cohere2 import Cohere2, Cohere2HParams
 from quantkit.archs.common import experts, windows
 from quantkit.archs.common.base import EMBEDDING_RULES, OUTPUT_RULES, Config, Keys, need, refuse
-from quantkit.archs.common.blocks import Attention, HParams, Part
-from quantkit.archs.common.decoder import Decoder
+from quantkit.archs.common.blocks import HParams, Part
 from quantkit.archs.common.tensors import LazyTensor, TensorRule
 from quantkit.errors import UnsupportedError
 from quantkit.formats.gguf.metadata import Entries
@@ -133,15 +132,12 @@ class Cohere2Moe(Cohere2):
             "windowed": windows.layers_of_keys(keys, _EVERY),
         }
 
-    def attention(self, hp: HParams, i: int) -> Attention:
+    def has_window(self, hp: HParams, i: int) -> bool:
         assert isinstance(hp, Cohere2MoeHParams)
-        part = Decoder.attention(self, hp, i)
-        if hp.windowed[i]:
-            return part
-        part = replace(part, window=None)
-        return (
-            part if experts.is_dense(hp, i) else replace(part, rope=replace(part.rope, dim=0, yarn=None, factors=None))
-        )
+        return hp.windowed[i]
+
+    def has_rope(self, hp: HParams, i: int) -> bool:
+        return self.has_window(hp, i) or experts.is_dense(hp, i)
 
     def feed_forward(self, hp: HParams, i: int) -> Part:
         return experts.feed_forward(hp, i, "attn_norm")

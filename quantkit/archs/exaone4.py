@@ -104,7 +104,7 @@ class Exaone4(Decoder):
         )
         if hp.window is None or hp.windowed[i]:
             return part
-        return replace(part, window=None, rope=replace(hp.rope, dim=0, yarn=None, factors=None))
+        return replace(part, window=None, rope=hp.rope.without_rotation())
 
     def feed_forward(self, hp: HParams, i: int) -> FeedForward:
         return replace(hp.feed_forward(i), norm=None, post_norm=hp.norm(f"blk.{i}.post_ffw_norm"))

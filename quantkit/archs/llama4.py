@@ -212,7 +212,7 @@ class Llama4(Decoder):
         assert isinstance(hp, Llama4HParams)
         part = super().attention(hp, i)
         if not _has_rope(i):
-            return replace(part, rope=replace(hp.rope, dim=0, yarn=None, factors=None), temperature=hp.temperature)
+            return replace(part, rope=hp.rope.without_rotation(), temperature=hp.temperature)
         norm = Norm("", hp.norm_eps) if hp.head_norm else None
         return replace(part, chunk=hp.chunk, q_norm=norm, k_norm=norm, norms_after_rope=hp.head_norm)
 

@@ -55,8 +55,4 @@ class SmolLM3(Llama):
 
     def attention(self, hp: HParams, i: int) -> Attention:
         part = super().attention(hp, i)
-        return (
-            part
-            if (i + 1) % _NO_ROPE_INTERVAL
-            else replace(part, rope=replace(hp.rope, dim=0, yarn=None, factors=None))
-        )
+        return part if (i + 1) % _NO_ROPE_INTERVAL else replace(part, rope=hp.rope.without_rotation())

@@ -48,6 +48,10 @@ class Rope:
         factors = self.long_factors if n_ctx > self.short_context else self.factors
         return replace(self, factors=factors, long_factors=None)
 
+    def without_rotation(self) -> Rope:
+        """What layers without RoPE have: no element is rotated."""
+        return replace(self, dim=0, yarn=None, factors=None)
+
 
 @dataclass(frozen=True)
 class Norm:

@@ -95,6 +95,19 @@ def write(side: str, model: Path, matrix: Path, kind: str, out: Path, options: A
     return time.perf_counter() - begin
 
 
+def remembered(logits: Logits) -> Logits:
+    """The same function; what it has once computed is kept."""
+    kept: dict[bytes, np.ndarray] = {}
+
+    def found(tokens: np.ndarray) -> np.ndarray:
+        key = tokens.tobytes()
+        if key not in kept:
+            kept[key] = logits(tokens)
+        return kept[key]
+
+    return found
+
+
 def divergence(texts: list[Chunks], base: Logits, other: Logits) -> list[float]:
     """The mean KL divergence of `other` from `base` over the scored tokens of each text."""
     found = []
@@ -130,13 +143,12 @@ def main() -> None:
     model, matrix = prepare(options.folder, options.calibrate)
     original = quantkit.load(str(model))
     texts = [chunked(original.tokenizer, text, CONTEXT, options.chunks) for text in options.text]
-    cached: dict[bytes, np.ndarray] = {}
-
-    def base(tokens: np.ndarray) -> np.ndarray:
-        key = tokens.tobytes()
-        if key not in cached:
-            cached[key] = original.logits(tokens)
-        return cached[key]
+    base = remembered(original.logits)
+    base_of_reference = base
+    if options.reference:
+        with Llama(model, n_ctx=CONTEXT) as llama:
+            base_of_reference = remembered(llama.logits)
+            divergence(texts, base_of_reference, base_of_reference)
 
     rows: list[dict[str, Any]] = []
     for kind in options.types.split(","):
@@ -147,8 +159,8 @@ def main() -> None:
             row["texts"][side] = divergence(texts, base, quantkit.load(str(out)).logits)
             row[side] = float(np.mean(row["texts"][side]))
             if options.reference:
-                with Llama(model, n_ctx=CONTEXT) as theirs, Llama(out, n_ctx=CONTEXT) as llama:
-                    row["by_reference"][side] = divergence(texts, theirs.logits, llama.logits)
+                with Llama(out, n_ctx=CONTEXT) as llama:
+                    row["by_reference"][side] = divergence(texts, base_of_reference, llama.logits)
             out.unlink()
         row["ratio"] = row["moments"] / row["reference"]
         row["worst"] = max(np.divide(row["texts"]["moments"], row["texts"]["reference"]).tolist())

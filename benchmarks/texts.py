@@ -2,18 +2,20 @@
 
     python benchmarks/texts.py FOLDER
 
-    calibration.txt       docstrings of the standard library, about 330 KB (80,000 tokens)
-    calibration-long.txt  the same and more of them, about 1 MB
-    topics.txt            Python's reference manual (pydoc), in none of the above
-    licences.txt          licences of /usr/share/common-licenses
-    readmes.txt           descriptions of the installed packages
+    calibration.txt       passages of docstrings, READMEs and licences in random order, 330 KB (about 80,000 tokens)
+    calibration-long.txt  the same and more of them, 1 MB
+    readmes.txt           READMEs of other packages
+    licences.txt          the GNU licences; those of calibration are others
+    topics.txt            Python's reference manual (pydoc): a kind of text that calibration lacks
 
-The last three serve as held-out texts. Paragraphs that stand in a calibration text are dropped from them.
+The last three serve as held-out texts. Paragraphs that stand in a calibration text are dropped from them. READMEs are
+those of the installed packages, so they differ between machines.
 """
 
 from __future__ import annotations
 
 import ast
+import random
 import sys
 from collections.abc import Iterable, Iterator
 from importlib import metadata
@@ -21,6 +23,8 @@ from pathlib import Path
 from pydoc_data import topics
 
 _CALIBRATION, _LONG, _HELD_OUT = 330_000, 1_000_000, 200_000  # characters
+_PASSAGE = 2_000  # characters that stay together
+_GNU = ("GPL", "LGPL", "GFDL")
 
 
 def docstrings() -> Iterator[str]:
@@ -40,41 +44,61 @@ def docstrings() -> Iterator[str]:
                     yield text
 
 
-def licences() -> Iterator[str]:
+def licences(gnu: bool) -> Iterator[str]:
+    """The GNU licences, or the others."""
     for path in sorted(Path("/usr/share/common-licenses").glob("*")):
-        if not path.is_symlink():
+        if not path.is_symlink() and path.name.startswith(_GNU) == gnu:
             yield path.read_text(errors="replace")
 
 
-def descriptions() -> Iterator[str]:
-    for found in sorted(metadata.distributions(), key=lambda d: d.metadata["Name"].lower()):
-        yield (found.read_text("METADATA") or "").partition("\n\n")[2]
+def readmes(odd: bool) -> Iterator[str]:
+    """READMEs of every second installed package."""
+    found = sorted(metadata.distributions(), key=lambda d: d.metadata["Name"].lower())
+    for package in found[odd::2]:
+        yield (package.read_text("METADATA") or "").partition("\n\n")[2]
 
 
-def joined(parts: Iterable[str], characters: int, without: frozenset[str] = frozenset()) -> str:
-    """The distinct paragraphs of all parts that are not in `without`, up to a number of characters."""
-    kept: dict[str, None] = {}
-    for part in parts:
-        for paragraph in part.split("\n\n"):
-            if paragraph.strip() and paragraph not in without:
-                kept[paragraph] = None
-    return "\n\n".join(kept)[:characters] + "\n"
+def paragraphs(parts: Iterable[str], without: frozenset[str] = frozenset()) -> list[str]:
+    """The distinct paragraphs of all parts that are not in `without`."""
+    found = dict.fromkeys(p for part in parts for p in part.split("\n\n") if p.strip() and p not in without)
+    return list(found)
+
+
+def passages(parts: Iterable[str], characters: int) -> list[str]:
+    """Neighbouring paragraphs together, up to a number of characters in all."""
+    found, passage, left = [], "", characters
+    for paragraph in paragraphs(parts):
+        passage += paragraph + "\n\n"
+        if len(passage) >= _PASSAGE:
+            found.append(passage)
+            left, passage = left - len(passage), ""
+            if left <= 0:
+                break
+    return found
 
 
 def main() -> None:
     folder = Path(sys.argv[1])
     folder.mkdir(parents=True, exist_ok=True)
-    calibration = joined(docstrings(), _LONG)
+    kinds = passages(docstrings(), _LONG // 2) + passages(readmes(odd=False), _LONG // 2) + passages(
+        licences(gnu=False), _LONG)  # fmt: skip
+    random.Random(0).shuffle(kinds)
+    calibration = "".join(kinds)[:_LONG]
     seen = frozenset(calibration.split("\n\n"))
     texts = {
         "calibration": calibration[:_CALIBRATION],
         "calibration-long": calibration,
-        "topics": joined((topics.topics[name] for name in sorted(topics.topics)), _HELD_OUT, seen),
-        "licences": joined(licences(), _HELD_OUT, seen),
-        "readmes": joined(descriptions(), _HELD_OUT, seen),
+        **{
+            name: "\n\n".join(paragraphs(parts, seen))[:_HELD_OUT]
+            for name, parts in (
+                ("readmes", readmes(odd=True)),
+                ("licences", licences(gnu=True)),
+                ("topics", (topics.topics[name] for name in sorted(topics.topics))),
+            )
+        },
     }
     for name, text in texts.items():
-        (folder / f"{name}.txt").write_text(text, encoding="utf-8")
+        (folder / f"{name}.txt").write_text(text + "\n", encoding="utf-8")
         print(f"{folder / name}.txt: {len(text):,} characters")
 
 

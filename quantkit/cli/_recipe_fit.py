@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -47,7 +48,7 @@ _SCHEMA = "quantkit.recipe-fit/1"
     Limits=["size", "bpw", "vram", "ram", "fit_margin", "min_tg", "bandwidth"],
     Types_of_tensors=["types", "minimum", "maximum", "same", "layer_group", "max_types", "dialect", "runtime"],
     KV_cache=["ctx_size", "cache_type_k", "cache_type_v", "mla"],
-    Proof=["verify", "verify_ctx", "verify_chunks", "verify_folder", "force"],
+    Proof=["verify", "verify_ctx", "verify_chunks", "verify_folder", "refine", "refined_costs", "force"],
 )
 def _fit(
     model: Annotated[
@@ -122,6 +123,18 @@ def _fit(
     verify_folder: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Folder for the files that --verify writes and removes.")
     ] = None,
+    refine: Annotated[
+        int | None,
+        typer.Option(
+            "--refine",
+            metavar="N",
+            help="Refine costs by what --verify measures and fit again, N times; default: 1.",
+            min=0,
+        ),
+    ] = None,
+    refined_costs: Annotated[
+        Path | None, typer.Option("--refined-costs", metavar="FILE", help="Write the costs as --verify refines them.")
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Write a recipe that --verify does not find better.")] = False,
     threads: Threads = None,
     json: Json = False,
@@ -133,14 +146,17 @@ def _fit(
     the printed gap of the best choice. It is a recipe for `quantize --recipe`; the document of --json is a plan for
     `quantize --plan`. With --verify it is quantized and compared, on a text, with the largest stock file type and the
     best single type of at most the same size, and is not written unless it has less divergence with 95 % confidence.
+    Costs of types are then refined by what was measured, a recipe is fitted to them, and the better of both is taken.
     """
-    from quantkit.errors import QuantkitError
+    from quantkit.errors import OptionError, QuantkitError
     from quantkit.formats.atomic import writing
     from quantkit.pipelines import planning
     from quantkit.pipelines.allocate import FitOptions, cost_curve, fit_recipe, single_types
     from quantkit.pipelines.options import TypeOptions
     from quantkit.placement.allocation import costs as costs_file
 
+    if verify is None and (refine is not None or refined_costs):
+        raise OptionError("--refine and --refined-costs take what --verify measures; give it a text")
     if curve is not None:
         from quantkit.evaluate.report.plots import require_plot_file
 
@@ -163,8 +179,16 @@ def _fit(
         points += single
     check = None
     if verify is not None:
-        check = _check(model, found, measured, verify, _Verify(imatrix, no_second_moments, allow_requantize, threads,
-                       verify_ctx, verify_chunks, verify_folder))  # fmt: skip
+        check = _check(
+            model, found, measured, verify,
+            _Verify(imatrix, no_second_moments, allow_requantize, threads, verify_ctx, verify_chunks, verify_folder,
+                    1 if refine is None else refine),
+            lambda costs: fit_recipe(about, costs, options, matrix, str(imatrix or "")),
+        )  # fmt: skip
+        found = check.found
+        if refined_costs is not None:
+            check.costs.write(refined_costs)
+            on_message(f"refined costs: {refined_costs}")
     if json:
         document = found.to_json()
         document["fit"] |= {"curve": [point.to_json() for point in points], "verify": check and check.to_json()}
@@ -202,9 +226,12 @@ class _Verify:
     ctx_size: int
     chunks: int | None
     folder: Path | None
+    refine: int
 
 
-def _check(model: Path, found: RecipeFit, costs: Costs, text: Path, o: _Verify) -> AllocationCheck:
+def _check(
+    model: Path, found: RecipeFit, costs: Costs, text: Path, o: _Verify, refit: Callable[[Costs], RecipeFit]
+) -> AllocationCheck:
     from quantkit.evaluate.allocation_check import check_allocation
     from quantkit.evaluate.compare import CompareOptions
     from quantkit.pipelines.options import QuantizeOptions
@@ -221,8 +248,8 @@ def _check(model: Path, found: RecipeFit, costs: Costs, text: Path, o: _Verify) 
             bar.show(done, state.runs * state.chunk.chunks, label=state.model)
 
         return check_allocation(
-            model, found, costs, text, quantizing, comparing, folder=o.folder, progress=True, on_chunk=show,
-            on_message=on_message,
+            model, found, costs, text, quantizing, comparing, refit=refit, refine=o.refine, folder=o.folder,
+            progress=True, on_chunk=show, on_message=on_message,
         )  # fmt: skip
 
 
@@ -263,4 +290,9 @@ def _print_check(check: AllocationCheck) -> None:
         word = "less" if verdict.better else "not less, with 95 % confidence,"
         value, low, high = (0.0 - number for number in (d.value, d.high, d.low))  # 0.0 - 0.0 is not -0.0
         print(f"{word} divergence than {verdict.rival}: {value:+.5f} ({low:+.5f} to {high:+.5f})")
-    print(f"measured KLD {check.measured:.5f}, predicted {check.predicted:.5f}")
+    for i, m in enumerate(check.rounds):
+        what = f"recipe refined {i} times" if i else "recipe"
+        print(f"{what}: measured KLD {m.kld:.5f}, predicted {m.predicted:.5f}, {m.bits_per_weight:.3f} bits per weight")
+    if check.costs.factors:
+        factors = ", ".join(f"{name} {factor:.2f}" for name, factor in check.costs.factors.items())
+        print(f"measured costs of types are these times the predicted: {factors}")

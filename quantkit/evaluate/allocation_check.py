@@ -5,13 +5,17 @@
 
 All have the same importance matrix and the same encoder. Differences are paired by token (`statistics.separate`). The
 recipe holds if it has a lower divergence than every rival with 95 % confidence.
+
+Costs can be refined by what was measured: then a recipe is fitted to the refined costs and measured like the first, as
+often as is asked for, and the one with the lowest measured divergence stands.
 """
 
 from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +28,8 @@ from quantkit.formats.pipeline import Progress
 from quantkit.pipelines import api
 from quantkit.pipelines.allocate import RecipeFit
 from quantkit.pipelines.options import QuantizeOptions
-from quantkit.placement.allocation.costs import Costs
+from quantkit.placement.allocation.costs import Costs, measured_name
+from quantkit.placement.allocation.refine import MeasuredFile, refined
 from quantkit.recipe import Plan, file_types
 from quantkit.recipe.planning.fallback import interleaved_rows
 from quantkit.types.base import LLAMA_CPP
@@ -60,12 +65,27 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class AllocationCheck:
-    """The comparison with the unquantized model, and a verdict for each rival."""
+class Measured:
+    """A recipe that was measured: bits per weight, and predicted and measured divergence in nats per token."""
 
+    bits_per_weight: float
+    predicted: float
+    kld: float
+
+
+@dataclass(frozen=True)
+class AllocationCheck:
+    """The recipe that stands, its comparison with the unquantized model, and a verdict for each rival.
+
+    rounds   the recipes that were measured, in order
+    costs    the costs with the factors that explain all measured files
+    """
+
+    found: RecipeFit
     comparison: Comparison
     verdicts: tuple[Verdict, ...]
-    predicted: float
+    rounds: tuple[Measured, ...]
+    costs: Costs
 
     @property
     def holds(self) -> bool:
@@ -77,6 +97,11 @@ class AllocationCheck:
         """The mean KL divergence of the recipe."""
         return _kld(self.comparison.candidates[1])
 
+    @property
+    def predicted(self) -> float:
+        """The predicted KL divergence of the recipe."""
+        return self.found.cost
+
     def to_json(self) -> dict[str, Any]:
         """The field `verify` of `recipe fit --json`."""
         rivals = [
@@ -84,7 +109,9 @@ class AllocationCheck:
              "difference_low": v.separation.difference.low, "difference_high": v.separation.difference.high}
             for v, c in zip(self.verdicts, self.comparison.candidates[2:])
         ]  # fmt: skip
-        return {"kld": self.measured, "predicted": self.predicted, "holds": self.holds, "rivals": rivals}
+        rounds = [{"bits_per_weight": m.bits_per_weight, "predicted": m.predicted, "kld": m.kld} for m in self.rounds]
+        return {"kld": self.measured, "predicted": self.predicted, "holds": self.holds, "rivals": rivals,
+                "rounds": rounds, "factors": dict(self.costs.factors)}  # fmt: skip
 
 
 def _kld(candidate: Candidate) -> float:
@@ -121,14 +148,20 @@ def _plans(source: Path, options: QuantizeOptions, pure: bool) -> Iterator[Rival
 
 def _predicted(plan: Plan, costs: Costs) -> float | None:
     """The predicted divergence of a plan; None if a type was not measured."""
-    total = 0.0
+    found = _by_type(plan, costs)
+    return None if found is None else sum(found.values())
+
+
+def _by_type(plan: Plan, costs: Costs) -> Mapping[str, float] | None:
+    """The predicted divergence of a plan by names of types; None if a type was not measured."""
+    total: Counter[str] = Counter()
     for t in plan.tensors:
         if t.wanted is None:
             continue
         cost = costs.cost(t.name, t.shape, t.type, t.source)
         if cost is None:
             return None
-        total += cost
+        total[measured_name(t.type)] += cost  # type: ignore[assignment]  # a Counter of floats
     return total
 
 
@@ -140,6 +173,8 @@ def check_allocation(
     options: QuantizeOptions | None = None,
     compare_options: CompareOptions | None = None,
     *,
+    refit: Callable[[Costs], RecipeFit] | None = None,
+    refine: int = 0,
     folder: str | os.PathLike[str] | None = None,
     progress: Progress | bool = False,
     on_chunk: Callable[..., None] | None = None,
@@ -149,6 +184,8 @@ def check_allocation(
 
         source           the unquantized model, a GGUF file
         options          importance matrix, effort and threads of the quantization
+        refit            fits a recipe to refined costs, with the limits of the first one
+        refine           how often that is done, at most: not once more when the recipe does not change
         folder           where the files are written while they are compared; None: the folder for temporary files
 
     QuantkitError if no file type and no single type is small enough to be a rival, or the source is not a GGUF file.
@@ -162,35 +199,72 @@ def check_allocation(
             f"no file type and no single type with costs is as small as {found.plan.bits_per_weight:.3f} bits per "
             "weight, so there is nothing to compare with; omit --verify"
         )
+    settings = compare_options or CompareOptions(noise_floor="off")
     with tempfile.TemporaryDirectory(prefix="quantkit-fit-", dir=folder) as name:
-        files = _quantized(path, found, others, o, Path(name), progress, on_message)
-        settings = compare_options or CompareOptions(noise_floor="off")
-        comparison = compare(path, files, text, settings, progress=on_chunk, on_message=on_message)
+        files = _Files(path, Path(name), o, progress, on_message)
+        best, known, measured, rounds = None, costs, list[MeasuredFile](), list[Measured]()
+        for _ in range(refine + 1):
+            paths = [files.fitted(found), *map(files.rival, others)]
+            comparison = compare(path, paths, text, settings, progress=on_chunk, on_message=on_message)
+            check = AllocationCheck(found, comparison, _verdicts(comparison, others), (), known)
+            rounds.append(Measured(found.plan.bits_per_weight, found.cost, check.measured))
+            measured += _measured(comparison, [found.plan, *([] if best else [r.plan for r in others])], costs)
+            known = refined(costs, measured)
+            if best is None or check.measured < best.measured:
+                best = check
+            if refit is None or len(rounds) > refine:
+                break
+            previous, found = found, refit(known)
+            if [(t.name, t.type) for t in found.tensors] == [(t.name, t.type) for t in previous.tensors]:
+                break
+    assert best is not None
+    return replace(best, rounds=tuple(rounds), costs=known)
+
+
+def _verdicts(comparison: Comparison, others: list[Rival]) -> tuple[Verdict, ...]:
     klds = [c.divergence.kld for c in comparison.candidates if c.divergence is not None]
-    verdicts = tuple(
-        Verdict(rival.name, separate(comparison.sample, klds[0], kld)) for rival, kld in zip(others, klds[1:])
-    )
-    return AllocationCheck(comparison, verdicts, found.cost)
+    return tuple(Verdict(rival.name, separate(comparison.sample, klds[0], kld)) for rival, kld in zip(others, klds[1:]))
 
 
-def _quantized(
-    source: Path,
-    found: RecipeFit,
-    others: list[Rival],
-    options: QuantizeOptions,
-    folder: Path,
-    progress: Progress | bool,
-    on_message: OnMessage,
-) -> list[Path]:
-    """The files of the recipe and of its rivals. Tensors that come out alike are copied from the first file."""
-    text, first = folder / "fit.recipe", folder / f"{FITTED}.gguf"
-    text.write_text(str(found.recipe), encoding="utf-8")
-    on_message(f"{FITTED}: {found.plan.bits_per_weight:.3f} bits per weight")
-    api.quantize(source, first, found.file_type, replace(options, recipe=text), progress=progress)
-    paths = [first]
-    for rival in others:
-        out = folder / f"{rival.name}.gguf"
-        on_message(f"{rival.name}: {rival.plan.bits_per_weight:.3f} bits per weight")
-        api.quantize(source, out, rival.file_type, replace(options, pure=rival.pure, reuse=first), progress=progress)
-        paths.append(out)
-    return paths
+def _measured(comparison: Comparison, plans: list[Plan], costs: Costs) -> list[MeasuredFile]:
+    """What the compared files say about costs; those with a type that was not measured say nothing."""
+    unrefined, found = replace(costs, factors={}), []
+    for plan, candidate in zip(plans, comparison.candidates[1:]):
+        predicted = _by_type(plan, unrefined)
+        if predicted is not None and candidate.divergence is not None:
+            mean = candidate.divergence.mean_kld
+            found.append(MeasuredFile(predicted, mean.value, mean.error))
+    return found
+
+
+class _Files:
+    """The files that are compared, in a folder. Tensors that come out alike are copied from an earlier file."""
+
+    def __init__(
+        self, source: Path, folder: Path, options: QuantizeOptions, progress: Progress | bool, on_message: OnMessage
+    ):
+        self.source, self.folder, self.options = source, folder, options
+        self.progress, self.on_message = progress, on_message
+        self.last: Path | None = None  # the newest file of a recipe
+
+    def fitted(self, found: RecipeFit) -> Path:
+        """The file of a recipe."""
+        text, out = self.folder / "fit.recipe", self.folder / f"{FITTED}.gguf"
+        if self.last is not None:
+            out = out.with_name(f"{FITTED}-refined{len(list(self.folder.glob(f'{FITTED}*.gguf')))}.gguf")
+        text.write_text(str(found.recipe), encoding="utf-8")
+        self._quantize(out, found.plan, found.file_type, replace(self.options, recipe=text))
+        self.last = out
+        return out
+
+    def rival(self, rival: Rival) -> Path:
+        """The file of a rival, which is made once."""
+        out = self.folder / f"{rival.name}.gguf"
+        if not out.exists():
+            self._quantize(out, rival.plan, rival.file_type, replace(self.options, pure=rival.pure))
+        return out
+
+    def _quantize(self, out: Path, plan: Plan, file_type: str, options: QuantizeOptions) -> None:
+        self.on_message(f"{out.stem}: {plan.bits_per_weight:.3f} bits per weight")
+        reuse = options if self.last is None else replace(options, reuse=self.last)
+        api.quantize(self.source, out, file_type, reuse, progress=self.progress)

@@ -323,7 +323,7 @@ class _Fit:
         order = {t.name: i for i, t in enumerate(self.free)}
         tensors.sort(key=lambda t: order[t.name])
         flags = self.pools.flags_for({t.name: t.device for t in tensors})
-        error = math.sqrt(sum(self._error(t) ** 2 for t in tensors))
+        error = math.sqrt(sum(self.costs.error(t.name, t.type) ** 2 for t in tensors if t.cost))
         file_type = file_type_for(tensors)
         recipe = parse(str(recipe_of(tensors, self._about(file_type, solution, error))), printed=True)
         plan = self.plan(recipe, file_type)
@@ -344,11 +344,6 @@ class _Fit:
         t = self.base[name]
         cost = self.costs.cost(name, t.shape, kind, t.source)
         return Allocated(name, kind, device, kind.tensor_bytes(t.shape), cost or 0.0)
-
-    def _error(self, t: Allocated) -> float:
-        measured = self.costs.tensors.get(t.name)
-        name = (t.type.base or t.type.name).lower()
-        return measured.error_of(name) if measured and t.cost and name in measured.errors else 0.0
 
     def _about(self, file_type: str, solution: Solution, error: float) -> str:
         o = self.options

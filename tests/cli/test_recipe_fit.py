@@ -144,3 +144,20 @@ def test_verify_needs_a_file(folder: Path, capsys: pytest.CaptureFixture[str]) -
              folder / "wiki.txt"]  # fmt: skip
     assert cli.main(list(map(str, words))) == 1
     assert "quantkit convert makes one" in capsys.readouterr().err
+
+
+def test_verify_refines_costs(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Refined costs agree better with the measured files, and serve the next fit."""
+    refined = tmp_path / "refined.json"
+    words = fit(folder, "--bpw", "6.6", "--verify", folder / "wiki.txt", "--verify-ctx", "16", "--imatrix",
+                folder / "imatrix.gguf", "--refine", "2", "--refined-costs", refined, "--force")  # fmt: skip
+    verify = json.loads(run(capsys, *words, "--json"))["fit"]["verify"]
+    assert verify["kld"] == min(m["kld"] for m in verify["rounds"])
+    factors = costs_file.read(refined).factors
+    assert factors == verify["factors"]
+    assert factors
+    again = json.loads(run(capsys, *fit(folder, "--bpw", "6.6", "--json"), "--costs", refined))["fit"]["kld"]
+    first = verify["rounds"][0]
+    assert abs(again - first["kld"]) < abs(first["predicted"] - first["kld"])
+    assert cli.main(list(map(str, fit(folder, "--bpw", "6.6", "--refine", "1")))) == 2
+    assert "give it a text" in capsys.readouterr().err

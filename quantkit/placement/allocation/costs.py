@@ -4,12 +4,14 @@
      "tensors": {"blk.0.attn_q.weight": {"shape": [576, 576], "kld": 0.0012, "kld_error": 0.0001, "probe_error": 3.1,
                                          "errors": {"q4_0": [3.1, 0.1], "q6_0": [0.2, 0.01]}}}}
 
-    cost of a type = kld * error of the type / probe_error
+    cost of a type = kld * error of the type / probe_error * factor of the type
 
 kld          mean KL divergence, in nats per token, with this matrix alone in the probe type, and its standard error
 errors       of each type the squared error in the metric of the matrix' inputs, with its standard error, as rows are
              sampled
 probe_error  the same of the probe type
+factors      {"q4_0": 1.1, …}: by what `recipe fit --verify` has multiplied the costs of types to agree with files that
+             it measured (refine.py); 1 for types that are not there, and in the file that `sensitivity` writes
 
 A squared error raises the divergence in proportion, and those of several matrices add up, as long as they are small:
 docs/explanation/allocation.md has how well that holds. `quantkit sensitivity` measures and writes the file.
@@ -63,11 +65,15 @@ class TensorCost:
 
 @dataclass(frozen=True)
 class Costs:
-    """The costs of a model's matrices by name. `about` has the other fields of the file: model, text, settings."""
+    """The costs of a model's matrices by name, and factors of types by name.
+
+    `about` has the other fields of the file: model, text, settings.
+    """
 
     tensors: Mapping[str, TensorCost]
     about: Mapping[str, Any] = field(default_factory=dict)
     where: str = "costs"
+    factors: Mapping[str, float] = field(default_factory=dict)
 
     def types(self) -> list[str]:
         """Names of all types with an error for some matrix, in the order of the file."""
@@ -92,7 +98,15 @@ class Costs:
                 f"{self.where}: {name} has shape {list(tensor.shape)} there and {list(shape)} here; the costs were "
                 "measured on another model"
             )
-        return tensor.of((kind.base or kind.name).lower())
+        measured, found = measured_name(kind), tensor.of(measured_name(kind))
+        return None if found is None else found * self.factors.get(measured, 1.0)
+
+    def error(self, name: str, kind: QuantType) -> float:
+        """The standard error of a tensor's cost in a type, in nats per token; 0 where it was not measured."""
+        tensor, measured = self.tensors.get(name), measured_name(kind)
+        if tensor is None or measured not in tensor.errors:
+            return 0.0
+        return tensor.error_of(measured) * self.factors.get(measured, 1.0)
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write the file; it appears when it is complete."""
@@ -112,7 +126,14 @@ class Costs:
             }
             for name, t in self.tensors.items()
         }
-        return {"schema": SCHEMA, **{k: v for k, v in self.about.items() if k != "schema"}, "tensors": entries}
+        about = {key: value for key, value in self.about.items() if key != "schema"}
+        factors = {"factors": dict(self.factors)} if self.factors else {}
+        return {"schema": SCHEMA, **about, **factors, "tensors": entries}
+
+
+def measured_name(kind: QuantType) -> str:
+    """The name under which a costs file has a type: interleaving changes no value."""
+    return (kind.base or kind.name).lower()
 
 
 def read(path: str | os.PathLike[str]) -> Costs:
@@ -133,7 +154,20 @@ def from_json(document: Any, where: str = "costs") -> Costs:
             tensors[name] = _tensor(entry)
         except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
             raise FormatError(f"{where}: {name}: not as quantkit sensitivity writes it: {error!r}") from None
-    return Costs(tensors, {key: value for key, value in document.items() if key != "tensors"}, where)
+    about = {key: value for key, value in document.items() if key not in ("tensors", "factors")}
+    return Costs(tensors, about, where, _factors(document.get("factors", {}), where))
+
+
+def _factors(document: Any, where: str) -> dict[str, float]:
+    if not isinstance(document, dict):
+        raise FormatError(f"{where}: 'factors' is not an object of types and numbers")
+    try:
+        factors = {str(types.layout(kind).name).lower(): _number(value) for kind, value in document.items()}
+    except (TypeError, ValueError, OverflowError) as error:
+        raise FormatError(f"{where}: factors: {error}") from None
+    if 0 in factors.values():
+        raise FormatError(f"{where}: factors: a factor is 0; factors are above 0")
+    return factors
 
 
 def _tensor(entry: Mapping[str, Any]) -> TensorCost:

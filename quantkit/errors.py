@@ -21,8 +21,9 @@ class DataError(QuantkitError):
     """Values that quantkit cannot use: NaN, Inf, a shape that does not fit a type, an argument out of range."""
 
 
-class OptionError(QuantkitError):
-    """Options that contradict each other or need another option. The command line exits with status 2."""
+class OptionError(DataError):
+    """An option with a value that it does not take, options that contradict each other or that need another one. The
+    command line exits with status 2."""
 
 
 class UnsupportedError(QuantkitError):

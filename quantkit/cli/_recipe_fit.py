@@ -162,7 +162,7 @@ def _fit(
 
         require_plot_file(curve)
     options = FitOptions(
-        size=parse_size(size) if size else None, bpw=bpw, vram=read_vram(vram), ram=ram, min_tg=min_tg,
+        size=parse_size(size, "--size") if size else None, bpw=bpw, vram=read_vram(vram), ram=ram, min_tg=min_tg,
         fit_margin=fit_margin, types=tuple(comma_separated(types)), min=tuple(minimum or ()), max=tuple(maximum or ()),
         same=same, layer_group=layer_group, max_types=max_types, dialect=dialect, placement=placement,
         bandwidth=bandwidth, runtime=runtime, ctx_size=ctx_size, cache_type_k=cache_type_k,

@@ -17,7 +17,7 @@ from quantkit.cli.common.launch import Launch, runs_a_model
 from quantkit.cli.common.options import FastNumerics, Json, Threads
 from quantkit.cli.common.output import print_json
 from quantkit.cli.common.progress_options import shows_progress
-from quantkit.errors import QuantkitError
+from quantkit.errors import OptionError
 from quantkit.progress import ProgressBar
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def _cases(prompts: str, generated: str, sequences: str, shared: bool, limit: in
                 f"in the caches, -c is {limit}"
             )
     if not kept:
-        raise QuantkitError(f"-c {limit} leaves nothing to measure; raise it to {min(case.n_kv for case in cases)}")
+        raise OptionError(f"-c {limit} leaves nothing to measure; raise it to {min(case.n_kv for case in cases)}")
     return kept
 
 

@@ -21,7 +21,7 @@ from quantkit.cli.common.launch import Launch, runs_variants
 from quantkit.cli.common.options import FastNumerics, Json, checked_threads, unless_from_environment
 from quantkit.cli.common.output import gib, print_json
 from quantkit.cli.common.progress_options import shows_progress
-from quantkit.errors import QuantkitError
+from quantkit.errors import OptionError
 from quantkit.progress import ProgressBar, is_terminal
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def _cases(prompts: str, answers: str, depths: str, both: list[str], after: list
         prompt, generated = _pair("-gp", text)
         cases.append(Case(0, generated, prompt))
     if not cases:
-        raise QuantkitError("-p 0 and -n 0 leave nothing to measure; give one of them a number of tokens")
+        raise OptionError("-p 0 and -n 0 leave nothing to measure; give one of them a number of tokens")
     return cases
 
 

@@ -32,7 +32,7 @@ from quantkit.cli.common.launch import Launch, runs_a_model
 from quantkit.cli.common.options import Json, Threads
 from quantkit.cli.common.output import json_text, print_json, print_table, with_schema
 from quantkit.cli.common.progress_options import shows_progress
-from quantkit.errors import QuantkitError
+from quantkit.errors import OptionError
 from quantkit.progress import ProgressBar
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def compare(
                        json)  # fmt: skip
         return
     if not file:
-        raise QuantkitError("compare needs a text: pass one with -f FILE, or several")
+        raise OptionError("compare needs a text: pass one with -f FILE, or several")
     check_outputs([plot, html, output], [*file, *(p for m in (reference, *models) for p in gguf.open(m).paths)])
     if plot is not None:
         from quantkit.evaluate.report.plots import require_plot_file

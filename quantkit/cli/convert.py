@@ -156,11 +156,12 @@ def convert(
         raise UnsupportedError(
             f"--vision {vision}: a model's file has no encoders; --mmproj writes the image encoder alone"
         )
-    size = None if split_max_size is None else parse_size(split_max_size)
+    size = None if split_max_size is None else parse_size(split_max_size, "--split-max-size")
     started = time.monotonic()
+    bound = None if disk is None else parse_size(disk, "--disk")
     options = ConvertOptions(
-        pre, mtp, size, dry_run, threads, metadata, model_name, split_max_tensors,
-        None if disk is None else parse_size(disk), keep_shards, fuse_gate_up, merge_lora, shared_output, dialect,
+        pre, mtp, size, dry_run, threads, metadata, model_name, split_max_tensors, bound, keep_shards,
+        fuse_gate_up, merge_lora, shared_output, dialect,
     )  # fmt: skip
     if mmproj:
         _convert_mmproj(source, str(target), outtype, options, cluster is not None or lora is not None, json)

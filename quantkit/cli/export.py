@@ -54,7 +54,7 @@ def export(
     from quantkit.pipelines.options import ExportOptions
 
     started = time.monotonic()
-    options = ExportOptions(dtype, parse_size(max_shard_size), dry_run, threads)
+    options = ExportOptions(dtype, parse_size(max_shard_size, "--max-shard-size"), dry_run, threads)
     done = api.export(source, directory, options, progress=True)
     seconds = time.monotonic() - started
     sizes: dict[str, list[int]] = {}

@@ -16,7 +16,7 @@ from quantkit.cli.common.launch import Launch, runs_a_model, trained_context
 from quantkit.cli.common.options import FastNumerics, Json, Threads
 from quantkit.cli.common.output import print_json
 from quantkit.cli.common.progress_options import shows_progress
-from quantkit.errors import QuantkitError
+from quantkit.errors import OptionError
 
 if TYPE_CHECKING:
     from quantkit.runtime.generate import Generated, Sampling
@@ -135,7 +135,7 @@ def _read(model: Path) -> tuple[Tokenizer, int]:
 
 def _prompt(text: str | None, file: Path | None) -> str:
     if (text is None) == (file is None):
-        raise QuantkitError("generate needs exactly one prompt: -p TEXT or -f FILE")
+        raise OptionError("generate needs exactly one prompt: -p TEXT or -f FILE")
     if file is None:
         return str(text)
     from quantkit.evaluate.corpus import read_text
@@ -146,7 +146,7 @@ def _prompt(text: str | None, file: Path | None) -> str:
 def _tokens(tokenizer: Tokenizer, text: str, chat: bool, system: str | None) -> list[int]:
     if not chat:
         if system is not None:
-            raise QuantkitError("--system needs --chat; a prompt without a chat template has no messages")
+            raise OptionError("--system needs --chat; a prompt without a chat template has no messages")
         return tokenizer.encode(text)
     messages = [{"role": "system", "content": system}] if system is not None else []
     rendered = tokenizer.apply_chat_template([*messages, {"role": "user", "content": text}])

@@ -25,7 +25,7 @@ from quantkit.cli.common.launch import Launch, runs_a_model
 from quantkit.cli.common.options import Json, Threads, parse_size
 from quantkit.cli.common.output import print_json, print_table
 from quantkit.cli.common.progress_options import shows_progress
-from quantkit.errors import QuantkitError
+from quantkit.errors import OptionError, QuantkitError
 
 if TYPE_CHECKING:
     from quantkit.evaluate.imatrix.run import ImatrixRun
@@ -137,15 +137,15 @@ def imatrix(
     """
     from quantkit.evaluate.imatrix import run
 
-    limit = parse_size(second_moments_size) if second_moments_size else None
+    limit = parse_size(second_moments_size, "--second-moments-size") if second_moments_size else None
     if dry_run:
         _print_sizes(model, second_moments, limit, json)
         return
     texts = list(file or [])
     if not texts:
-        raise QuantkitError("imatrix needs a text: pass it with -f FILE")
+        raise OptionError("imatrix needs a text: pass it with -f FILE")
     if second_moments_size is not None and second_moments is None:
-        raise QuantkitError("--second-moments-size limits second moments: add --second-moments auto")
+        raise OptionError("--second-moments-size limits second moments: add --second-moments auto")
     options = run.ImatrixOptions(
         shares=numbers("--shares", shares, len(texts)), chat=chat, ctx_size=ctx_size, chunks=chunks,
         from_chunk=from_chunk, process_output=process_output, missing_experts=missing_experts, no_ppl=no_ppl,

@@ -13,7 +13,7 @@ from quantkit.cli.common.hub import from_hub
 from quantkit.cli.common.options import DryRun, Json
 from quantkit.cli.common.output import print_json, print_table
 from quantkit.cli.common.progress_options import shows_progress
-from quantkit.errors import DataError, QuantkitError
+from quantkit.errors import DataError, OptionError, QuantkitError
 
 if TYPE_CHECKING:
     from quantkit.formats.gguf.metadata import Metadata
@@ -98,7 +98,7 @@ def set_(
     for text in from_file or []:
         key, equals, name = text.partition("=")
         if not key or not equals:
-            raise QuantkitError(f"--from-file '{text}' is not KEY=PATH")
+            raise OptionError(f"--from-file '{text}' is not KEY=PATH")
         changed.set(key, Path(name).read_bytes().decode("utf-8", "surrogateescape"), "str")
     if not changed:
         raise typer.BadParameter("nothing to set: give KEY=TYPE:VALUE, or --from-file KEY=PATH")

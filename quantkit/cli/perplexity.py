@@ -31,7 +31,7 @@ from quantkit.cli.common.launch import Launch, runs_a_model
 from quantkit.cli.common.options import Json, Threads
 from quantkit.cli.common.output import print_json, print_table
 from quantkit.cli.common.progress_options import shows_progress
-from quantkit.errors import QuantkitError
+from quantkit.errors import OptionError
 from quantkit.progress import ProgressBar
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ def perplexity(
     elif kl_divergence:
         schema = "quantkit.perplexity-kl-divergence/1"
         if kl_divergence_base is None:
-            raise QuantkitError("--kl-divergence needs the base to compare with: --kl-divergence-base FILE")
+            raise OptionError("--kl-divergence needs the base to compare with: --kl-divergence-base FILE")
         compared = DivergenceOptions(
             batch_size=batch_size, jsonl=jsonl, by_layer=by_layer, numerics=numerics, threads=threads, score=score,
             chat=chat,

@@ -200,6 +200,7 @@ def quantize(
     disk at a time.
     """
     from quantkit.pipelines import api, planning
+    from quantkit.pipelines.output import filled_name
 
     positional = read_positional((out, file_type, thread_count))
     given = QuantizeOptions(
@@ -221,7 +222,7 @@ def quantize(
         only=only or (),
         individual_tensors=(individual_tensors,) if individual_tensors else (),
         skip_first_shard=skip_first_shard,
-        disk=None if disk is None else parse_size(disk),
+        disk=None if disk is None else parse_size(disk, "--disk"),
         keep_shards=keep_shards,
         shared_output=shared_output,
     )
@@ -249,8 +250,9 @@ def quantize(
         shards = f" in {len(job.part.counts)} shard(s)" if job.part.shards else ""
         print(f"a part: {len(job.part.names)} of {len(job.plan.tensors)} tensors are written{shards}")
     path = positional.out or default_out(Path() if is_on_hub(source) else source, job.plan.file_type.name)
-    if positional.out is None and not json:
-        print(f"OUT is not given: the output is {path}")
+    path = filled_name(path, source, job.plan.file_type.name)
+    if path != positional.out and not json:
+        print(f"the output is {path}" if positional.out else f"OUT is not given: the output is {path}")
     if dry_run:
         if json:
             print_json("quantkit.plan/1", api.PlanResult(job.plan, devices, job.imatrix).to_json())
@@ -272,7 +274,7 @@ def _calibration(
     second_moments_size: str | None,
 ) -> CalibrationOptions | None:
     """Options of --calibrate; None where none is given."""
-    size = parse_size(second_moments_size) if second_moments_size else None
+    size = parse_size(second_moments_size, "--second-moments-size") if second_moments_size else None
     named = {"ctx_size": ctx_size, "chunks": chunks, "propagate": propagate, "second_moments": second_moments,
              "second_moments_size": size}  # fmt: skip
     given: dict[str, Any] = {name: value for name, value in named.items() if value is not None}

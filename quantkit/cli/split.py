@@ -51,7 +51,7 @@ def split(
         dialects.state(file.metadata, file.tensors, dialect, source)
     if split_max_size is None and split_max_tensors is None:
         split_max_tensors = DEFAULT_TENSORS
-    size = None if split_max_size is None else parse_size(split_max_size)
+    size = None if split_max_size is None else parse_size(split_max_size, "--split-max-size")
     counts = shards.split_counts(file, size, split_max_tensors, no_tensor_first_split)
     started = time.perf_counter()
     if dry_run:

@@ -57,7 +57,7 @@ def verify(
     from quantkit.pipelines import api
     from quantkit.pipelines.options import VerifyOptions
 
-    options = VerifyOptions(source, imatrix, threads, disk=None if disk is None else parse_size(disk))
+    options = VerifyOptions(source, imatrix, threads, disk=None if disk is None else parse_size(disk, "--disk"))
     with connected(cluster, on_message) as client:
         found = api.verify(file, options, client=client, progress=True)
     if json:

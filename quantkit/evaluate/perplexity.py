@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from quantkit.errors import DataError, QuantkitError, UnknownNameError
+from quantkit.errors import DataError, OptionError, UnknownNameError
 from quantkit.evaluate.base_files import base_writer
 from quantkit.evaluate.chat_chunks import chat_chunks
 from quantkit.evaluate.chunk_log import ChunkLog, run_log
@@ -180,11 +180,11 @@ def perplexity(
     path = Path(os.fspath(model)) if isinstance(model, (str, os.PathLike)) else model.path
     check_outputs([o.jsonl, o.kl_divergence_base], [path, text])
     if o.ppl_stride and o.kl_divergence_base is not None:
-        raise QuantkitError(
+        raise OptionError(
             "--ppl-stride and --kl-divergence-base exclude each other: base files contain second halves of chunks"
         )
     if o.ppl_stride and (o.chat or o.score is not None):
-        raise QuantkitError("--ppl-stride scores the ends of windows of plain text; remove --chat and --score")
+        raise OptionError("--ppl-stride scores the ends of windows of plain text; remove --chat and --score")
     if isinstance(model, (str, os.PathLike)):
         longest = o.ctx_size + o.ppl_stride // 2
         model = open_model(path, numerics=o.numerics, threads=o.threads, n_ctx=longest)
@@ -237,9 +237,9 @@ def checked_score(score: str | None, chat: bool) -> str:
     if score not in SCORES:
         raise UnknownNameError("choice of scored tokens", score, SCORES)
     if (score == "assistant") > chat:
-        raise QuantkitError("--score assistant is for conversations: add --chat, or use --score all or half")
+        raise OptionError("--score assistant is for conversations: add --chat, or use --score all or half")
     if (score == "half") and chat:
-        raise QuantkitError("--score half is for plain text; with --chat use --score assistant or all")
+        raise OptionError("--score half is for plain text; with --chat use --score assistant or all")
     return score
 
 

@@ -21,7 +21,15 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import numpy as np
 
 from quantkit.errors import DataError
-from quantkit.formats.atomic import PARTIAL_JOB, AtomicFile, allow_open_files, os_errors, publish, require_space
+from quantkit.formats.atomic import (
+    PARTIAL_JOB,
+    AtomicFile,
+    allow_open_files,
+    os_errors,
+    publish,
+    refuse_directory,
+    require_space,
+)
 from quantkit.formats.owned import followed
 
 if TYPE_CHECKING:
@@ -246,7 +254,8 @@ class StreamWriter:
 
 
 def partial(path: Path) -> Path:
-    """The name of the resumable partial file of an output."""
+    """The name of the resumable partial file of an output. QuantkitError for a directory."""
+    refuse_directory(path)
     path = followed(path)
     return path.with_name(path.name + PARTIAL_JOB)
 

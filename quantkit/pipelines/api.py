@@ -149,7 +149,8 @@ def _convert_as_copy(
 ) -> Conversion:
     """Write a planned conversion as `quantize` copies it: with a journal, from a stream or on a cluster."""
     from quantkit.pipelines import planning
-    from quantkit.pipelines.conversion.convert import filled_name, refuse_foreign_specs
+    from quantkit.pipelines.conversion.convert import refuse_foreign_specs
+    from quantkit.pipelines.output import filled_name
     from quantkit.pipelines.quantize import quantize_with_plan
 
     refuse_foreign_specs(conversion, options.dialect)
@@ -399,7 +400,8 @@ def quantize(
     """Quantize a GGUF file or a checkpoint directory to the GGUF file `output`.
 
         source      a GGUF file, a checkpoint directory, either on the Hub, or what `quantkit.open` returned
-        output      the file, or the prefix of its shards; it appears under its name when it is complete
+        output      the file, or the prefix of its shards; it appears under its name when it is complete; in it {name}
+                    and {ftype} stand for the name of a source that is a path, and for the file type
         type        a file type such as "Q4_K_M"; None if `options.plan` decides every type
         options     the command's flags: importance matrix, rules, encoder effort, shards
         client      a `distributed.Client` (`quantkit.cluster.connect` makes one): the workers of its cluster encode
@@ -410,9 +412,13 @@ def quantize(
     importance matrix, RecipeError for rules that cannot be read and, with `options.strict`, for any warning, and
     DataError with file, tensor, row and column of a value that is not finite.
     """
+    from quantkit.pipelines.output import filled_name
+
     job = prepare_quantize(source, type, options)
     if job.options.strict:
         job.plan.require_clean()
+    if isinstance(source, (str, os.PathLike)):
+        output = filled_name(output, source, job.plan.file_type.name)
     return job.write(output, client=client, progress=progress, on_message=on_message)
 
 

@@ -9,9 +9,11 @@ synced: it has its own loop.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
+from quantkit.errors import OptionError
 from quantkit.formats.atomic import refuse_inputs
 from quantkit.formats.gguf import TensorSpec, Writer
 from quantkit.formats.pipeline import Progress, spread
@@ -43,3 +45,22 @@ def write_gguf(
         refuse_inputs(writer.paths, inputs)
         spread(tasks(writer), total, threads=threads, progress=progress)
         return list(writer.paths)
+
+
+def filled_name(out: str | os.PathLike[str], source: str | os.PathLike[str], file_type: str | None = None) -> Path:
+    """The name of an output: in `out`, {name} is the source's name, {ftype} and {outtype} are the type of its matrices.
+
+    The name of a file is without .gguf and the number of a shard. {FTYPE} and {OUTTYPE} are the type in capitals, as in
+    convert_hf_to_gguf.py. OptionError for another word in braces, and for a type where an output has none of its own.
+    """
+    name = re.sub(r"(-\d{5}-of-\d{5})?\.gguf$", "", Path(os.fspath(source)).resolve().name)
+    values = {"name": name}
+    if file_type is not None:
+        values |= {key: file_type.lower() for key in ("ftype", "outtype")}
+        values |= {key: file_type.upper() for key in ("FTYPE", "OUTTYPE")}
+    text = os.fspath(out)
+    for word in re.findall(r"\{(\w+)\}", text):
+        if word not in values:
+            known = ", ".join(f"{{{key}}}" for key in values)
+            raise OptionError(f"output {text}: {{{word}}} stands for nothing; what can be filled in is {known}")
+    return Path(re.sub(r"\{(\w+)\}", lambda match: values[match[1]], text))

@@ -33,7 +33,7 @@ import numpy as np
 from quantkit.formats.gguf import GGUF, Metadata, Tensor, TensorSpec, Writer
 from quantkit.formats.mapping import release
 from quantkit.formats.pipeline import Progress, row_ranges
-from quantkit.pipelines.output import WriteTask, write_gguf
+from quantkit.pipelines.output import WriteTask, filled_name, write_gguf
 from quantkit.recipe.planning.interleaving import Selection, rename_repacked, rename_unpacked
 from quantkit.repack import row_form, to_rows, why_not
 from quantkit.types import QuantType
@@ -177,10 +177,11 @@ def write_repacked(
 ) -> list[Path]:
     """Write the planned file and return its paths. It appears under its name when it is complete.
 
-    With a limit, or with `keep_split` and an input of several shards, the paths are `PREFIX-00001-of-0000N.gguf`.
+    In `out`, {name} stands for the name of the source. With a limit, or with `keep_split` and an input of several
+    shards, the paths are `PREFIX-00001-of-0000N.gguf`.
     """
     return write_gguf(
-        out,
+        filled_name(out, job.source.path),
         job.metadata,
         [change.spec for change in job.changes],
         lambda writer: (task for change in job.changes for task in change.tasks(writer)),

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from quantkit import types
 from quantkit.archs.common import checked, validate
 from quantkit.codegen import thread_pool
-from quantkit.errors import DataError, UnknownNameError
+from quantkit.errors import DataError, OptionError, UnknownNameError
 from quantkit.placement import kv_size, sharding, workspace
 from quantkit.placement.devices import CPU, Device, canonical
 from quantkit.placement.kernel_sizes import BATCH_TOKENS
@@ -51,7 +51,7 @@ class CacheSettings:
 
     def __post_init__(self) -> None:
         if self.n_ctx < 1:
-            raise DataError(f"-c {self.n_ctx}: a context has 1 token or more")
+            raise OptionError(f"-c {self.n_ctx}: a context has 1 token or more")
         for flag, name in (("-ctk", self.keys), ("-ctv", self.values)):
             if name not in kv_size.TYPES:
                 raise UnknownNameError(f"cache type, {flag}", name, kv_size.TYPES)

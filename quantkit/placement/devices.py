@@ -14,7 +14,7 @@ import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from quantkit.errors import DataError, UnsupportedError
+from quantkit.errors import OptionError, UnsupportedError
 
 _UNITS = {"": 1 << 30, "b": 1, "k": 1 << 10, "kib": 1 << 10, "m": 1 << 20, "mib": 1 << 20, "g": 1 << 30, "gib": 1 << 30}
 
@@ -59,7 +59,7 @@ def parse_size(text: str) -> int:
     """Parse a size such as `2GiB`, `512MiB` or `1.5` (GiB by default) to bytes."""
     found = re.fullmatch(r"([\d.]+)\s*([a-zA-Z]*)", text.strip())
     if found is None or found[2].lower() not in _UNITS or found[1].count(".") > 1:
-        raise DataError(f"'{text}' is not a memory size; write for example 24GiB or 512MiB")
+        raise OptionError(f"'{text}' is not a memory size; write for example 24GiB or 512MiB")
     return int(float(found[1]) * _UNITS[found[2].lower()])
 
 
@@ -72,7 +72,7 @@ def parse_devices(text: str) -> tuple[Device, ...]:
         name, equals, size = part.partition("=")
         device = Device(canonical(name), parse_size(size) if equals else None)
         if device.name in found:
-            raise DataError(f"--devices '{text}': {device.name} is listed twice")
+            raise OptionError(f"--devices '{text}': {device.name} is listed twice")
         found[device.name] = device
     return (found.pop(CPU.name, CPU), *found.values())
 
@@ -99,7 +99,7 @@ def proportions(gpus: Iterable[Device], given: Iterable[float] = ()) -> tuple[fl
         shares = [float(size or 0) for size in sizes] if all(sizes) else [1.0] * len(devices)
     shares = [*shares, *[0.0] * len(devices)][: len(devices)]
     if not sum(shares):
-        raise DataError(
+        raise OptionError(
             f"-ts: the shares of the {len(devices)} devices, {shares}, are all 0; give one a positive share"
         )
     return tuple(share / sum(shares) for share in shares)

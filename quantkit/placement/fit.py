@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from quantkit.archs.common import checked
-from quantkit.errors import DataError
+from quantkit.errors import DataError, OptionError
 from quantkit.placement import sharding, workspace
 from quantkit.placement.devices import CPU, Device, proportions
 from quantkit.placement.rules import Flags, Placement, gpu_kernels, place_model
@@ -116,12 +116,12 @@ def fit(
     """
     flags = flags or Flags()
     if flags.override_tensor or flags.n_cpu_moe or flags.gpu_layers is not None or any(flags.tensor_split):
-        raise DataError("--fit decides -ngl, -ot, --n-cpu-moe and -ts itself; omit them, or omit --fit")
+        raise OptionError("--fit decides -ngl, -ot, --n-cpu-moe and -ts itself; omit them, or omit --fit")
     gpus = [device for device in devices if device != CPU]
     unknown = [device.name for device in gpus if device.memory is None]
     if not gpus or unknown:
         missing = f"that of {', '.join(unknown)} is not known" if unknown else "there is none"
-        raise DataError(f"--fit needs the memory of GPUs, and {missing}; pass --vram GIB,… or --devices cuda:0=24GiB")
+        raise OptionError(f"--fit needs the memory of GPUs, and {missing}; pass --vram GIB,… or --devices cuda:0=24GiB")
     on_gpus = any(not device.runs_here for device in gpus)
     model = _Model(tensors, metadata, () if flags.kv_on_cpu else caches, on_gpus, flags.runtime)
     if flags.split_mode == "none":

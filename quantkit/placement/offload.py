@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quantkit.errors import DataError, UnknownNameError
+from quantkit.errors import OptionError, UnknownNameError
 
 THRESHOLD = 32  # tokens per matrix
 OPS = {"MUL_MAT": 27, "MUL_MAT_ID": 28, "FUSED_UP_GATE": 30, "MOE_FUSED_UP_GATE": 31}  # their numbers in ik_llama.cpp
@@ -33,7 +33,7 @@ class Offload:
 
     def __post_init__(self) -> None:
         if self.threshold < 1:
-            raise DataError(f"--offload-threshold {self.threshold}: a batch has at least 1 token")
+            raise OptionError(f"--offload-threshold {self.threshold}: a batch has at least 1 token")
 
     def min_tokens(self, op: str, experts: int = 0, used: int = 0) -> int | None:
         """The smallest batch, in tokens, for which an operation is offloaded; None if it never is."""
@@ -63,12 +63,12 @@ def parse_ops(text: str, threshold: int = THRESHOLD) -> Offload:
     """
     parts = [part.strip() for part in text.replace("=", ",").split(",") if part.strip()]
     if len(parts) % 2:
-        raise DataError(f"-op '{text}': write pairs of an operation and 0 or 1, for example MUL_MAT_ID,0")
+        raise OptionError(f"-op '{text}': write pairs of an operation and 0 or 1, for example MUL_MAT_ID,0")
     by_number = {str(number): name for name, number in OPS.items()}
     forbidden: set[str] = set()
     for op, allowed in zip(parts[::2], parts[1::2]):
         if allowed not in ("0", "1"):
-            raise DataError(f"-op '{text}': {op} must be followed by 0 or 1, not {allowed}")
+            raise OptionError(f"-op '{text}': {op} must be followed by 0 or 1, not {allowed}")
         name = by_number.get(op, op.upper())
         if name not in OPS and name not in ("-1", "ALL"):
             raise UnknownNameError("operation of -op", op, OPS)

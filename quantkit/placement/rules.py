@@ -36,7 +36,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from quantkit.errors import DataError, UnknownNameError, UnsupportedError
+from quantkit.errors import OptionError, UnknownNameError, UnsupportedError
 from quantkit.inputs.safe_regex import Pattern, compile
 from quantkit.placement.devices import CPU, Device, canonical, find, parse_devices, proportions
 from quantkit.placement.tensor_info import TensorInfo
@@ -96,7 +96,7 @@ def parse_rules(text: str) -> list[PlacementRule]:
             continue
         pattern, equals, device = part.strip().rpartition("=")
         if not equals or not pattern or not device:
-            raise DataError(f"-ot '{part}': a rule is REGEX=DEVICE, for example 'ffn_.*_exps=CPU'")
+            raise OptionError(f"-ot '{part}': a rule is REGEX=DEVICE, for example 'ffn_.*_exps=CPU'")
         rules.append(PlacementRule(pattern, device))
     return rules
 
@@ -122,18 +122,18 @@ class Flags:
         if self.split_mode not in MODES:
             raise UnknownNameError("split mode, -sm", self.split_mode, MODES)
         if self.split_mode == "none" and self.tensor_split:
-            raise DataError("-ts shares a model among GPUs, but -sm none uses a single one; omit one of the two flags")
+            raise OptionError("-ts shares a model among GPUs, but -sm none uses a single one; omit one of them")
         if self.split_mode != "none" and self.main_gpu is not None:
-            raise DataError(f"-mg {self.main_gpu} needs -sm none, but the mode is {self.split_mode}; omit -mg")
+            raise OptionError(f"-mg {self.main_gpu} needs -sm none, but the mode is {self.split_mode}; omit -mg")
         if self.split_mode != "graph" and self.max_gpus is not None:
-            raise DataError(f"--max-gpu {self.max_gpus} needs -sm graph, but the mode is {self.split_mode}")
+            raise OptionError(f"--max-gpu {self.max_gpus} needs -sm graph, but the mode is {self.split_mode}")
         if (self.main_gpu or 0) < 0 or (self.max_gpus is not None and self.max_gpus < 1):
-            raise DataError("-mg must be 0 or more, --max-gpu 1 or more")
+            raise OptionError("-mg must be 0 or more, --max-gpu 1 or more")
         if self.tensor_split and (min(self.tensor_split) < 0 or not sum(self.tensor_split)):
-            raise DataError(f"-ts {self.tensor_split}: shares must be 0 or more, and not all 0")
+            raise OptionError(f"-ts {self.tensor_split}: shares must be 0 or more, and not all 0")
         for flag, number in (("-ngl", self.gpu_layers or 0), ("--n-cpu-moe", self.n_cpu_moe)):
             if number < 0:
-                raise DataError(f"{flag} {number}: the number of layers must be 0 or more")
+                raise OptionError(f"{flag} {number}: the number of layers must be 0 or more")
 
     @property
     def rules(self) -> list[PlacementRule]:
@@ -146,7 +146,7 @@ def parse_split(text: str) -> tuple[float, ...]:
     try:
         return tuple(float(part) for part in re.split("[,/]", text) if part.strip())
     except ValueError:
-        raise DataError(f"-ts '{text}': shares must be numbers, for example 3,1") from None
+        raise OptionError(f"-ts '{text}': shares must be numbers, for example 3,1") from None
 
 
 def parse_flags(text: str) -> Flags:
@@ -165,7 +165,7 @@ def parse_flags(text: str) -> Flags:
     try:
         parsed = parser.parse_args(shlex.split(text))
     except ValueError as error:
-        raise DataError(f"placement '{text}': {error}") from None
+        raise OptionError(f"placement '{text}': {error}") from None
     named = parse_devices(parsed.devices) if parsed.devices else ()
     split = parse_split(parsed.split)
     return Flags(

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quantkit.archs.common import checked
-from quantkit.errors import DataError
+from quantkit.errors import OptionError
 from quantkit.placement import sharding
 from quantkit.placement.devices import CPU, canonical
 from quantkit.placement.rules import Placement
@@ -64,9 +64,9 @@ def parse_rates(text: str, flag: str, unit: float) -> dict[str, float]:
             try:
                 found[canonical(name)] = float(value) * unit
             except ValueError:
-                raise DataError(f"{flag} '{part}': write DEVICE=NUMBER, for example cpu=80") from None
+                raise OptionError(f"{flag} '{part}': write DEVICE=NUMBER, for example cpu=80") from None
             if found[canonical(name)] <= 0:
-                raise DataError(f"{flag} '{part}': a rate must be above 0")
+                raise OptionError(f"{flag} '{part}': a rate must be above 0")
     return found
 
 

@@ -21,19 +21,19 @@ from quantkit.errors import QuantkitError
     ],
 )
 def test_sizes(text: str, size: int) -> None:
-    assert parse_size(text) == size
+    assert parse_size(text, "--size") == size
 
 
 @pytest.mark.parametrize("text", ["", "G", "50X", "-3G", "0", "1e9", "5IB"])
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(QuantkitError, match="is not a size"):
-        parse_size(text)
+        parse_size(text, "--size")
 
 
 @pytest.mark.parametrize("text", ["30", "1", "999999", "0.5"])
 def test_small_numbers_without_a_unit_are_asked_about(text: str) -> None:
     with pytest.raises(QuantkitError, match=rf"'{text}' without a unit is .* bytes; write {text}G"):
-        parse_size(text)
+        parse_size(text, "--size")
 
 
 def test_published_form() -> None:

@@ -158,17 +158,20 @@ def test_strict(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "said", "status"),
     [
-        (("-c", "128", "-ctk", "q8_KV", "-ot", "x=GPU"), "is not a device"),
-        (("-ts", "a,b"), "shares must be numbers"),
-        (("--tensor-type", "ffn_up"), "not REGEX=TYPE"),
+        (("-c", "128", "-ctk", "q8_KV", "-ot", "x=GPU"), "is not a device", 1),
+        (("-ts", "a,b"), "shares must be numbers", 2),
+        (("-sm", "none", "-ts", "1"), "omit one of them", 2),
+        (("-mg", "0", "-sm", "layer"), "omit -mg", 2),
+        (("--vram", "-1"), "write the GiB of each GPU", 2),
+        (("--tensor-type", "ffn_up"), "not REGEX=TYPE", 1),
     ],
 )
 def test_what_is_wrong_is_said(
-    config: Path, flags: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+    config: Path, flags: tuple[str, ...], said: str, status: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert said in refused(capsys, "plan", config, "Q4_0", *flags)
+    assert said in refused(capsys, "plan", config, "Q4_0", *flags, status=status)
 
 
 def test_an_unknown_choice_is_bad_usage(config: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -79,7 +79,7 @@ def test_shards_of_the_output(quantize, tmp_path):
         assert made[0].shards == shards
         assert all(np.array_equal(made[0].tensors[name].data, rows) for name, rows in data.items())
     assert "contradict each other" in quantize("--keep-split", "--split-max-tensors", 3, status=2)
-    assert "is not a size" in quantize("--split-max-size", "lots", status=1)
+    assert "is not a size" in quantize("--split-max-size", "lots", status=2)
 
 
 def test_what_is_said_of_the_importance_matrix(quantize, tmp_path, rng):

@@ -64,7 +64,7 @@ def main() -> int:
     work = options.folder / "two-gigabytes"
     source, out, temporary = work / "Llama-1B", work / "out", work / "tmp"
     if not source.exists():
-        make(source, parse_size(options.shard))
+        make(source, parse_size(options.shard, "--shard"))
     shutil.rmtree(out, ignore_errors=True)
     shutil.rmtree(temporary, ignore_errors=True)
     shutil.rmtree(work / "hf", ignore_errors=True)
@@ -104,7 +104,7 @@ def main() -> int:
     size = sum(path.stat().st_size for path in source.glob("*.safetensors"))
     same = filecmp.cmp(out / "hub.gguf", out / "local.gguf", shallow=False)
     print(f"checkpoint {size / 1e6:.0f} MB, --disk {options.disk}, peak {peak / 1e6:.1f} MB, same bytes: {same}")
-    return 0 if same and peak <= parse_size(options.disk) else 1
+    return 0 if same and peak <= parse_size(options.disk, "--disk") else 1
 
 
 if __name__ == "__main__":

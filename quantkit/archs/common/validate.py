@@ -23,6 +23,7 @@ from quantkit.archs.common.blocks import Block, Head, HParams
 from quantkit.archs.common.required_tensors import Shaped, required
 from quantkit.archs.common.tensors import split_name
 from quantkit.errors import FormatError, QuantkitError, UnsupportedError
+from quantkit.formats.gguf.reader import PART
 from quantkit.formats.gguf.scales import SCALED, all_companions, scale_name
 from quantkit.types import QuantType
 
@@ -64,7 +65,7 @@ def describe(
 def problems(metadata: Mapping[str, object], tensors: Mapping[str, Shaped]) -> list[str]:
     """All contradictions that `describe` would refuse; [] for a file that is not a model of a known architecture."""
     name = metadata.get("general.architecture")
-    if not is_model(metadata) or name not in _names() or is_mtp_only(metadata, tensors):
+    if not is_model(metadata) or name not in _names() or PART in metadata or is_mtp_only(metadata, tensors):
         return []
     try:
         return list(_contradictions(_read(metadata, tensors), metadata, tensors))
@@ -112,6 +113,11 @@ def _read(metadata: Mapping[str, object], tensors: Mapping[str, Shaped]) -> Desc
     if not isinstance(name, str):
         raise FormatError("metadata has no general.architecture; the file is not a model")
     arch = archs.get(name)
+    if PART in metadata:
+        raise UnsupportedError(
+            f"the file is a part of a model, {len(tensors)} of {metadata[PART]} tensors (`quantize --only`); join the "
+            "parts with `quantkit merge`"
+        )
     checked.check_keys(name, metadata)
     checked.check_tokenizer(metadata)
     _check_layers(name, metadata, tensors)

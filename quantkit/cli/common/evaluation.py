@@ -12,7 +12,7 @@ import typer
 
 from quantkit.cli.common.command import in_section
 from quantkit.cli.common.options import checked_threads, with_options
-from quantkit.errors import QuantkitError
+from quantkit.errors import OptionError
 from quantkit.progress import ProgressBar, messages_shown
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ def on_message(line: str) -> None:
 def required_text(path: Path | None, what: str) -> Path:
     """The value of -f; QuantkitError if it is missing."""
     if path is None:
-        raise QuantkitError(f"{what} needs a text: pass one with -f FILE")
+        raise OptionError(f"{what} needs a text: pass one with -f FILE")
     return path
 
 

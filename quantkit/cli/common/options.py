@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from quantkit.errors import QuantkitError
+from quantkit.errors import OptionError
 
 
 def checked_threads(count: int | None) -> int | None:
@@ -131,17 +131,22 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12,
 _MIN_WITHOUT_UNIT = 10**6  # 1M, the minimum of gguf-split
 
 
-def parse_size(text: str) -> int:
-    """Bytes of "50G", "800M", "1.5GiB" or "1000000": M and G are decimal as in gguf-split, MiB and GiB binary.
+def parse_size(text: str, option: str) -> int:
+    """Bytes of an option's "50G", "800M", "1.5GiB" or "1000000": M and G are decimal as in gguf-split, MiB and GiB
+    binary.
 
     A small number without a unit is an error: a user who types 30 means 30G, and 30 bytes give hundreds of shards.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?(?:IB)?)B?", text.strip().upper())
     if match is None or match[2] not in _UNITS or float(match[1]) == 0:
-        raise QuantkitError(f"'{text}' is not a size; write, for example, 50G (10^9 bytes each) or 48GiB")
+        raise OptionError(
+            f"{option} '{text}' is not a size above 0; write, for example, 50G (10^9 bytes each) or 48GiB"
+        )
     size = int(float(match[1]) * _UNITS[match[2]])
     if not match[2] and size < _MIN_WITHOUT_UNIT:
-        raise QuantkitError(f"'{text}' without a unit is {size} bytes; write {match[1]}G, {match[1]}M or {match[1]}GiB")
+        raise OptionError(
+            f"{option} '{text}' without a unit is {size} bytes; write {match[1]}G, {match[1]}M or {match[1]}GiB"
+        )
     return size
 
 
@@ -149,7 +154,7 @@ def split_limit(size: str | None, tensors: int | None, keep: bool) -> int | None
     """The bytes of --split-max-size; bad usage if --keep-split contradicts it."""
     if keep and (size is not None or tensors is not None):
         raise typer.BadParameter("--keep-split and --split-max-size or --split-max-tensors contradict each other")
-    return None if size is None else parse_size(size)
+    return None if size is None else parse_size(size, "--split-max-size")
 
 
 def comma_separated(texts: list[str] | None) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -232,7 +233,10 @@ def read_settings(texts: Sequence[str] | None) -> dict[str, str]:
 def read_vram(text: str | None) -> list[float]:
     """The GiB of each GPU of --vram."""
     try:
-        return [float(part) for part in (text or "").split(",") if part.strip()]
+        sizes = [float(part) for part in (text or "").split(",") if part.strip()]
+        if not all(0 < size < math.inf for size in sizes):
+            raise ValueError
+        return sizes
     except ValueError:
         raise typer.BadParameter(
             f"--vram '{text}': write the GiB of each GPU, comma-separated, for example 24,24"

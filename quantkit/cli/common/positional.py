@@ -39,6 +39,8 @@ def read(words: Sequence[str | None]) -> Positional:
     given = [word for word in words if word is not None]
     if not given or not _is_like_a_type(given[0]):
         out, file_type, threads = (*given, None, None, None)[:3]
+        if file_type is not None:
+            _require_file_type(file_type)
         return Positional(None if out is None else Path(out), file_type, _threads(threads))
     name, *rest = given
     as_file = f"for a file of that name write .{os.sep}{name}"
@@ -69,13 +71,13 @@ def refuse_type(out: str, name: str, remedy: str) -> None:
         )
 
 
-def _require_file_type(name: str, as_file: str) -> None:
+def _require_file_type(name: str, remedy: str = "") -> None:
     from quantkit.recipe import file_type
 
     try:
         file_type(name)
     except UnknownNameError as error:
-        raise typer.BadParameter(f"{error}; {as_file}") from None
+        raise typer.BadParameter(f"{error}; {remedy}" if remedy else str(error)) from None
 
 
 def _number(word: str) -> int | None:

@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from quantkit.errors import DataError, QuantkitError
+from quantkit.errors import DataError, OptionError, QuantkitError
 from quantkit.evaluate.imatrix.input_sums import InputSums, ProductSketch, ProductSums, sketch_columns
 from quantkit.formats.imatrix import Entry, Imatrix, SecondMoments
 from quantkit.formats.imatrix.factors import RANK
@@ -98,7 +98,7 @@ class MomentsForm:
             return cls(int(size) if colon else BLOCK)
         if name == "rank" and (not colon or (size.isdecimal() and 1 <= int(size) <= 1 << 16)):
             return cls(0, rank=int(size) if colon else RANK)
-        raise QuantkitError(f"--second-moments {text}: known are {FORMS}, N at least 32 columns or a rank of 1")
+        raise OptionError(f"--second-moments {text}: known are {FORMS}, N at least 32 columns or a rank of 1")
 
     def of(self, columns: int) -> InputForm:
         """The form of an input. It is full where factors would take as many bytes."""

@@ -8,13 +8,12 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 from quantkit.errors import UnknownNameError, UnsupportedError
 from quantkit.formats.gguf import dialects
 from quantkit.formats.pipeline import Progress
 from quantkit.pipelines.conversion.plan import Conversion, plan_conversion
-from quantkit.pipelines.output import write_gguf
+from quantkit.pipelines.output import filled_name, write_gguf
 from quantkit.types import DIALECTS
 from quantkit.types.base import LLAMA_CPP
 
@@ -86,16 +85,3 @@ def refuse_foreign_specs(conversion: Conversion, dialect: str | None) -> None:
             f"--dialect {dialect} does not read; choose another --outtype, or drop --dialect"
         )
     conversion.metadata.set(dialects.KEY, dialect, "str")
-
-
-def filled_name(out: str | os.PathLike[str], source: str | os.PathLike[str], outtype: str) -> Path:
-    """The name of the output: in `out`, {name} is the directory's name, {ftype} and {outtype} the type of matrices.
-
-    Names in capitals give it in capitals, as in convert_hf_to_gguf.py: {FTYPE} is BF16.
-    """
-    text = os.fspath(out)
-    values = {"name": Path(source).resolve().name, "ftype": outtype.lower(), "outtype": outtype.lower()}
-    values |= {"FTYPE": outtype.upper(), "OUTTYPE": outtype.upper()}
-    for key, value in values.items():
-        text = text.replace("{" + key + "}", value)
-    return Path(text)

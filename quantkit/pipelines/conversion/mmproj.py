@@ -26,10 +26,9 @@ from quantkit.formats.safetensors.quantized import unscaled
 from quantkit.formats.torch_bin import is_bin, open_bin
 from quantkit.inputs.json_input import read_object
 from quantkit.inputs.settings import mapping, sequence
-from quantkit.pipelines.conversion.convert import filled_name
 from quantkit.pipelines.conversion.metadata import general_keys
 from quantkit.pipelines.conversion.tensor import ConvertedTensor
-from quantkit.pipelines.output import WriteTask, write_gguf
+from quantkit.pipelines.output import WriteTask, filled_name, write_gguf
 from quantkit.types import QuantType
 from quantkit.vision import Tower, of_config
 from quantkit.vision.tower import ARCHITECTURE, Part, require_names

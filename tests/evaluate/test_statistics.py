@@ -110,7 +110,7 @@ def test_student(degrees, level):
 
 
 @pytest.mark.parametrize("level", [0.5, 0.95, 0.995, 0.9999])
-def test_student_of_two_degrees_and_where_its_forms_meet(level):
+def test_student_of_one_and_two_degrees_and_of_many(level):
     assert student(1, level) == pytest.approx(math.tan(math.pi / 2 * level), rel=1e-9)
     assert student(2, level) == pytest.approx(level * math.sqrt(2 / (1 - level**2)), rel=1e-9)
     found = [student(degrees, level) for degrees in (*range(1, 12), 199, 200, 201, 202, 10**6)]

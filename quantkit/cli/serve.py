@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -9,8 +13,8 @@ import typer
 
 from quantkit import progress
 from quantkit.cli.common.command import in_sections, takes_model
+from quantkit.cli.common.dialect import knows_dialect
 from quantkit.cli.common.evaluation import on_message
-from quantkit.cli.common.hub import from_hub
 from quantkit.cli.common.launch import Launch, runs_a_model, trained_context
 from quantkit.cli.common.options import FastNumerics, Threads
 from quantkit.cli.common.progress_options import shows_progress
@@ -22,7 +26,7 @@ _CONTEXT = 4096
 @shows_progress
 @in_sections(Server=["host", "port", "api_key", "alias", "queue"])
 @takes_model()
-@from_hub("model")
+@knows_dialect
 @runs_a_model
 def serve(
     model: Annotated[
@@ -70,26 +74,42 @@ def serve(
     """Serve a model by OpenAI's HTTP API, for benches and harnesses.
 
     It has /v1/models, /v1/completions with log-probabilities of prompts, and /v1/chat/completions. It is no production
-    server: one sequence is computed at a time. Ctrl-C ends it.
+    server: one sequence is computed at a time. Ctrl-C or SIGTERM ends it.
     """
     try:
-        from quantkit.serve.server import ApiServer, require_key
+        from quantkit.serve.server import ApiServer, Listener
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("starlette", "uvicorn"):
             raise
         raise UnsupportedError(f"serve needs {error.name}: pip install 'quantkit[serve]'") from None
     from quantkit.formats import gguf
+    from quantkit.hub import models
 
-    require_key(host, api_key)
-    n_ctx = min(_CONTEXT, trained_context(gguf.require_model(gguf.open(model)))) if ctx_size is None else ctx_size
-    loaded = launch.open(model, numerics=numerics, threads=threads, n_ctx=n_ctx)
-    server = ApiServer(loaded, alias or model.name, host=host, port=port, api_key=api_key, waiting=queue)
-    progress.end()
-    attention = "" if loaded.attention.flash else ", flash attention off"
-    on_message(
-        f"numerics {loaded.numerics}, cache {loaded.cache_type}{attention}, threads {loaded.threads}, "
-        f"context {loaded.n_ctx} tokens, queue {queue}"
-    )
-    print(f"{alias or model.name} at {server.url} (no production server; Ctrl-C ends it)", flush=True)
-    server.run()
+    # The address is taken first: loading can take minutes.
+    with _interrupted_by_sigterm(), contextlib.closing(Listener(host, port, api_key)) as listener:
+        model = models.model_file(model)
+        n_ctx = min(_CONTEXT, trained_context(gguf.require_model(gguf.open(model)))) if ctx_size is None else ctx_size
+        loaded = launch.open(model, numerics=numerics, threads=threads, n_ctx=n_ctx)
+        server = ApiServer(loaded, alias or model.name, listener, waiting=queue)
+        progress.end()
+        attention = "" if loaded.attention.flash else ", flash attention off"
+        on_message(
+            f"numerics {loaded.numerics}, cache {loaded.cache_type}{attention}, threads {loaded.threads}, "
+            f"context {loaded.n_ctx} tokens, queue {queue}"
+        )
+        print(f"{alias or model.name} at {server.url} (no production server; Ctrl-C ends it)", flush=True)
+        server.run()
     on_message("stopped")
+
+
+@contextlib.contextmanager
+def _interrupted_by_sigterm() -> Iterator[None]:
+    """A context in which SIGTERM, with which containers and services are stopped, does what Ctrl-C does."""
+    if threading.current_thread() is not threading.main_thread():  # only that one may set handlers
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -3,6 +3,7 @@
 It is no production server: one sequence is computed at a time, and requests wait in a queue. A request passes through
 
     server       the socket, the event loop (uvicorn), the end by Ctrl-C
+    connections  how long a connection may be idle, and how many are open
     app          routes, API key, size of bodies, streaming, clients that disconnect (starlette)
     requests     JSON of strangers to a checked `Request`
     worker       the queue, and the only thread that runs the model and its tokenizer
@@ -10,7 +11,7 @@ It is no production server: one sequence is computed at a time, and requests wai
     answers      pieces to the JSON of OpenAI's API
     api_error    what the API answers instead
 
-Every size is bounded: bodies, waiting requests, connections, tokens, log-probabilities. The package uses `runtime` and
-`tokenizers`. Only `cli` imports it, and it is imported when `quantkit serve` runs: starlette and uvicorn are the extra
-`serve`.
+Every size is bounded: bodies, waiting requests, connections and their idle time, tokens, log-probabilities. The package
+uses `runtime` and `tokenizers`. Only `cli` imports it, and it is imported when `quantkit serve` runs: starlette and
+uvicorn are the extra `serve`.
 """

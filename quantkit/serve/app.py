@@ -32,12 +32,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from quantkit.serve import requests
 from quantkit.serve.answers import Answer, Record
 from quantkit.serve.api_error import ApiError
+from quantkit.serve.connections import Connections
 from quantkit.serve.requests import Request
 from quantkit.serve.worker import Event, Job, PieceOf, Started, Worker
 
 MAX_BODY = 1 << 20  # bytes
 READ_SECONDS = 30.0  # for a body
-_DISCARDED = 16 << 20  # bytes of a larger body that are read, so that the client reads the answer
 
 
 def is_loopback(host: str) -> bool:
@@ -48,7 +48,7 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def application(worker: Worker, model: str, api_key: str | None) -> Starlette:
+def application(worker: Worker, model: str, api_key: str | None, connections: Connections) -> Starlette:
     """The application. `model` is the name of the worker's model."""
     listed = {"id": model, "object": "model", "created": int(time.time()), "owned_by": "quantkit"}
 
@@ -73,21 +73,26 @@ def application(worker: Worker, model: str, api_key: str | None) -> Starlette:
         Route("/v1/chat/completions", endpoint(requests.chat), methods=["POST"]),
     ]
     handlers = {ApiError: _on_api_error, HTTPException: _on_http_error, Exception: _on_bug}
-    return Starlette(routes=routes, middleware=[Middleware(_Guard, api_key=api_key)], exception_handlers=handlers)
+    guard = Middleware(_Guard, api_key=api_key, connections=connections)
+    return Starlette(routes=routes, middleware=[guard], exception_handlers=handlers)
 
 
 class _Guard:
-    """Middleware that refuses requests without the API key or, where there is none, for a foreign host."""
+    """Middleware that refuses requests without the API key or, where there is none, for a foreign host.
 
-    def __init__(self, app: ASGIApp, api_key: str | None):
-        self._app = app
+    The connection of a refused request stays idle, so that such requests do not keep it open.
+    """
+
+    def __init__(self, app: ASGIApp, api_key: str | None, connections: Connections):
+        self._app, self._connections = app, connections
         self._key = None if api_key is None else api_key.strip().encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and (error := self._refusal(Headers(scope=scope))) is not None:
             await _error_response(error)(scope, receive, send)
             return
-        await self._app(scope, receive, send)
+        with self._connections.answering(scope):
+            await self._app(scope, receive, send)
 
     def _refusal(self, headers: Headers) -> ApiError | None:
         if self._key is None:
@@ -106,29 +111,28 @@ async def _body(request: HttpRequest) -> bytes:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise ApiError(415, f"the content type is {kind[:80]!r}; it must be application/json")
+    if (declared := int(request.headers.get("content-length", "0"))) > MAX_BODY:  # digits: h11 has checked them
+        raise _too_large(str(declared))
     try:
-        body, size = await asyncio.wait_for(_read(request), READ_SECONDS)
+        return await asyncio.wait_for(_read(request), READ_SECONDS)
     except ClientDisconnect:
         raise ApiError(400, "the client disconnected") from None
     except asyncio.TimeoutError:
         raise ApiError(408, f"the body did not arrive within {READ_SECONDS:g} s") from None
-    if size > MAX_BODY:
-        raise ApiError(413, f"the body has {size} bytes or more; at most {MAX_BODY} are taken", "body_too_large")
-    return body
 
 
-async def _read(request: HttpRequest) -> tuple[bytes, int]:
-    """A body of up to MAX_BODY, or b"" for a larger one, and the bytes that were read."""
-    body, size = bytearray(), 0
+async def _read(request: HttpRequest) -> bytes:
+    body = bytearray()
     async for part in request.stream():
-        size += len(part)
-        if size <= MAX_BODY:
-            body += part
-        else:
-            body.clear()
-        if size > _DISCARDED:
-            break
-    return bytes(body), size
+        body += part
+        if len(body) > MAX_BODY:
+            raise _too_large(f"{len(body)} or more")
+    return bytes(body)
+
+
+def _too_large(size: str) -> ApiError:
+    """The answer to a large body. It is sent at once; uvicorn discards the rest, so that the client can read it."""
+    return ApiError(413, f"the body has {size} bytes; at most {MAX_BODY} are taken", "body_too_large")
 
 
 def _error_response(error: ApiError) -> JSONResponse:

@@ -24,7 +24,7 @@ import pytest
 
 from benchmarks import checkpoints
 from quantkit import archs, cli
-from quantkit.errors import OptionError
+from quantkit.errors import OptionError, QuantkitError
 from quantkit.formats import gguf
 from quantkit.runtime.generate import Sampling
 from quantkit.runtime.loading import load
@@ -32,7 +32,7 @@ from quantkit.runtime.model import Model
 from quantkit.serve import app, generation, requests
 from quantkit.serve.api_error import ApiError
 from quantkit.serve.generation import Piece
-from quantkit.serve.server import ApiServer, require_key
+from quantkit.serve.server import ApiServer, Listener, require_key
 from quantkit.serve.worker import Job, Worker
 from quantkit.tokenizers.tokenizer import Tokenizer
 
@@ -67,8 +67,8 @@ def model(path: Path) -> Model:
 
 
 @contextlib.contextmanager
-def running(model: Any, **options: Any) -> Iterator[ApiServer]:
-    server = ApiServer(model, "tiny", port=0, **options)
+def running(model: Any, api_key: str | None = None, **options: Any) -> Iterator[ApiServer]:
+    server = ApiServer(model, "tiny", Listener(port=0, api_key=api_key), **options)
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
@@ -94,6 +94,24 @@ def post(server: ApiServer, body: object, path: str = "completions", **headers: 
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     headers = {"Content-Type": "application/json"} | {name.replace("_", "-"): text for name, text in headers.items()}
     return httpx.post(f"{server.url}/{path}", content=data, headers=headers, timeout=60)
+
+
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+
+
+def connected(server: ApiServer) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", httpx.URL(server.url).port), timeout=30)
+
+
+def read_answer(connection: socket.socket) -> bytes:
+    """An answer with a length; fewer bytes where the server has closed the connection."""
+    found = b""
+    while part := connection.recv(1 << 20):
+        found += part
+        head, end, content = found.partition(b"\r\n\r\n")
+        if end and len(content) >= int(re.search(rb"content-length: (\d+)", head)[1]):
+            break
+    return found
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
@@ -327,22 +345,38 @@ def test_logprobs_of_an_answer_are_bounded(server: ApiServer, monkeypatch: pytes
 
 
 def test_a_chunked_body_is_bounded_too(server: ApiServer) -> None:
-    def parts() -> Iterator[bytes]:
-        for _ in range(40):
+    """Also a long one: the client sends all of it and then reads the answer."""
+
+    def parts(count: int) -> Iterator[bytes]:
+        for _ in range(count):
             yield b" " * 100_000
 
     headers = {"Content-Type": "application/json"}
-    found = httpx.post(f"{server.url}/completions", content=parts(), headers=headers, timeout=60)
-    assert found.status_code == 413
+    for count in (40, 400):
+        found = httpx.post(f"{server.url}/completions", content=parts(count), headers=headers, timeout=60)
+        assert found.status_code == 413
+        assert re.search(r"has \d+ or more bytes; at most 1048576", found.json()["error"]["message"])
+
+
+@pytest.mark.parametrize("length", [(1 << 20) + 1, 10**9, 99999999999999999999])
+def test_a_long_body_is_refused_before_it_arrives(server: ApiServer, length: int) -> None:
+    with connected(server) as connection:
+        connection.sendall(POST + b"Content-Length: %d\r\n\r\n{" % length)
+        found = read_answer(connection)
+        assert found.startswith(b"HTTP/1.1 413")
+        assert b"has %d bytes; at most 1048576" % length in found
+
+
+def test_the_longest_body_is_read(server: ApiServer) -> None:
+    found = post(server, b"{" + b" " * ((1 << 20) - 1))
+    assert found.status_code == 400
+    assert "not JSON" in found.json()["error"]["message"]
 
 
 def test_a_body_has_to_arrive_in_time(server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app, "READ_SECONDS", 0.2)
-    with socket.create_connection(("127.0.0.1", httpx.URL(server.url).port), timeout=30) as connection:
-        connection.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-            b"Content-Length: 100\r\n\r\n{"
-        )
+    with connected(server) as connection:
+        connection.sendall(POST + b"Content-Length: 100\r\n\r\n{")
         assert connection.recv(1000).startswith(b"HTTP/1.1 408")
 
 
@@ -437,13 +471,11 @@ def test_32_clients_at_once(model: Model) -> None:
 def test_clients_that_leave_free_the_model_and_the_queue(model: Model) -> None:
     slow = Slow(model)
     with running(slow, waiting=2) as server:
-        address = ("127.0.0.1", httpx.URL(server.url).port)
         body = json.dumps({"prompt": "a", "max_tokens": 200, "stream": True}).encode()
-        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         connections = []
         for count in (1, 2, 3):  # one that runs, two that wait
-            connections.append(socket.create_connection(address))
-            connections[-1].sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+            connections.append(connected(server))
+            connections[-1].sendall(POST + b"Content-Length: %d\r\n\r\n" % len(body) + body)
             until(lambda: (slow.passes, len(server.worker._queue)) == (1, count - 1))  # noqa: B023  runs at once
         assert post(server, {"prompt": "a"}).status_code == 429
         for connection in connections:
@@ -475,10 +507,12 @@ def test_memory_stays(server: ApiServer) -> None:
 
 
 def test_connections_are_bounded(model: Model) -> None:
+    """Connections whose requests were taken; here their bodies are not complete."""
     with running(model, waiting=1) as server, contextlib.ExitStack() as stack:
-        address = ("127.0.0.1", httpx.URL(server.url).port)
         for _ in range(1 + 1 + 64):
-            stack.enter_context(socket.create_connection(address))
+            connection = stack.enter_context(connected(server))
+            connection.sendall(POST + b"Expect: 100-continue\r\nContent-Length: 100\r\n\r\n")
+            assert connection.recv(1000).startswith(b"HTTP/1.1 100")
         assert httpx.get(f"{server.url}/models").status_code == 503
         stack.close()
 
@@ -486,6 +520,90 @@ def test_connections_are_bounded(model: Model) -> None:
             return httpx.get(f"{server.url}/models").status_code == 200
 
         until(is_free)
+
+
+def is_closed(connection: socket.socket) -> bool:
+    """Whether the server has closed a connection, which has nothing to read."""
+    connection.settimeout(0)
+    try:
+        return connection.recv(1) == b""
+    except BlockingIOError:
+        return False
+    except ConnectionError:
+        return True
+
+
+def test_silent_connections_lock_nobody_out(model: Model) -> None:
+    """The oldest ones are closed for new clients, long before their time is over."""
+    with running(model, waiting=1, idle_seconds=3600) as server, contextlib.ExitStack() as stack:
+        user = stack.enter_context(httpx.Client(base_url=server.url))
+        assert user.get("/models").status_code == 200
+        silent = [stack.enter_context(connected(server)) for _ in range(140)]
+        assert httpx.get(f"{server.url}/models").status_code == 200
+        assert [is_closed(one) for one in silent] == [True] * 76 + [False] * 64  # two are the clients'
+        assert user.get("/models").status_code == 200
+
+
+def test_a_header_has_to_arrive_in_time(model: Model) -> None:
+    """Also one that arrives a byte at a time, and one after another request."""
+    with running(model, idle_seconds=1) as server, contextlib.ExitStack() as stack:
+        slow = []
+        for i in range(30):
+            slow.append(stack.enter_context(connected(server)))
+            if i < 10:
+                slow[i].sendall(b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                assert read_answer(slow[i]).startswith(b"HTTP/1.1 200")
+        head = iter(b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 2000)
+        start = time.monotonic()
+        while not all(is_closed(connection) for connection in slow):
+            assert time.monotonic() < start + 30
+            byte = bytes([next(head)])
+            for connection in slow[:20]:  # the others stay silent
+                with contextlib.suppress(ConnectionError):
+                    connection.sendall(byte)
+            time.sleep(0.05)
+        assert time.monotonic() > start + 0.5
+        assert httpx.get(f"{server.url}/models").status_code == 200
+
+
+def test_an_answer_may_take_longer_than_a_header(model: Model) -> None:
+    slow = Slow(model)
+    with running(slow, idle_seconds=0.5) as server, ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(post, server, {"prompt": "a", "max_tokens": 1})
+        until(lambda: slow.passes)
+        time.sleep(1)
+        slow.go.set()
+        assert answer.result().status_code == 200
+
+
+def test_an_answer_may_be_read_late(model: Model) -> None:
+    """Later than the connection may be idle: it is closed when all is sent."""
+    body = json.dumps({"prompt": ["a" * 250] * 128, "max_tokens": 0, "echo": True, "logprobs": 20}).encode()
+    with running(model, idle_seconds=0.5) as server, connected(server) as connection:
+        connection.sendall(POST + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        found = connection.recv(1)
+        time.sleep(1)
+        found += read_answer(connection)
+        head, _, content = found.partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200")
+        assert len(content) > 16 << 20  # more than the kernel's buffers hold
+        assert len(json.loads(content)["choices"]) == 128
+
+
+def test_refused_requests_do_not_hold_a_connection(model: Model) -> None:
+    with running(model, api_key="secret", idle_seconds=1) as server, connected(server) as connection:
+        start = time.monotonic()
+        count = 0
+        with contextlib.suppress(ConnectionError):
+            while True:
+                connection.sendall(b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                if not (found := read_answer(connection)):
+                    break
+                assert found.startswith(b"HTTP/1.1 401")
+                count += 1
+                assert time.monotonic() < start + 30
+                time.sleep(0.05)
+        assert count > 1
 
 
 def test_a_bug_in_a_handler_answers_500(server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -558,6 +676,75 @@ def test_the_command_ends_by_ctrl_c(path: Path) -> None:
         assert "numerics fast, cache f16, threads 1, context 256 tokens, queue 64" in lines
         assert lines[-1] == "stopped"
         assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_signals_end_the_command(path: Path, sent: signal.Signals) -> None:
+    command = [sys.executable, "-m", "quantkit", "serve", str(path), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        found = re.search(r" at (http://\S+) ", process.stdout.readline())
+        assert found
+        assert httpx.get(f"{found[1]}/models").status_code == 200  # the handlers of signals are set
+        process.send_signal(sent)
+        out, err = process.communicate(timeout=60)
+        assert (process.returncode, out, err.splitlines()[-1]) == (0, "", "stopped")
+        assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_signals_end_the_command_while_it_loads(path: Path, sent: signal.Signals) -> None:
+    code = (
+        "import sys, time\n"
+        "from quantkit import cli\n"
+        "from quantkit.runtime import loading\n"
+        "def load(*given, **options):\n"
+        "    print('loading', flush=True)\n"
+        "    time.sleep(60)\n"
+        "loading.load = load\n"
+        "sys.exit(cli.main(['serve', sys.argv[1], '--port', '0']))\n"
+    )
+    command = [sys.executable, "-W", "default::ResourceWarning", "-c", code, str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "loading\n"
+        process.send_signal(sent)
+        assert process.communicate(timeout=30) == ("", "\ninterrupted\n")
+        assert process.returncode == 130
+
+
+@pytest.mark.parametrize(("host", "text"), [("127.0.0.1", "127.0.0.1"), ("[::1]", "[::1]")])
+def test_a_port_in_use_is_found_before_the_model_is_loaded(
+    host: str, text: str, path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = list[Any]()
+    monkeypatch.setattr("quantkit.runtime.loading.load", lambda *given, **options: loaded.append(given))
+    try:
+        first = Listener(host, 0)
+    except QuantkitError as error:
+        pytest.skip(str(error))  # a machine without IPv6
+    with contextlib.closing(first):
+        port = str(httpx.URL(first.url).port)
+        assert cli.main(["serve", str(path), "--host", host, "--port", port]) == 1
+    assert not loaded
+    assert capsys.readouterr().err == (
+        f"error: --host {text} --port {port}: Address already in use; "
+        "end the program that listens there, or give another --port (0: any free one)\n"
+    )
+
+
+def test_addresses_that_cannot_be_listened_on() -> None:
+    for host in ("192.0.2.1", "no-such-host.invalid", "a..b"):  # RFC 5737 and RFC 2606 reserve the first two
+        with pytest.raises(QuantkitError, match=rf"--host {host} --port 0: .*; --host must be an address of this"):
+            Listener(host, 0, api_key="secret")
+
+
+def test_a_failed_load_frees_the_port(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with contextlib.closing(Listener(port=0)) as listener:
+        port = httpx.URL(listener.url).port
+    for _ in range(2):
+        assert cli.main(["serve", str(tmp_path / "none.gguf"), "--port", str(port)]) == 1
+        assert "none.gguf" in capsys.readouterr().err
 
 
 def test_the_command_needs_its_extra(

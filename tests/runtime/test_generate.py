@@ -172,3 +172,19 @@ def test_the_command_refuses_what_it_cannot_do(smollm2_q4_1: Path, capsys: pytes
     ):
         assert cli.main(["generate", path, *args]) == 1
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        (r"a\nb\tc\r", "a\nb\tc\r"),
+        (r"\'\"\\n", "'\"\\n"),
+        (r"\x41\x7a\x4", "Az\\x4"),
+        ("\\d\\", "\\d\\"),
+        ("é\\n", "é\n"),
+    ],
+)
+def test_escapes_of_a_prompt(typed: str, meant: str) -> None:
+    from quantkit.cli.generate import _unescaped
+
+    assert _unescaped(typed) == meant

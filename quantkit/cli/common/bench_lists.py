@@ -77,7 +77,7 @@ def _range(text: str) -> list[int] | None:
 
 def _parts(text: str) -> list[str]:
     """The items of a list, with those of its ranges."""
-    parts = [part.strip().lower() for part in text.split(",")]
+    parts = [part.strip() for part in text.split(",")]
     return [item for part in parts for item in (list(map(str, _range(part) or ())) or [part])]
 
 
@@ -158,7 +158,7 @@ def _values(about: _List, text: str | None, default: Any) -> list[Any]:
     if text is None:
         return [default]
     parts = _parts(text)
-    found = [about.read(part) for part in parts]
+    found = [about.read(part.lower()) for part in parts]
     if None in found:
         raise typer.BadParameter(
             f"{about.flags[-1]} {text}: '{parts[found.index(None)]}' is not valid; write {about.metavar}"

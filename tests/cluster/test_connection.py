@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,26 +15,10 @@ from quantkit import cluster
 from quantkit.cluster.connection import local_processes
 from quantkit.cluster.workers import FileIdentity
 from quantkit.errors import OptionError, QuantkitError
+from tests.cluster.processes import another_worker, other_version
 
 if TYPE_CHECKING:
     from distributed import Client
-
-
-@contextlib.contextmanager
-def another_worker(client: Client, **variables: str) -> Iterator[str]:
-    """A further worker process, with these variables of the environment; its address."""
-    before = set(client.scheduler_info(n_workers=-1)["workers"])
-    command = [sys.executable, "-m", "distributed.cli.dask_worker", client.scheduler.address, "--no-nanny",
-               "--nthreads", "1", "--memory-limit", "0", "--no-dashboard"]  # fmt: skip
-    with subprocess.Popen(command, cwd=os.sep, env=os.environ | variables, stderr=subprocess.DEVNULL) as process:
-        try:
-            client.wait_for_workers(len(before) + 1, timeout=60)
-            (address,) = set(client.scheduler_info(n_workers=-1)["workers"]) - before
-            yield address
-        finally:
-            process.kill()
-    while len(client.scheduler_info(n_workers=-1)["workers"]) > len(before):
-        pass
 
 
 def test_names_of_clusters(tmp_path: Path) -> None:
@@ -98,11 +79,7 @@ def test_another_model_of_the_same_size_is_noticed(tmp_path: Path) -> None:
 
 
 def test_a_worker_of_another_version_is_refused_by_name(dask_client: Client, tmp_path: Path) -> None:
-    package = tmp_path / "other" / "quantkit"
-    shutil.copytree(Path(quantkit.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
-    source = package / "__init__.py"
-    source.write_text(source.read_text().replace(f'"{quantkit.__version__}"', '"9.9.9"'))
-    with another_worker(dask_client, PYTHONPATH=str(package.parent)) as address:
+    with another_worker(dask_client, PYTHONPATH=str(other_version(tmp_path))) as address:
         with pytest.raises(QuantkitError) as error:
             cluster.require_same(dask_client, [__file__])
         cluster.require_same(dask_client, [__file__], [w for w in dask_client.nthreads() if w != address])

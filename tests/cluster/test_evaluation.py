@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +13,6 @@ import pytest
 
 import quantkit
 from quantkit import cli, cluster
-from quantkit.cluster.in_order import KeptRun
 from quantkit.errors import QuantkitError
 from quantkit.evaluate.compare import CompareOptions, compare
 from quantkit.evaluate.divergence import DivergenceOptions, divergence
@@ -116,28 +114,6 @@ def test_chunks_of_a_killed_worker_are_run_again(model: Path, text: Path) -> Non
         there = perplexity(model, text, options, client=client, progress=kill)
     assert killed
     np.testing.assert_array_equal(here.nll, there.nll)
-
-
-def _number(threads: int) -> int:
-    return threads
-
-
-def _slowly(state: int, argument: int) -> list[int]:
-    time.sleep(0.2)
-    return [state * argument]
-
-
-def test_tasks_go_on_when_all_workers_were_killed() -> None:
-    """dask would wait for the workers that they were meant for."""
-    found = []
-    with cluster.connect("local:1") as client, KeptRun(client, _number, []) as run:
-        for parts in run.results(_slowly, range(6)):
-            found += list(parts)
-            if len(found) == 1:
-                (pid,) = client.run(os.getpid).values()
-                os.kill(pid, signal.SIGKILL)
-        threads = sum(client.nthreads().values())
-    assert found == [threads * i for i in range(6)]
 
 
 def test_a_run_resumes_on_a_cluster(model: Path, text: Path, tmp_path: Path, dask_client: Client) -> None:  # noqa: F811

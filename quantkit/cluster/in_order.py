@@ -4,8 +4,8 @@ Each worker runs one task and has another waiting, so that results wait on worke
 fetched in its turn, in parts. dask runs the tasks of a dead worker again. When all tasks are handed out, those of slow
 workers are given to idle ones too, and the first result counts: tasks are deterministic.
 
-A worker that cannot do a task, for another quantkit, other files, an OSError or too little memory, gets no more tasks of
-the run, and its tasks go to others.
+A worker that cannot do a task (another quantkit, other files, an OSError, too little memory) gets no more tasks of the
+run, and its tasks go to others.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _SLOW = 2.0  # a task that takes so many times the longest one is run on another
 
 @dataclass
 class WorkerTime:
-    """The tasks that a worker has done, and their seconds."""
+    """The tasks that a worker has done, of a pipeline its stages, and their seconds."""
 
     tasks: int = 0
     seconds: float = 0.0

@@ -10,18 +10,34 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quantkit.cli.common.output import print_table
+from quantkit.errors import OptionError
 
 if TYPE_CHECKING:
     from distributed import Client
 
+    from quantkit.cluster.in_order import WorkerTime
     from quantkit.pipelines.on_cluster import WorkerWork
 
 PANEL = "Several machines"
+
+
+def _checked(spec: str | None) -> str | None:
+    """--cluster, if it names a cluster. Nothing is read or printed before."""
+    if spec is not None:
+        from quantkit.cluster import check
+
+        try:
+            check(spec)
+        except OptionError as error:
+            raise typer.BadParameter(str(error).removeprefix("--cluster ")) from None
+    return spec
+
 
 Cluster = Annotated[
     str | None,
     typer.Option(
         "--cluster",
+        callback=_checked,
         metavar="local[:N]|ADDRESS|FILE",
         help="Run on a dask cluster: N processes here, tcp://HOST:PORT of a scheduler, or its scheduler file.",
         rich_help_panel=PANEL,
@@ -59,8 +75,8 @@ def connected(spec: str | None, on_message: Callable[[str], None]) -> Iterator[C
         yield client
 
 
-def worker_rows(work: Mapping[str, WorkerWork]) -> list[dict[str, Any]]:
-    """What each worker did, for JSON: address, tasks, pieces, seconds of its threads, bytes."""
+def worker_rows(work: Mapping[str, WorkerWork | WorkerTime]) -> list[dict[str, Any]]:
+    """What each worker did, for JSON: address, tasks, seconds; of encoding also pieces and bytes."""
     return [{"address": address, **dataclasses.asdict(done)} for address, done in sorted(work.items())]
 
 

@@ -167,6 +167,8 @@ def convert(
         _convert_mmproj(source, str(target), outtype, options, cluster is not None or lora is not None, json)
         return
     if lora is not None:
+        if cluster is not None:
+            raise UnsupportedError("--lora converts a small adapter on this machine: remove --cluster")
         _convert_adapter(lora, source, outfile or out, outtype, json)
         return
     tell = (lambda line: None) if json else print

@@ -13,6 +13,7 @@ import pytest
 
 import quantkit
 from quantkit import cli, cluster
+from quantkit.cluster.in_order import WorkerTime
 from quantkit.errors import QuantkitError
 from quantkit.evaluate.compare import CompareOptions, compare
 from quantkit.evaluate.divergence import DivergenceOptions, divergence
@@ -81,6 +82,10 @@ def test_layers_are_a_pipeline(model: Path, text: Path, dask_client: Client) -> 
     here = perplexity(model, text, options)
     there = perplexity(model, text, options, client=dask_client)
     np.testing.assert_array_equal(here.nll, there.nll)
+    workers = there.conditions["workers"]
+    assert isinstance(workers, dict)
+    assert set(workers) == set(dask_client.nthreads())
+    assert [worker["batches"] for worker in workers.values()] == [3, 3]
 
 
 def test_stages_follow_from_memory() -> None:
@@ -137,9 +142,13 @@ def test_sensitivity_has_the_same_numbers(
 ) -> None:  # fmt: skip
     options = SensitivityOptions(ctx_size=CTX, chunks=2, rows=4, types=["q4_0", "q8_0"])
     outputs = tmp_path / "here.json", tmp_path / "there.json"
+    times: dict[str, WorkerTime] = {}
     here, there = (
-        sensitivity(model, text, output, options, client=client) for output, client in zip(outputs, (None, dask_client))
+        sensitivity(model, text, output, options, client=client, on_workers=times.update)
+        for output, client in zip(outputs, (None, dask_client))
     )
+    assert set(times) == set(dask_client.nthreads())
+    assert all(each.tasks and each.seconds for each in times.values())
     assert here.tensors == there.tensors
     assert any(cost.kld > 0 for cost in here.tensors.values())
 
@@ -153,6 +162,8 @@ def test_verify_finds_the_same(model: Path, tmp_path: Path, dask_client: Client)
     options = VerifyOptions(source=model)
     here, there = (api.verify(made, options, client=client) for client in (None, dask_client))
     assert here.to_json() == there.to_json()
+    assert not here.workers
+    assert sum(times.tasks for times in there.workers.values()) == 1
     assert len(here.damage) == 1
     assert here.hashed == len(here.file.tensors) - 1
 

@@ -64,8 +64,8 @@ TABLES = {
             Column("lost", "not in the journal", "d"), Column("bytes", "bytes of one machine"),
         ),
         "`quantize --cluster` on two worker processes of one thread, with SIGKILL at random moments. Pieces that are "
-        "completed and not yet in the journal when the command is killed are done twice, and so are finished ones that a "
-        "killed worker holds.",
+        "completed and not yet in the journal when the command is killed are done twice, and so are those that a "
+        "killed worker has finished and not yet returned.",
     ),
     "overhead": Table(
         "cluster-overhead",

@@ -244,9 +244,9 @@ def overhead(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
             print(f"{kind}: CPU {cpu:.1f} s, wall {wall:.1f} s", flush=True)
     rows = []
     for kind, times in found.items():
-        cpu, wall = ([t[i] for t in times] for i in range(2))
-        rows.append({"how": kind, "cpu": statistics.median(cpu), "wall": statistics.median(wall),
-                     "wall_least": min(wall), "wall_most": max(wall)})  # fmt: skip
+        cpus, walls = zip(*times)
+        rows.append({"how": kind, "cpu": statistics.median(cpus), "wall": statistics.median(walls),
+                     "wall_least": min(walls), "wall_most": max(walls)})  # fmt: skip
     return rows
 
 
@@ -288,7 +288,7 @@ def memory(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     log = journal.Journal(folder / "journal", {}, lambda: None)
     with cluster.connect("local:2") as client:
         client.run(_zeros)
-        rows = [{"what": "before", "tasks": 0, "gb": 0.0, "seconds": 0, "peak_mb": peak()}]
+        rows: list[dict[str, Any]] = [{"what": "before", "tasks": 0, "gb": 0.0, "seconds": 0, "peak_mb": peak()}]
         cases = ("large results", round(args.passed * 1e9 / 16e6), 16_000_000), ("many tasks", args.tasks, 1000)
         for what, count, nbytes in cases:
             started, passed = time.monotonic(), 0

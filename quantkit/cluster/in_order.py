@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quantkit.cluster.connection import RECONNECT_SECONDS
 from quantkit.cluster.tasks import no_fit_worker
 from quantkit.cluster.workers import require_same
 from quantkit.errors import QuantkitError
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 PER_WORKER = 2  # tasks: one runs, one waits
 AHEAD = 4  # tasks for each worker that may be done before their turn
-WAIT_SECONDS = 60.0  # for a worker or the scheduler to come back
+WAIT_SECONDS = 60.0  # for a worker to come back
 _REFRESH_SECONDS = 1.0
 _SLOW = 2.0  # a task that takes so many times the longest one is run on another worker too
 
@@ -138,15 +139,19 @@ class _Flights:
         self._refreshed, self._seen = 0.0, time.monotonic()  # when they were asked for, and when there were some
 
     def parts(self, index: int) -> Iterator[Any]:
-        """The parts of a result; the flight ends after the last."""
+        """The parts of a result; the flight ends after the last, and all end with an error."""
         from quantkit.cluster import kept
 
-        head: Head = self._fetched(index, kept.head)
-        self._longest = max(self._longest, sum(seconds for _, seconds in head.times))
-        self._run.count(head)
-        yield head.part
-        for i in range(1, head.parts):
-            yield self._fetched(index, kept.part, i)
+        try:
+            head: Head = self._fetched(index, kept.head)
+            self._longest = max(self._longest, sum(seconds for _, seconds in head.times))
+            self._run.count(head)
+            yield head.part
+            for i in range(1, head.parts):
+                yield self._fetched(index, kept.part, i)
+        except (Exception, KeyboardInterrupt):  # a traceback may keep `KeptRun.results` from ending
+            self.cancel()
+            raise
         self._run.client.cancel(self._flights.pop(index).futures)
 
     def _fetched(self, index: int, function: Callable[..., Any], *arguments: object) -> Any:
@@ -163,7 +168,10 @@ class _Flights:
             elif _unfit(short) is not None:  # dask ran the task of a dead worker there
                 short = None
             elif short.done():
-                return self._result(short, index)
+                try:
+                    return self._result(short, index)
+                finally:
+                    short.release()
             elif self._hand_out(index):
                 short = None
 
@@ -231,6 +239,7 @@ class _Flights:
                 if (error := _unfit(future)) is not None:
                     self._run.refuse(error.worker, error.reason)
                     flight.futures.remove(future)
+                    future.release()
         if not self._run.refused:
             return
         self._known = [worker for worker in self._known if worker not in self._run.refused]
@@ -283,7 +292,7 @@ class _Flights:
         """Addresses of the workers that may get tasks. QuantkitError if there are none for a while."""
         now, refused = time.monotonic(), self._run.refused
         if now - self._refreshed > _REFRESH_SECONDS or not self._known:
-            before, there, self._refreshed = self._known, set(self._run.client.nthreads()), now
+            before, there, self._refreshed = self._known, self._there(), now
             self._met |= there
             self._known = sorted(there - refused.keys())
             if self._flights and self._known and not set(before) & set(self._known):
@@ -299,6 +308,13 @@ class _Flights:
             )
         return self._known
 
+    def _there(self) -> set[str]:
+        """Addresses of all workers; those of the last time while the scheduler is being lost, as futures will say."""
+        try:
+            return set(self._run.client.nthreads())
+        except OSError:
+            return set(self._known)
+
     def _result(self, future: Future, index: int) -> Any:
         from distributed import KilledWorker
 
@@ -313,16 +329,16 @@ class _Flights:
     def _recover(self, index: int) -> None:
         """After the scheduler has lost tasks: hand them out again. QuantkitError if it does not come back."""
         self._losses += 1
-        deadline = time.monotonic() + WAIT_SECONDS
+        deadline = time.monotonic() + RECONNECT_SECONDS
         client = self._run.client
-        while client.status != "running" and time.monotonic() < deadline:
+        while client.status not in ("running", "closing", "closed") and time.monotonic() < deadline:
             time.sleep(_REFRESH_SECONDS)
         if client.status != "running" or self._losses > len(self._arguments):
             raise QuantkitError("the connection to the scheduler is lost; run the same command again to resume")
         with contextlib.suppress(CancelledError):
             self.cancel()
         self._run._register()
-        self._next, self._known, self._are_new = index, [], False
+        self._next, self._known, self._are_new, self._seen = index, [], False, time.monotonic()
 
     def cancel(self) -> None:
         """Cancel what is handed out."""

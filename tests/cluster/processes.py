@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -58,3 +60,39 @@ def first_to(folder: str) -> bool:
     while not (found := pid.read_text()):
         pass
     return found == str(os.getpid())
+
+
+def free_port() -> int:
+    """A port of this machine that nothing listens at now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def scheduler_and_worker(port: int) -> Iterator[subprocess.Popen[bytes]]:
+    """A scheduler at a port, with a worker of one thread."""
+    command = [sys.executable, "-m", "distributed.cli.dask_scheduler", "--host", f"tcp://127.0.0.1:{port}",
+               "--no-dashboard", "--no-show"]  # fmt: skip
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    with (
+        subprocess.Popen(command, cwd=os.sep, env=env, stderr=subprocess.DEVNULL) as scheduler,
+        start_worker(f"tcp://127.0.0.1:{port}") as worker,
+    ):
+        try:
+            _wait_for_listener(port)
+            yield scheduler
+        finally:
+            worker.kill()
+            scheduler.kill()
+
+
+def _wait_for_listener(port: int) -> None:
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port)).close()
+            return
+        except OSError:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)

@@ -141,6 +141,7 @@ def test_an_error_names_all_workers_when_none_can(dask_client: Client) -> None:
 def test_an_error_of_the_function_ends_the_run(dask_client: Client) -> None:
     with KeptRun(dask_client, number_of_threads, []) as run, pytest.raises(DataError, match="row 7 is NaN"):
         all_parts(run, damaged, range(5))
+    assert not dask_client.futures  # what was handed out is cancelled
 
 
 def test_a_slow_task_at_the_end_runs_elsewhere_too(dask_client: Client, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from quantkit.cli.common.cluster import Cluster, connected
+from quantkit.cli.common.cluster import Cluster, check_cluster, connected
 from quantkit.cli.common.command import in_sections
 from quantkit.cli.common.evaluation import on_message
 from quantkit.cli.common.launch import placement_flags
@@ -164,6 +164,7 @@ def _fit(
         raise OptionError("--refine and --refined-costs take what --verify measures; give it a text")
     if verify is None and cluster is not None:
         raise OptionError("--cluster runs what --verify measures; give it a text")
+    check_cluster(cluster)
     if curve is not None:
         from quantkit.evaluate.report.plots import require_plot_file
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from quantkit.cli.common import without_effect
-from quantkit.cli.common.cluster import Cluster, SharedOutput, connected, print_workers, worker_rows
+from quantkit.cli.common.cluster import Cluster, SharedOutput, check_cluster, connected, print_workers, worker_rows
 from quantkit.cli.common.evaluation import on_message
 from quantkit.cli.common.hub import Disk, KeepShards, is_on_hub
 from quantkit.cli.common.options import (
@@ -140,6 +140,7 @@ def convert(
     from quantkit.pipelines import api
     from quantkit.pipelines.options import ConvertOptions
 
+    check_cluster(cluster)
     if out is not None and outfile not in (None, out):
         raise typer.BadParameter(f"the output is given twice: {out} and --outfile {outfile}; drop one of them")
     target = outfile or out or ("" if is_on_hub(source) else f"{source}{os.sep}") + "{name}-{FTYPE}.gguf"

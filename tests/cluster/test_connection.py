@@ -73,12 +73,18 @@ def test_what_is_no_scheduler_is_refused_soon(dask_client: Client, monkeypatch: 
 
 @pytest.mark.parametrize(
     "words",
-    [["quantize", "none.gguf", "out.gguf", "Q8_0", "--dry-run"], ["convert", "none"], ["verify", "none.gguf"]],
+    [
+        ["quantize", "none.gguf", "out.gguf", "Q8_0", "--dry-run"],
+        ["convert", "none"],
+        ["verify", "none.gguf"],
+        ["imatrix", "none.gguf", "-f", "none.txt", "--dry-run"],
+        ["recipe", "fit", "none.gguf", "--costs", "none", "--verify", "none.txt"],
+    ],
 )
 def test_commands_check_the_option_first(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*words, "--cluster", "local:9999"]) == 2
     caught = capsys.readouterr()
-    assert "'--cluster': local:9999: 9999 processes" in caught.err
+    assert "--cluster local:9999: 9999 processes" in caught.err
     assert not caught.out
 
 

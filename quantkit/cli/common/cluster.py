@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quantkit.cli.common.output import print_table
-from quantkit.errors import OptionError
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -20,24 +19,10 @@ if TYPE_CHECKING:
 
 PANEL = "Several machines"
 
-
-def _checked(spec: str | None) -> str | None:
-    """--cluster, if it names a cluster. Nothing is read or printed before."""
-    if spec is not None:
-        from quantkit.cluster import check
-
-        try:
-            check(spec)
-        except OptionError as error:
-            raise typer.BadParameter(str(error).removeprefix("--cluster ")) from None
-    return spec
-
-
 Cluster = Annotated[
     str | None,
     typer.Option(
         "--cluster",
-        callback=_checked,
         metavar="local[:N]|ADDRESS|FILE",
         help="Run on a dask cluster: N processes here, tcp://HOST:PORT of a scheduler, or its scheduler file.",
         rich_help_panel=PANEL,
@@ -53,6 +38,14 @@ SharedOutput = Annotated[
         rich_help_panel=PANEL,
     ),
 ]
+
+
+def check_cluster(spec: str | None) -> None:
+    """An error for a --cluster that names no cluster: for the start of a command that reads much before it connects."""
+    if spec is not None:
+        from quantkit.cluster import check
+
+        check(spec)
 
 
 @contextlib.contextmanager

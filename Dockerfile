@@ -2,6 +2,7 @@
 #
 #   docker build -t quantkit .                            CPU
 #   docker build -t quantkit:cuda --target cuda .         with CUDA; run it with --gpus all
+#   docker build --build-arg EXTRAS=plots,serve,cluster -t quantkit .       other extras
 #   docker run --rm -v "$PWD:/models" quantkit quantize model-bf16.gguf model.gguf Q4_K_M
 #
 # The CUDA libraries come from PyPI, so both variants have the same base; the host has the driver.
@@ -23,10 +24,12 @@ ENTRYPOINT ["quantkit"]
 CMD ["--help"]
 
 FROM base AS cuda
+ARG EXTRAS=plots,serve,cuda
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
-RUN pip install --no-cache-dir "$(echo /wheels/*.whl)[plots,serve,cuda]"
+RUN pip install --no-cache-dir "$(echo /wheels/*.whl)[${EXTRAS}]"
 USER 1000
 
 FROM base AS cpu
-RUN pip install --no-cache-dir "$(echo /wheels/*.whl)[plots,serve]"
+ARG EXTRAS=plots,serve
+RUN pip install --no-cache-dir "$(echo /wheels/*.whl)[${EXTRAS}]"
 USER 1000

@@ -1,8 +1,8 @@
 """quantize on a cluster: killed workers and coordinators, the cost of the cluster, the coordinator's memory.
 
-    python benchmarks/bench_cluster_jobs.py kill [--runs 20] [--coordinators 5] [--size 0.1]
-    python benchmarks/bench_cluster_jobs.py overhead [--type IQ4_K] [--size 0.4] [--repeat 3]
-    python benchmarks/bench_cluster_jobs.py memory [--passed 20] [--tasks 20000]
+    python benchmarks/bench_cluster_jobs.py kill [--runs 20] [--coordinators 5] [--size 0.1] [--save]
+    python benchmarks/bench_cluster_jobs.py overhead [--type IQ4_K] [--size 0.4] [--repeat 3] [--save]
+    python benchmarks/bench_cluster_jobs.py memory [--passed 20] [--tasks 20000] [--save]
 
 The input is random float32 matrices of 1024 columns, --size GB of them.
 
@@ -32,6 +32,7 @@ import os
 import random
 import resource
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -44,12 +45,49 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks import records
+from benchmarks.records import Column, Table
 from quantkit import cluster, types
 from quantkit.cluster.workers import FileIdentity
 from quantkit.formats import gguf, journal, provenance
 from quantkit.formats.gguf import TensorSpec, Writer
 from quantkit.pipelines import on_cluster
 
+TABLES = {
+    "kill": Table(
+        "cluster-kill",
+        "Has a quantized file the same bytes when workers and the command are killed?",
+        (
+            Column("run", "run", "d"), Column("output"), Column("workers", "workers killed", "d"),
+            Column("coordinators", "command killed", "d"), Column("seconds", "seconds", ".1f"),
+            Column("pieces", "pieces", "d"), Column("twice", "done twice", "d"),
+            Column("lost", "not in the journal", "d"), Column("bytes", "bytes of one machine"),
+        ),
+        "`quantize --cluster` on two worker processes of one thread, with SIGKILL at random moments. Pieces that are "
+        "completed and not yet in the journal when the command is killed are done twice, and so are those that a "
+        "killed worker has finished and not yet returned.",
+    ),
+    "overhead": Table(
+        "cluster-overhead",
+        "What does a cluster on one machine cost?",
+        (
+            Column("how"), Column("cpu", "CPU seconds", ".1f"), Column("wall", "seconds", ".1f"),
+            Column("wall_least", "least", ".1f"), Column("wall_most", "most", ".1f"),
+        ),
+        "`quantize -t 2` and `--cluster local:2` in turn, of random float32 matrices: medians, the CPU time of all "
+        "processes. Starting the processes is in it.",
+    ),
+    "memory": Table(
+        "cluster-memory",
+        "How much memory does the command take while results pass through it?",
+        (
+            Column("what"), Column("tasks", "tasks", "d"), Column("gb", "GB of results", ".1f"),
+            Column("seconds", "seconds", "d"), Column("peak_mb", "peak, MB", "d"),
+        ),
+        "Workers return zeros at once instead of encoding. The scheduler is in the same process. The peak is VmHWM, of "
+        "all rows above too.",
+    ),
+}  # fmt: skip
 ROOT = Path(__file__).resolve().parents[1]
 COLUMNS, ROWS = 1024, 8192
 LOG = "QUANTKIT_BENCH_LOG"
@@ -113,7 +151,7 @@ def in_journal(out: Path) -> int:
     return pieces * len(found.entries) + sum(int(stop) - int(first) for first, stop in bounds)
 
 
-def kill(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def kill(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """Runs with kills; a line each."""
     import distributed
 
@@ -137,7 +175,8 @@ def kill(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             shared = ["--shared-output"] if number % 2 else []
             words = command(model, out, args.type, "--cluster", local.scheduler_address, *shared)
             with_coordinator = number < args.coordinators
-            row: dict[str, Any] = {"run": number, "shared": bool(shared), "workers": 0, "coordinators": 0, "lost": 0}
+            row: dict[str, Any] = {"run": number, "output": "shared" if shared else "returned"}
+            row |= {"workers": 0, "coordinators": 0, "lost": 0}
             started = time.monotonic()
             for attempt in range(100):
                 process = subprocess.Popen(words, env=ENVIRONMENT, stdout=subprocess.DEVNULL)
@@ -172,10 +211,10 @@ def kill(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             took = time.monotonic() - started
             counts = completed(log)
             row |= {"seconds": round(took, 1), "pieces": len(counts), "twice": counts.total() - len(counts)}
-            row["same"] = out.read_bytes() == one.read_bytes()
+            row["bytes"] = "the same" if out.read_bytes() == one.read_bytes() else "OTHER"
             rows.append(row)
             print(row, flush=True)
-    return {"runs": rows, "all_same": all(row["same"] for row in rows)}
+    return rows
 
 
 # ------------------------------------------------------------------------------------------------------------- overhead
@@ -190,18 +229,25 @@ def timed(words: list[str]) -> tuple[float, float]:
     return cpu, time.monotonic() - started
 
 
-def overhead(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def overhead(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """The command with and without a cluster, in turn."""
     model, out = write_model(folder / "in.gguf", args.size), folder / "out.gguf"
     on_two = ["--cluster", "local:2"]
-    kinds: dict[str, list[object]] = {"plain": ["-t", 2], "cluster": [*on_two], "shared": [*on_two, "--shared-output"]}
+    kinds: dict[str, list[object]] = {
+        "2 threads": ["-t", 2], "2 workers": [*on_two], "2 workers, shared output": [*on_two, "--shared-output"],
+    }  # fmt: skip
     found: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds}
     for _ in range(args.repeat):
         for kind, words in kinds.items():
             found[kind].append(timed(command(model, out, args.type, "--fresh", *words)))
             cpu, wall = found[kind][-1]
             print(f"{kind}: CPU {cpu:.1f} s, wall {wall:.1f} s", flush=True)
-    return {kind: {"cpu": sorted(c for c, _ in t), "wall": sorted(w for _, w in t)} for kind, t in found.items()}
+    rows = []
+    for kind, times in found.items():
+        cpus, walls = zip(*times)
+        rows.append({"how": kind, "cpu": statistics.median(cpus), "wall": statistics.median(walls),
+                     "wall_least": min(walls), "wall_most": max(walls)})  # fmt: skip
+    return rows
 
 
 # --------------------------------------------------------------------------------------------------------------- memory
@@ -235,16 +281,15 @@ def tasks(file: FileIdentity, count: int, nbytes: int) -> Iterator[on_cluster.Pi
         )  # fmt: skip
 
 
-def memory(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def memory(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """Peaks of the coordinator with few large results and with many small ones."""
     file = FileIdentity.of(write_model(folder / "in.gguf", 0.03))
     record = provenance.unknown("x", "q4_K", "-", "0" * 16)
     log = journal.Journal(folder / "journal", {}, lambda: None)
-    found: dict[str, Any] = {}
     with cluster.connect("local:2") as client:
         client.run(_zeros)
-        found["start_mb"] = peak()
-        cases = ("bytes", round(args.passed * 1e9 / 16e6), 16_000_000), ("tasks", args.tasks, 1000)
+        rows: list[dict[str, Any]] = [{"what": "before", "tasks": 0, "gb": 0.0, "seconds": 0, "peak_mb": peak()}]
+        cases = ("large results", round(args.passed * 1e9 / 16e6), 16_000_000), ("many tasks", args.tasks, 1000)
         for what, count, nbytes in cases:
             started, passed = time.monotonic(), 0
             run = cluster.TaskRun(client, on_cluster.encode_pieces, tasks(file, count, nbytes), name="memory")
@@ -255,9 +300,10 @@ def memory(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 if number % max(1, count // 5) == 0:
                     print(f"{what}: {number} of {count}, {passed / 1e9:.1f} GB, peak {peak()} MB", flush=True)
             seconds = time.monotonic() - started
-            found[what] = {"tasks": count, "gb": passed / 1e9, "peak_mb": peak(), "seconds": round(seconds)}
+            rows.append({"what": what, "tasks": count, "gb": passed / 1e9, "seconds": round(seconds),
+                         "peak_mb": peak()})  # fmt: skip
     log.close()
-    return found
+    return rows
 
 
 def main() -> None:
@@ -272,9 +318,12 @@ def main() -> None:
     parser.add_argument("--passed", type=float, default=20, help="GB of results")
     parser.add_argument("--tasks", type=int, default=20000)
     parser.add_argument("--seed", type=int, default=1)
+    records.add_option(parser)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        print(json.dumps({"kill": kill, "overhead": overhead, "memory": memory}[args.what](args, Path(name))))
+        rows = {"kill": kill, "overhead": overhead, "memory": memory}[args.what](args, Path(name))
+    print(json.dumps(rows))
+    records.save(TABLES[args.what], rows, args)
 
 
 if __name__ == "__main__":

@@ -84,7 +84,10 @@ def test_adapter_in_gguf(tmp_path: Path, changes: dict[str, Any]) -> None:
     model = tiny(tmp_path / "hf", "float32", "llama")
     adapter = save_adapter(tmp_path / "adapter", model, changes)
     out = tmp_path / "lora.gguf"
-    assert main(["convert", str(tmp_path / "hf"), str(out), "--lora", str(adapter)]) == 0
+    words = ["convert", str(tmp_path / "hf"), str(out), "--lora", str(adapter)]
+    assert main([*words, "--cluster", "local:1"]) == 1
+    assert not out.exists()
+    assert main(words) == 0
     merged = tmp_path / "merged.gguf"
     assert main(["convert", str(tmp_path / "hf"), str(merged), "--merge-lora", str(adapter), "--outtype", "f32"]) == 0
     convert_checkpoint(tmp_path / "hf", tmp_path / "plain.gguf", "f32")

@@ -155,7 +155,7 @@ def test_compilations_are_reported() -> None:
     """`numba.core.event`, which numba's developer manual documents."""
     assert hasattr(event, "Listener"), FIX
     seen: list[str] = []
-    numba_internals.listen_to_compilations(lambda e: seen.append("start"), lambda e: seen.append("end"))
+    numba_internals.listen("numba:compile", lambda e: seen.append("start"), lambda e: seen.append("end"))
     compiled()
     assert seen == ["start", "end"], FIX
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from quantkit.cli.common.cluster import Cluster, check_cluster, connected
 from quantkit.cli.common.command import in_sections
 from quantkit.cli.common.evaluation import on_message
 from quantkit.cli.common.launch import placement_flags
@@ -121,7 +122,10 @@ def _fit(
     verify_ctx: Annotated[int, typer.Option(metavar="N", help="Tokens per chunk of --verify.", min=4)] = 512,
     verify_chunks: Annotated[int | None, typer.Option(metavar="N", help="At most N chunks of --verify.", min=1)] = None,
     verify_folder: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Folder for the files that --verify writes and removes.")
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Folder for the files that --verify writes and removes; with --cluster shared."
+        ),
     ] = None,
     refine: Annotated[
         int | None,
@@ -137,6 +141,7 @@ def _fit(
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Write a recipe that --verify does not find better.")] = False,
     threads: Threads = None,
+    cluster: Cluster = None,
     json: Json = False,
 ) -> None:
     """Choose the type of every tensor: the lowest predicted KL divergence that fits.
@@ -157,6 +162,9 @@ def _fit(
 
     if verify is None and (refine is not None or refined_costs):
         raise OptionError("--refine and --refined-costs take what --verify measures; give it a text")
+    if verify is None and cluster is not None:
+        raise OptionError("--cluster runs what --verify measures; give it a text")
+    check_cluster(cluster)
     if curve is not None:
         from quantkit.evaluate.report.plots import require_plot_file
 
@@ -182,7 +190,7 @@ def _fit(
         check = _check(
             model, found, measured, verify,
             _Verify(imatrix, no_second_moments, allow_requantize, threads, verify_ctx, verify_chunks, verify_folder,
-                    1 if refine is None else refine),
+                    1 if refine is None else refine, cluster),
             lambda costs: fit_recipe(about, costs, options, matrix, str(imatrix or "")),
         )  # fmt: skip
         found = check.found
@@ -227,6 +235,7 @@ class _Verify:
     chunks: int | None
     folder: Path | None
     refine: int
+    cluster: str | None
 
 
 def _check(
@@ -241,7 +250,7 @@ def _check(
         threads=o.threads,
     )  # fmt: skip
     comparing = CompareOptions(ctx_size=o.ctx_size, chunks=o.chunks, noise_floor="off", threads=o.threads)
-    with ProgressBar("verify") as bar:
+    with connected(o.cluster, on_message) as client, ProgressBar("verify") as bar:
 
         def show(state: Any) -> None:
             done = state.run * state.chunk.chunks + state.chunk.done
@@ -249,7 +258,7 @@ def _check(
 
         return check_allocation(
             model, found, costs, text, quantizing, comparing, refit=refit, refine=o.refine, folder=o.folder,
-            progress=True, on_chunk=show, on_message=on_message,
+            progress=True, on_chunk=show, on_message=on_message, client=client,
         )  # fmt: skip
 
 

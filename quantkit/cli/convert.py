@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from quantkit.cli.common.cluster import Cluster, SharedOutput, connected, print_workers, worker_rows
+from quantkit.cli.common.cluster import Cluster, SharedOutput, check_cluster, connected, print_workers, worker_rows
 from quantkit.cli.common.hub import Disk, KeepShards, is_on_hub
 from quantkit.cli.common.llama_options import takes_llama_options
 from quantkit.cli.common.options import (
@@ -140,6 +140,7 @@ def convert(
     from quantkit.pipelines import api
     from quantkit.pipelines.options import ConvertOptions
 
+    check_cluster(cluster)
     if out is not None and outfile not in (None, out):
         raise typer.BadParameter(f"the output is given twice: {out} and --outfile {outfile}; drop one of them")
     target = outfile or out or ("" if is_on_hub(source) else f"{source}{os.sep}") + "{name}-{FTYPE}.gguf"
@@ -159,6 +160,8 @@ def convert(
         _convert_mmproj(source, str(target), outtype, options, cluster is not None or lora is not None, json)
         return
     if lora is not None:
+        if cluster is not None:
+            raise UnsupportedError("--lora converts a small adapter on this machine: remove --cluster")
         _convert_adapter(lora, source, outfile or out, outtype, json)
         return
     tell = (lambda line: None) if json else print

@@ -16,7 +16,7 @@ from quantkit.cli._imatrix_files import (
     numbers,
     show,
 )
-from quantkit.cli.common.cluster import Cluster, connected
+from quantkit.cli.common.cluster import Cluster, check_cluster, connected
 from quantkit.cli.common.command import in_sections, takes_model
 from quantkit.cli.common.evaluation import Batch, ChunkBar, ChunkLimit, Context, Numerics, ThreadsBatch, on_message
 from quantkit.cli.common.hub import from_hub
@@ -161,6 +161,7 @@ def imatrix(
     from quantkit.evaluate.imatrix import run
 
     limit = parse_size(second_moments_size, "--second-moments-size") if second_moments_size else None
+    check_cluster(cluster)
     if dry_run:
         _print_sizes(model, second_moments, limit, json)
         return

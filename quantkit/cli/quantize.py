@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from quantkit.cli.common.cluster import Cluster, SharedOutput, connected, print_workers, worker_rows
+from quantkit.cli.common.cluster import Cluster, SharedOutput, check_cluster, connected, print_workers, worker_rows
 from quantkit.cli.common.command import in_sections
 from quantkit.cli.common.hub import Disk, KeepShards, is_on_hub
 from quantkit.cli.common.llama_options import takes_llama_options
@@ -205,6 +205,7 @@ def quantize(
     from quantkit.pipelines import api, planning
     from quantkit.pipelines.output import filled_name
 
+    check_cluster(cluster)
     positional = read_positional((out, file_type, thread_count))
     given = QuantizeOptions(
         **api.type_options(options),

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from quantkit.cli.common.cluster import Cluster, connected
+from quantkit.cli.common.cluster import Cluster, connected, worker_rows
 from quantkit.cli.common.command import takes_model
 from quantkit.cli.common.dialect import knows_dialect
 from quantkit.cli.common.evaluation import Context, TextFile, on_message, required_text
@@ -19,6 +19,9 @@ from quantkit.cli.common.output import print_json, print_table
 from quantkit.cli.common.plan_options import ImatrixFile, NoSecondMoments
 from quantkit.cli.common.progress_options import shows_progress
 from quantkit.progress import ProgressBar
+
+if TYPE_CHECKING:
+    from quantkit.cluster.in_order import WorkerTime
 
 
 @shows_progress
@@ -80,7 +83,10 @@ def sensitivity(
                 bar.initial = done  # by an earlier run: no part of the rate
             bar.show(done, total, label=name)
 
-        found = measure(model, text, output, options, progress=show, on_message=on_message, client=client)
+        times: dict[str, WorkerTime] = {}
+        found = measure(
+            model, text, output, options, progress=show, on_message=on_message, client=client, on_workers=times.update
+        )
     seconds = time.perf_counter() - begin
     points = single_types(open_model(model), found)
     if json:
@@ -93,6 +99,7 @@ def sensitivity(
                 "metrics": dict(Counter(t.metric for t in found.tensors.values())),
                 "single_types": [point.to_json() for point in points],
                 "seconds": seconds,
+                **({"workers": worker_rows(times)} if times else {}),
             },
         )
         return

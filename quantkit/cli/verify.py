@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quantkit.cli.common.cluster import Cluster, connected
+from quantkit.cli.common.cluster import Cluster, connected, worker_rows
 from quantkit.cli.common.command import takes_model
 from quantkit.cli.common.evaluation import on_message
 from quantkit.cli.common.hub import Disk, from_hub
@@ -59,9 +59,10 @@ def verify(
 
     options = VerifyOptions(source, imatrix, threads, disk=None if disk is None else parse_size(disk, "--disk"))
     with connected(cluster, on_message) as client:
-        found = api.verify(file, options, client=client, progress=True)
+        found = api.verify(file, options, client=client, progress=True, on_message=on_message)
     if json:
-        print_json("quantkit.verify/1", found.to_json())
+        workers = {"workers": worker_rows(found.workers)} if found.workers else {}
+        print_json("quantkit.verify/1", found.to_json() | workers)
     else:
         _print(found)
     if found.damage:

@@ -1,5 +1,6 @@
 """Several machines: connections to dask.distributed, and checks that its workers are fit for a job.
 
+    cluster.check("tcp://10.0.0.1:8786")                      an error if the text names no cluster
     with cluster.connect("tcp://10.0.0.1:8786") as client:    a distributed.Client; also local, local:4, scheduler.json
         cluster.require_same(client, [Path("model.gguf")])    same quantkit and files, else QuantkitError with names
         for done in cluster.TaskRun(client, function, tasks): a function of a module over many tasks, faults included
@@ -19,9 +20,9 @@ and `codegen`. A cluster runs the code that its scheduler and clients send: `con
 trusted.
 """
 
-from quantkit.cluster.connection import connect
+from quantkit.cluster.connection import check, connect
 from quantkit.cluster.tasks import TaskRun, UnfitWorker
 from quantkit.cluster.threads import in_threads
 from quantkit.cluster.workers import require_same
 
-__all__ = ["TaskRun", "UnfitWorker", "connect", "in_threads", "require_same"]
+__all__ = ["TaskRun", "UnfitWorker", "check", "connect", "in_threads", "require_same"]

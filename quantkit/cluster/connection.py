@@ -10,11 +10,14 @@ TLS is configured as dask documents it: `distributed.comm.tls` in its configurat
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import importlib.util
 import logging
 import re
 import socket
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,7 +29,10 @@ if TYPE_CHECKING:
 
 CONNECT_SECONDS = 15.0
 RECONNECT_SECONDS = 120.0  # for a scheduler that is restarted during a job
+ANSWER_SECONDS = 5.0  # of a scheduler, which may be busy
 WORKER_SECONDS = 60.0  # to wait for the first worker: a batch system starts them when it likes
+_PROCESSES_PER_CPU = 4  # of `local`, at most: each takes 150 MB before it does anything
+_ADDRESS = r"(tcp|tls|ws|wss)://\S+:\d+"
 
 
 @contextlib.contextmanager
@@ -38,16 +44,14 @@ def connect(spec: str, *, wait: float = WORKER_SECONDS) -> Iterator[Client]:
     OptionError for a text that names no cluster, UnsupportedError without the extra `cluster`, QuantkitError for a
     scheduler that cannot be reached or has no workers.
     """
-    processes = local_processes(spec)
-    try:
-        import distributed
-    except ModuleNotFoundError as error:
-        raise UnsupportedError(f"--cluster needs {error.name}: pip install 'quantkit[cluster]'") from None
+    place = check(spec)
+    import distributed
+
     with contextlib.ExitStack() as stack:
-        if processes is None:
-            client = stack.enter_context(_remote(spec))
+        if isinstance(place, str):
+            client = stack.enter_context(_remote(spec, place))
         else:
-            cluster = stack.enter_context(_local(processes))
+            cluster = stack.enter_context(_local(place))
             client = stack.enter_context(distributed.Client(cluster, set_as_default=False))
         try:
             client.wait_for_workers(1, timeout=wait)
@@ -60,16 +64,34 @@ def connect(spec: str, *, wait: float = WORKER_SECONDS) -> Iterator[Client]:
         yield client
 
 
-def local_processes(spec: str) -> int | None:
-    """N of `local:N`, the CPUs for `local`; None for another cluster. OptionError for a text that names none."""
-    if spec == "local":
-        from quantkit.codegen.thread_pool import available_cpus
+def check(spec: str) -> int | str:
+    """N of `local:N`, or the address of a scheduler. Connects to nothing and imports little.
 
-        return available_cpus()
+    OptionError for a text that names no cluster, UnsupportedError without the extra `cluster`.
+    """
+    processes = _local_processes(spec)
+    if importlib.util.find_spec("distributed") is None:
+        raise UnsupportedError("--cluster needs distributed: pip install 'quantkit[cluster]'")
+    if processes is not None:
+        return processes
+    return spec if "://" in spec else _address_in(Path(spec))
+
+
+def _local_processes(spec: str) -> int | None:
+    """N of `local:N`, the CPUs for `local`; None for another cluster. OptionError for a text that names none."""
+    from quantkit.codegen.thread_pool import available_cpus
+
+    cpus = available_cpus()
+    if spec == "local":
+        return cpus
     if match := re.fullmatch(r"local:(\d{1,4})", spec):
-        if count := int(match[1]):
+        if (count := int(match[1])) > _PROCESSES_PER_CPU * cpus:
+            raise OptionError(
+                f"--cluster {spec}: {count} processes on {cpus} CPUs; write at most local:{_PROCESSES_PER_CPU * cpus}"
+            )
+        if count:
             return count
-    elif re.fullmatch(r"(tcp|tls|ws|wss)://\S+:\d+", spec) or ("://" not in spec and Path(spec).is_file()):
+    elif re.fullmatch(_ADDRESS, spec) or ("://" not in spec and Path(spec).is_file()):
         return None
     raise OptionError(
         f"--cluster {spec}: write local, local:N (N processes), tcp://HOST:PORT, tls://HOST:PORT or the name of an "
@@ -77,23 +99,56 @@ def local_processes(spec: str) -> int | None:
     )
 
 
-def _remote(spec: str) -> Client:
-    """A client of a running scheduler, by its address or its scheduler file."""
+def _address_in(file: Path) -> str:
+    """The address in a scheduler file."""
+    address = read_object(file).get("address")
+    if not isinstance(address, str) or not re.fullmatch(_ADDRESS, address):
+        raise QuantkitError(f"{file}: not a scheduler file: its address is {address!r}, not tcp://HOST:PORT")
+    return address
+
+
+def _remote(spec: str, address: str) -> Client:
+    """A client of a running scheduler."""
     import distributed
 
-    address = spec if "://" in spec else read_object(Path(spec)).get("address")
-    if not isinstance(address, str):
-        raise QuantkitError(f"{spec}: not a scheduler file: its address is {address!r}")
     try:
         if address.startswith(("tls:", "wss:")):
             _require_certificates(spec)
         _require_listener(address)
+        _require_scheduler(spec, address)
         return distributed.Client(address, timeout=RECONNECT_SECONDS, set_as_default=False)
     except (OSError, ValueError) as error:
+        cause = error.__cause__ or error  # distributed says only which call failed
         raise QuantkitError(
-            f"{spec}: no connection to a dask scheduler at {address}: {error}; start one with `dask scheduler`, and "
-            "check the address, the versions of distributed and, with tls://, the certificates"
+            f"{spec}: no connection to a dask scheduler at {address}: {str(cause) or type(cause).__name__}; start one "
+            "with `dask scheduler`, and check the address, the versions of distributed and, with tls://, the "
+            "certificates"
         ) from None
+
+
+def _require_scheduler(spec: str, address: str) -> None:
+    """QuantkitError if something else than a scheduler listens there: a client would wait for minutes."""
+    import distributed
+
+    async def identity() -> object:
+        connection = distributed.Security().get_connection_args("client")
+        async with distributed.rpc(address, connection_args=connection) as remote:
+            return await asyncio.wait_for(remote.identity(), ANSWER_SECONDS)
+
+    try:
+        with ThreadPoolExecutor(1) as pool:  # a loop of its own, also where this thread runs one
+            found = pool.submit(asyncio.run, identity()).result()
+    except asyncio.TimeoutError:
+        answer = f"nothing answers within {ANSWER_SECONDS:.0f} s"
+    else:
+        kind = found.get("type") if isinstance(found, dict) else None
+        if kind == "Scheduler":
+            return
+        answer = f"it is a dask {kind}" if kind else "another program answers"
+    raise QuantkitError(
+        f"{spec}: what listens at {address} is no dask scheduler: {answer}; is it the dashboard's port? A scheduler "
+        "prints its address when it starts, most often with port 8786"
+    )
 
 
 def _require_certificates(spec: str) -> None:

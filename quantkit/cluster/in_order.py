@@ -3,6 +3,9 @@
 Each worker runs one task and has another waiting, so that results wait on workers, not in this process: a result is
 fetched in its turn, in parts. dask runs the tasks of a dead worker again. When all tasks are handed out, those of slow
 workers are given to idle ones too, and the first result counts: tasks are deterministic.
+
+A worker that cannot do a task (another quantkit, other files, an OSError, too little memory) gets no more tasks of the
+run, and its tasks go to others.
 """
 
 from __future__ import annotations
@@ -18,24 +21,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quantkit.cluster.connection import RECONNECT_SECONDS
+from quantkit.cluster.tasks import no_fit_worker
 from quantkit.cluster.workers import require_same
 from quantkit.errors import QuantkitError
 
 if TYPE_CHECKING:
     from distributed import Client, Future
 
-    from quantkit.cluster.kept import Head
+    from quantkit.cluster.kept import Head, Unfit
 
 PER_WORKER = 2  # tasks: one runs, one waits
 AHEAD = 4  # tasks for each worker that may be done before their turn
-WAIT_SECONDS = 60.0  # for a worker or the scheduler to come back
+WAIT_SECONDS = 60.0  # for a worker to come back
 _REFRESH_SECONDS = 1.0
 _SLOW = 2.0  # a task that takes so many times the longest one is run on another worker too
 
 
 @dataclass
 class WorkerTime:
-    """The tasks that a worker has done, and their seconds."""
+    """The tasks that a worker has done, of a pipeline its stages, and their seconds."""
 
     tasks: int = 0
     seconds: float = 0.0
@@ -44,17 +49,25 @@ class WorkerTime:
 class KeptRun:
     """A context manager.
 
-    make    called on each worker with its number of threads, gives its state; a picklable function of quantkit
-    files   checked on all workers at the start: the same quantkit, the same files
+    make        called on each worker with its number of threads, gives its state; a picklable function of quantkit
+    files       checked on all workers: the same quantkit, the same files
+    on_message  is told of refused workers
 
-    `workers` are the times of workers by address.
+    By address, `workers` are the times of workers, and `refused` says why a worker gets no more tasks.
     """
 
-    def __init__(self, client: Client, make: Callable[[int], Any], files: Sequence[str | Path]):
-        self.client, self._make = client, make
+    def __init__(
+        self,
+        client: Client,
+        make: Callable[[int], Any],
+        files: Sequence[str | Path],
+        on_message: Callable[[str], None] = lambda text: None,
+    ):
+        self.client, self._make, self._on_message = client, make, on_message
         self._identities = require_same(client, files)
         self.name = f"quantkit-{uuid.uuid4().hex}"
         self.workers: dict[str, WorkerTime] = {}
+        self.refused: dict[str, str] = {}
 
     def __enter__(self) -> KeptRun:
         self._register()
@@ -78,7 +91,8 @@ class KeptRun:
         stages     of a pipeline: function(state, (argument, stage, first part of the stage before or None)) of each
                    stage in turn; 0: no pipeline
 
-        An error of a task is raised again. QuantkitError if a task ends several workers, or none is left.
+        An error of a task is raised again. QuantkitError if a task ends several workers, or none is left that can do
+        the tasks.
         """
         flights = _Flights(self, function, arguments, stages)
         try:
@@ -88,14 +102,21 @@ class KeptRun:
             flights.cancel()
 
     def count(self, head: Head) -> None:
-        """Add a task to the times of its worker."""
-        times = self.workers.setdefault(head.worker, WorkerTime())
-        times.tasks, times.seconds = times.tasks + 1, times.seconds + head.seconds
+        """Add a task to the times of its worker; of a pipeline, each stage to that of its own."""
+        for worker, seconds in head.times:
+            times = self.workers.setdefault(worker, WorkerTime())
+            times.tasks, times.seconds = times.tasks + 1, times.seconds + seconds
+
+    def refuse(self, worker: str, reason: str) -> None:
+        """Give a worker no more tasks."""
+        if worker not in self.refused:
+            self.refused[worker] = reason
+            self._on_message(f"worker {worker} gets no more tasks: {reason}")
 
 
 @dataclass
 class _Flight:
-    """A task that was handed out: its copies on workers, and since when."""
+    """A task that was handed out: its copies, the workers that they are meant for, and since when."""
 
     futures: list[Future]
     workers: list[str]
@@ -112,20 +133,25 @@ class _Flights:
         self._flights: dict[int, _Flight] = {}
         self._next, self._longest, self._losses = 0, 0.0, 0
         self._done: queue.SimpleQueue[object] = queue.SimpleQueue()
-        self._known: list[str] = []  # addresses of workers
+        self._known: list[str] = []  # addresses of workers that are there and not refused
+        self._met: set[str] = set()  # those of all that were there once
         self._are_new = False  # since none of those that tasks were given to is left
         self._refreshed, self._seen = 0.0, time.monotonic()  # when they were asked for, and when there were some
 
     def parts(self, index: int) -> Iterator[Any]:
-        """The parts of a result; the flight ends after the last."""
+        """The parts of a result; the flight ends after the last, and all end with an error."""
         from quantkit.cluster import kept
 
-        head: Head = self._fetched(index, kept.head)
-        self._longest = max(self._longest, head.seconds)
-        self._run.count(head)
-        yield head.part
-        for i in range(1, head.parts):
-            yield self._fetched(index, kept.part, i)
+        try:
+            head: Head = self._fetched(index, kept.head)
+            self._longest = max(self._longest, sum(seconds for _, seconds in head.times))
+            self._run.count(head)
+            yield head.part
+            for i in range(1, head.parts):
+                yield self._fetched(index, kept.part, i)
+        except (Exception, KeyboardInterrupt):  # a traceback may keep `KeptRun.results` from ending
+            self.cancel()
+            raise
         self._run.client.cancel(self._flights.pop(index).futures)
 
     def _fetched(self, index: int, function: Callable[..., Any], *arguments: object) -> Any:
@@ -135,14 +161,18 @@ class _Flights:
             if short is None:
                 short = self._run.client.submit(function, self._landed(index), *arguments, pure=False)
                 short.add_done_callback(self._done.put)
-            with contextlib.suppress(queue.Empty):
-                self._done.get(timeout=_REFRESH_SECONDS)
+            self._wait()
             if short.status in ("cancelled", "lost"):
                 self._recover(index)
                 short = None
+            elif _unfit(short) is not None:  # dask ran the task of a dead worker there
+                short = None
             elif short.done():
-                return self._result(short, index)
-            elif self._start_anew(index):
+                try:
+                    return self._result(short, index)
+                finally:
+                    short.release()
+            elif self._hand_out(index):
                 short = None
 
     def _landed(self, index: int) -> Future:
@@ -154,32 +184,44 @@ class _Flights:
                 if future.status in ("cancelled", "lost"):
                     self._recover(index)
                     break
-                if future.done():
+                if future.done() and _unfit(future) is None:
                     return future
-            with contextlib.suppress(queue.Empty):
-                self._done.get(timeout=_REFRESH_SECONDS)
+            self._wait()
 
-    def _hand_out(self, index: int) -> None:
-        """Give tasks to workers that have too few."""
-        self._start_anew(index)
+    def _wait(self) -> None:
+        """Wait until something ends, or for a while."""
+        with contextlib.suppress(queue.Empty):
+            self._done.get(timeout=_REFRESH_SECONDS)
+
+    def _hand_out(self, index: int) -> bool:
+        """Give tasks to workers that have too few. Returns whether all tasks from `index` on are handed out anew."""
+        is_anew = self._start_anew(index)
+        self._replace_unfit()
         workers = self._workers()
-        active = [flight for flight in self._flights.values() if not _ended(flight)]
-        load = Counter(dict.fromkeys(workers, 0))
-        load.update(worker for flight in active for worker in flight.workers if worker in load)
-        room = PER_WORKER * len(workers) - len(active)
+        load = self._load(workers)
+        active = sum(not _ended(flight) for flight in self._flights.values())
+        room = PER_WORKER * len(workers) - active
         if self._stages > len(workers):
             room = len(self._arguments)
         elif not self._stages:
             room = min(room, index + AHEAD * len(workers) - self._next)
-        for i in range(self._next, min(self._next + room, len(self._arguments))):
+        for i in range(self._next, min(self._next + room, len(self._arguments)) if workers else 0):
             worker = min(workers, key=load.__getitem__)
             if not self._stages and load[worker] >= PER_WORKER:
                 break
             load[worker] += 1
-            self._flights[i] = _Flight([self._submit(i, worker)], [worker], time.monotonic())
+            self._flights[i] = self._flight(i, worker)
             self._next = i + 1
         if self._next == len(self._arguments) and self._longest and not self._stages:
             self._repeat([worker for worker in workers if not load[worker]])
+        return is_anew
+
+    def _load(self, workers: list[str]) -> Counter[str]:
+        """How many tasks that have not ended each worker has."""
+        load = Counter(dict.fromkeys(workers, 0))
+        for flight in self._flights.values():
+            load.update(worker for worker in flight.workers if worker in load and not _ended(flight))
+        return load
 
     def _repeat(self, idle: list[str]) -> None:
         """Give tasks of slow workers to idle ones too."""
@@ -190,23 +232,50 @@ class _Flights:
                 flight.futures.append(self._submit(index, worker))
                 flight.workers.append(worker)
 
+    def _replace_unfit(self) -> None:
+        """Refuse workers that cannot do a task, and give their tasks to others."""
+        for flight in self._flights.values():
+            for future in list(flight.futures):
+                if (error := _unfit(future)) is not None:
+                    self._run.refuse(error.worker, error.reason)
+                    flight.futures.remove(future)
+                    future.release()
+        if not self._run.refused:
+            return
+        self._known = [worker for worker in self._known if worker not in self._run.refused]
+        workers = self._workers()
+        load = self._load(workers)
+        for index, flight in self._flights.items() if workers else ():
+            left = set(flight.workers) & set(workers)
+            is_gone = not left or (self._stages and len(left) < len(flight.workers))
+            if not flight.futures or (is_gone and not _ended(flight)):
+                worker = min(workers, key=load.__getitem__)
+                load[worker] += 1
+                self._run.client.cancel(flight.futures)
+                self._flights[index] = self._flight(index, worker)
+
+    def _flight(self, index: int, worker: str) -> _Flight:
+        """Submit a task; the stages of a pipeline go to all workers."""
+        workers = list(self._known) if self._stages else [worker]
+        return _Flight([self._submit(index, worker)], workers, time.monotonic())
+
     def _submit(self, index: int, worker: str) -> Future:
+        """Submit a task. dask may choose other workers than these, unless some are refused."""
         from quantkit.cluster import kept
 
         client, run = self._run.client, self._run
+        options: dict[str, Any] = {"allow_other_workers": not run.refused, "pure": False}
         task = run.name, self._function, self._arguments[index]
         if not self._stages:
-            future = client.submit(
-                kept.run, *task, workers=[worker], allow_other_workers=True, pure=False, priority=-index
-            )
+            future = client.submit(kept.run, *task, workers=[worker], priority=-index, **options)
         else:
             before, workers = None, self._known
             for stage in range(self._stages):
                 of_stage, pass_ = workers[stage % len(workers)], stage // len(workers)
+                priority = -(pass_ * len(self._arguments) + index)
                 future = before = client.submit(
-                    kept.run_stage, *task, stage, before, workers=[of_stage], allow_other_workers=True, pure=False,
-                    priority=-(pass_ * len(self._arguments) + index),
-                )  # fmt: skip
+                    kept.run_stage, *task, stage, before, workers=[of_stage], priority=priority, **options
+                )
         future.add_done_callback(self._done.put)
         return future
 
@@ -220,19 +289,31 @@ class _Flights:
         return True
 
     def _workers(self) -> list[str]:
-        """Addresses of the workers that are there. QuantkitError if there are none for a while."""
-        now = time.monotonic()
+        """Addresses of the workers that may get tasks. QuantkitError if there are none for a while."""
+        now, refused = time.monotonic(), self._run.refused
         if now - self._refreshed > _REFRESH_SECONDS or not self._known:
-            before, self._known, self._refreshed = self._known, sorted(self._run.client.nthreads()), now
-            self._are_new = bool(self._flights and self._known) and not set(before) & set(self._known)
+            before, there, self._refreshed = self._known, self._there(), now
+            self._met |= there
+            self._known = sorted(there - refused.keys())
+            if self._flights and self._known and not set(before) & set(self._known):
+                self._are_new = True
         if self._known:
             self._seen = now
+        elif self._met and self._met <= refused.keys():
+            raise no_fit_worker(refused)
         elif now - self._seen > WAIT_SECONDS:
             raise QuantkitError(
                 f"no worker is left at {self._run.client.scheduler.address} for {WAIT_SECONDS:.0f} s; start some, and "
                 "run the same command again to resume"
             )
         return self._known
+
+    def _there(self) -> set[str]:
+        """Addresses of all workers; those of the last time while the scheduler is being lost, as futures will say."""
+        try:
+            return set(self._run.client.nthreads())
+        except OSError:
+            return set(self._known)
 
     def _result(self, future: Future, index: int) -> Any:
         from distributed import KilledWorker
@@ -248,16 +329,16 @@ class _Flights:
     def _recover(self, index: int) -> None:
         """After the scheduler has lost tasks: hand them out again. QuantkitError if it does not come back."""
         self._losses += 1
-        deadline = time.monotonic() + WAIT_SECONDS
+        deadline = time.monotonic() + RECONNECT_SECONDS
         client = self._run.client
-        while client.status != "running" and time.monotonic() < deadline:
+        while client.status not in ("running", "closing", "closed") and time.monotonic() < deadline:
             time.sleep(_REFRESH_SECONDS)
         if client.status != "running" or self._losses > len(self._arguments):
             raise QuantkitError("the connection to the scheduler is lost; run the same command again to resume")
         with contextlib.suppress(CancelledError):
             self.cancel()
         self._run._register()
-        self._next, self._known = index, []
+        self._next, self._known, self._are_new, self._seen = index, [], False, time.monotonic()
 
     def cancel(self) -> None:
         """Cancel what is handed out."""
@@ -269,3 +350,11 @@ class _Flights:
 
 def _ended(flight: _Flight) -> bool:
     return any(future.done() for future in flight.futures)
+
+
+def _unfit(future: Future) -> Unfit | None:
+    """The error of a task whose worker cannot do it."""
+    from quantkit.cluster.kept import Unfit
+
+    error = future.exception() if future.status == "error" else None
+    return error if isinstance(error, Unfit) else None

@@ -12,27 +12,34 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from distributed import Worker, WorkerPlugin, get_worker
+from distributed import Worker, WorkerPlugin, get_worker, secede
 
+from quantkit.cluster.tasks import UnfitWorker, unfit_because
 from quantkit.cluster.workers import FileIdentity, build, differences
 from quantkit.errors import QuantkitError
 
 
+class Unfit(UnfitWorker):
+    """Raised by a task: the worker at an address cannot do it, and another may."""
+
+    def __init__(self, worker: str, reason: str):
+        super().__init__(worker, reason)  # an exception is pickled with its arguments
+        self.worker, self.reason = worker, reason
+
+
 class Outcome(NamedTuple):
-    """The result of a task in parts, the worker that ran it, and its seconds there."""
+    """The result of a task in parts, and (worker, seconds) of each of its stages."""
 
     parts: Sequence[Any]
-    worker: str
-    seconds: float
+    times: tuple[tuple[str, float], ...]
 
 
 class Head(NamedTuple):
-    """The first part of an Outcome, and how many there are."""
+    """The first part of an Outcome, how many parts there are, and its times."""
 
     part: Any
     parts: int
-    worker: str
-    seconds: float
+    times: tuple[tuple[str, float], ...]
 
 
 class Kept(WorkerPlugin):  # type: ignore[misc]  # distributed has no types
@@ -46,47 +53,64 @@ class Kept(WorkerPlugin):  # type: ignore[misc]  # distributed has no types
         self.name, self._make, self._files, self._build = name, make, list(files), build()
 
     def setup(self, worker: Worker) -> None:
-        """Refuse the worker if it has another quantkit or other files: QuantkitError."""
+        """Note whether the worker has another quantkit or other files: tasks on it raise Unfit.
+
+        An exception here would only be logged, and the worker would get tasks all the same.
+        """
+        self._address, self._threads = str(worker.address), int(worker.state.nthreads)
+        self._lock, self._state = threading.Lock(), tuple[Any, ...]()
         wrong = differences(self._files)
-        if build() != self._build:
-            wrong.append(f"has quantkit {build()}, the client has {self._build}")
-        if wrong:
-            raise QuantkitError(f"worker {worker.address}: {'; '.join(wrong)}")
-        self._lock, self._threads = threading.Lock(), int(worker.state.nthreads)
-        self._state: tuple[Any, ...] = ()
+        if (mine := build()) != self._build:
+            wrong.append(f"has quantkit {mine}, the coordinator {self._build}")
+        self._wrong = "; ".join(wrong)
 
     def teardown(self, worker: Worker) -> None:
         """Drop the state."""
         self._state = ()
         gc.collect()  # a model and its parts refer to each other
 
-    def call(self, function: Callable[[Any, Any], Sequence[Any]], argument: Any) -> Sequence[Any]:
-        """function(state, argument), when no other task uses the state."""
-        with self._lock:
-            if not self._state:
-                self._state = (self._make(self._threads),)
-            return function(self._state[0], argument)
+    def call(self, function: Callable[[Any, Any], Sequence[Any]], argument: Any) -> Outcome:
+        """function(state, argument), when no other task uses the state. Unfit if this worker cannot do it."""
+        if self._wrong:
+            raise Unfit(self._address, self._wrong)
+        try:
+            with self._lock:
+                started = time.monotonic()
+                if not self._state:
+                    self._state = (self._make(self._threads),)
+                parts = function(self._state[0], argument)
+                return Outcome(parts, ((self._address, time.monotonic() - started),))
+        except (QuantkitError, OSError, MemoryError) as error:
+            if reason := unfit_because(error):
+                raise Unfit(self._address, reason) from None
+            raise
 
 
 def run(name: str, function: Callable[[Any, Any], Sequence[Any]], argument: Any) -> Outcome:
-    """A task: a function of the state `name` and of an argument, which gives a list of parts."""
-    worker = get_worker()
-    started = time.monotonic()
-    parts = worker.plugins[name].call(function, argument)
-    return Outcome(parts, worker.address, time.monotonic() - started)
+    """A task: a function of the state `name` and of an argument, which gives a list of parts.
+
+    It leaves the worker's pool of threads: those that fetch results run beside it, also on a worker of one thread.
+    """
+    secede()
+    return _call(name, function, argument)
 
 
 def run_stage(
     name: str, function: Callable[[Any, Any], Sequence[Any]], argument: Any, stage: int, before: Outcome | None
 ) -> Outcome:
     """A task of a pipeline: a function of the state and of (argument, stage, first part of the stage before)."""
-    found = run(name, function, (argument, stage, None if before is None else before.parts[0]))
-    return found if before is None else found._replace(seconds=found.seconds + before.seconds)
+    found = _call(name, function, (argument, stage, None if before is None else before.parts[0]))
+    return found if before is None else found._replace(times=before.times + found.times)
+
+
+def _call(name: str, function: Callable[[Any, Any], Sequence[Any]], argument: Any) -> Outcome:
+    plugin: Kept = get_worker().plugins[name]
+    return plugin.call(function, argument)
 
 
 def head(outcome: Outcome) -> Head:
     """A task: what is sent first of an outcome."""
-    return Head(outcome.parts[0], len(outcome.parts), outcome.worker, outcome.seconds)
+    return Head(outcome.parts[0], len(outcome.parts), outcome.times)
 
 
 def part(outcome: Outcome, index: int) -> Any:

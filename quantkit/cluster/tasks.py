@@ -29,7 +29,7 @@ import queue
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
@@ -89,15 +89,25 @@ def _work(function: Callable[[Any], Any], task: object, build: str) -> _Outcome:
         return _Outcome(address, 0.0, unfit=f"has quantkit {mine}, the coordinator {build}")
     try:
         result = function(task)
-    except UnfitWorker as error:
-        return _Outcome(address, 0.0, unfit=str(error))
-    except QuantkitError as error:
-        if isinstance(error.__cause__, OSError):
-            return _Outcome(address, 0.0, unfit=str(error))
+    except (QuantkitError, OSError, MemoryError) as error:
+        if reason := unfit_because(error):
+            return _Outcome(address, 0.0, unfit=reason)
         return _Outcome(address, 0.0, error=(type(error).__name__, str(error)))
-    except (OSError, MemoryError) as error:
-        return _Outcome(address, 0.0, unfit=str(error) or type(error).__name__)
     return _Outcome(address, time.perf_counter() - started, result)
+
+
+def unfit_because(error: Exception) -> str:
+    """Why an error of a task is one of its worker, such as a full disk; "" if the task would fail on others too."""
+    is_quantkit = isinstance(error, QuantkitError)
+    if is_quantkit and not isinstance(error, UnfitWorker) and not isinstance(error.__cause__, OSError):
+        return ""
+    return str(error) or type(error).__name__
+
+
+def no_fit_worker(refused: Mapping[str, str]) -> QuantkitError:
+    """The error of a run whose workers are all refused: addresses and reasons."""
+    listed = "\n  ".join(f"{worker}: {text}" for worker, text in refused.items())
+    return QuantkitError(f"no worker of the cluster can do the job:\n  {listed}")
 
 
 @dataclass
@@ -211,8 +221,7 @@ class TaskRun(Generic[T, R]):
         there = list(self._client.nthreads())
         if fit := [address for address in there if address not in self.refused]:
             return fit
-        listed = "\n  ".join(f"{worker}: {text}" for worker, text in self.refused.items())
-        raise QuantkitError(f"no worker of the cluster can do the job:\n  {listed}")
+        raise no_fit_worker(self.refused)
 
     def _look(self) -> None:
         """Look at the workers, if the last look was a while ago: their threads, and at the end slow tasks."""

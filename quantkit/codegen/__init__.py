@@ -10,6 +10,7 @@
 | `thread_pool`, `cpu_target` | slices of rows on several threads; CPU features and SIMD code paths |
 | `digests`, `disk_cache`, `array_cache` | what names a cached file; the files; arrays cached like kernels |
 | `numba_loader`, `numba_internals`, `compile_notice` | importing numba; every private name of it; progress on stderr |
+| `interrupts` | Ctrl-C while numba compiles |
 
 Takes Python functions and returns callables; knows nothing of models or files. Imports `errors` only.
 """

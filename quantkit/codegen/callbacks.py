@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Callable
 from typing import Any
 
-from quantkit.codegen import compile_notice, digests, numba_internals
+from quantkit.codegen import compile_notice, digests, interrupts, numba_internals
 from quantkit.codegen.jit import NO_WRAPPERS, OPTIONS, Kernel, compile_lock
 from quantkit.codegen.numba_loader import load_numba
 from quantkit.errors import KernelError
@@ -106,6 +106,7 @@ class Callback(digests.Compiled):
                 return self.__dict__["_compiled"]
             load_numba()
             compile_notice.install()
+            interrupts.install()
             _failure_function()
             body = Kernel(self.function, self.options | NO_WRAPPERS, is_cached=False)
             function = _guarded(body, self.number, self.arguments)

@@ -87,4 +87,4 @@ def install() -> None:
     from quantkit.codegen import numba_internals
 
     notice = _CompileNotice()
-    numba_internals.listen_to_compilations(notice.on_start, notice.on_end)
+    numba_internals.listen("numba:compile", notice.on_start, notice.on_end)

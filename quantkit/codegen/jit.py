@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
-from quantkit.codegen import compile_notice, digests, numba_internals
+from quantkit.codegen import compile_notice, digests, interrupts, numba_internals
 from quantkit.codegen.numba_loader import load_numba
 
 OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "boundscheck": False}
@@ -52,6 +52,7 @@ class Kernel(digests.Compiled, Generic[_P, _R]):
                 return self.__dict__["dispatcher"]
             numba = load_numba()
             compile_notice.install()
+            interrupts.install()
             identity = digests.identity(self.function, self.options)
             if identity is None:
                 return numba.njit(**self.options)(self.function)

@@ -123,8 +123,11 @@ def dispatcher_type(dispatcher: Any) -> Any:
     return Dispatcher(dispatcher)
 
 
-def listen_to_compilations(on_start: Callable[[object], None], on_end: Callable[[object], None]) -> None:
-    """Call functions when numba starts and ends to compile a function. Its manual documents these events."""
+def listen(kind: str, on_start: Callable[[object], None], on_end: Callable[[object], None]) -> None:
+    """Call functions when something starts and ends in numba. Its manual documents the kinds of events.
+
+    "numba:compile" is compiling a function; "numba:compiler_lock" also covers its file in the cache.
+    """
     from numba.core import event
 
     class Listener(event.Listener):
@@ -134,7 +137,7 @@ def listen_to_compilations(on_start: Callable[[object], None], on_end: Callable[
         def on_end(self, event: Any) -> None:
             on_end(event)
 
-    event.register("numba:compile", Listener())
+    event.register(kind, Listener())
 
 
 def external_function(symbol: str, arguments: int) -> Any:

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import QuantkitError
 from quantkit.evaluate.compare import Candidate, CompareOptions, Comparison, compare
@@ -33,6 +33,9 @@ from quantkit.placement.allocation.refine import MeasuredFile, refined
 from quantkit.recipe import Plan, file_types
 from quantkit.recipe.planning.fallback import interleaved_rows
 from quantkit.types.base import LLAMA_CPP
+
+if TYPE_CHECKING:
+    from distributed import Client
 
 FITTED = "fit"
 
@@ -179,6 +182,7 @@ def check_allocation(
     progress: Progress | bool = False,
     on_chunk: Callable[..., None] | None = None,
     on_message: OnMessage = no_message,
+    client: Client | None = None,
 ) -> AllocationCheck:
     """Quantize a fitted recipe and its rivals, and compare them on a text.
 
@@ -187,6 +191,7 @@ def check_allocation(
         refit            fits a recipe to refined costs, with the limits of the first one
         refine           how often that is done, at most: not once more when the recipe does not change
         folder           where the files are written while they are compared; None: the folder for temporary files
+        client           the workers of its cluster quantize and compare; `folder` is one that they see too
 
     QuantkitError if no file type and no single type is small enough to be a rival, or the source is not a GGUF file.
     """
@@ -201,11 +206,11 @@ def check_allocation(
         )
     settings = compare_options or CompareOptions(noise_floor="off")
     with tempfile.TemporaryDirectory(prefix="quantkit-fit-", dir=folder) as name:
-        files = _Files(path, Path(name), o, progress, on_message)
+        files = _Files(path, Path(name), o, progress, on_message, client)
         best, known, measured, rounds = None, costs, list[MeasuredFile](), list[Measured]()
         for _ in range(refine + 1):
             paths = [files.fitted(found), *map(files.rival, others)]
-            comparison = compare(path, paths, text, settings, progress=on_chunk, on_message=on_message)
+            comparison = compare(path, paths, text, settings, progress=on_chunk, on_message=on_message, client=client)
             check = AllocationCheck(found, comparison, _verdicts(comparison, others), (), known)
             rounds.append(Measured(found.plan.bits_per_weight, found.cost, check.measured))
             measured += _measured(comparison, [found.plan, *([] if best else [r.plan for r in others])], costs)
@@ -241,10 +246,16 @@ class _Files:
     """The files that are compared, in a folder. Tensors that come out alike are copied from an earlier file."""
 
     def __init__(
-        self, source: Path, folder: Path, options: QuantizeOptions, progress: Progress | bool, on_message: OnMessage
+        self,
+        source: Path,
+        folder: Path,
+        options: QuantizeOptions,
+        progress: Progress | bool,
+        on_message: OnMessage,
+        client: Client | None,
     ):
         self.source, self.folder, self.options = source, folder, options
-        self.progress, self.on_message = progress, on_message
+        self.progress, self.on_message, self.client = progress, on_message, client
         self.last: Path | None = None  # the newest file of a recipe
 
     def fitted(self, found: RecipeFit) -> Path:
@@ -267,4 +278,4 @@ class _Files:
     def _quantize(self, out: Path, plan: Plan, file_type: str, options: QuantizeOptions) -> None:
         self.on_message(f"{out.stem}: {plan.bits_per_weight:.3f} bits per weight")
         reuse = options if self.last is None else replace(options, reuse=self.last)
-        api.quantize(self.source, out, file_type, reuse, progress=self.progress)
+        api.quantize(self.source, out, file_type, reuse, progress=self.progress, client=self.client)

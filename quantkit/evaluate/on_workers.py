@@ -91,7 +91,8 @@ class ClusterRuns:
     """The runs of a command on a cluster: says where workers differ, and has the times of workers for conditions."""
 
     def __init__(self, client: Client, on_message: OnMessage = no_message):
-        self.client, self._kinds, self._times = client, cpu_kinds(client), dict[str, WorkerTimes]()
+        self.client, self.on_message = client, on_message
+        self._kinds, self._times = cpu_kinds(client), dict[str, WorkerTimes]()
         if len(kinds := sorted(set(self._kinds.values()))) > 1:
             names = ", ".join(f"{name} ({isa})" for name, isa in kinds)
             on_message(
@@ -136,7 +137,7 @@ class MeasureOnWorkers:
         together = max(1, n_batch // inputs.shape[1])
         state = functools.partial(_MeasuringModel.make, self.model, inputs, rows, n_batch, measure)
         files = [*model_files(self.model.path), *self.files]
-        with KeptRun(self.runs.client, state, files) as run:
+        with KeptRun(self.runs.client, state, files, self.runs.on_message) as run:
             for parts in run.results(_MeasuringModel.batch, range(first, len(inputs), together)):
                 for part in parts:
                     yield from part

@@ -41,6 +41,7 @@ from quantkit.pipelines.options import (
 if TYPE_CHECKING:
     from distributed import Client
 
+    from quantkit.cluster.in_order import WorkerTime
     from quantkit.formats.gguf import GGUF
     from quantkit.formats.imatrix import Imatrix
     from quantkit.formats.pipeline import Progress
@@ -525,11 +526,13 @@ def verify(
     *,
     client: Client | None = None,
     progress: Progress | bool = False,
+    on_message: Callable[[str], None] = lambda text: None,
 ) -> Verified:
     """Check a GGUF file: its structure, values and recorded hashes, and whether a rerun would give the same bytes.
 
     `source` is the file to check; `options` name the input that it was made from; `progress` reports bytes. With
-    `client`, a `distributed.Client`, the workers of its cluster read and check the tensors.
+    `client`, a `distributed.Client`, the workers of its cluster read and check the tensors, and `on_message` is told
+    which of them were refused.
 
     Returns Verified: `damage` (one sentence for each defect; empty if the file is sound), `changes` (for each tensor
     that a rerun would change: why), `notes`, and `rerun` (None if the input was not compared). Raises FormatError for
@@ -551,6 +554,7 @@ def verify(
         matrix = imatrix.read(matrix)
     file = source if isinstance(source, gguf.GGUF) else gguf.open(source)
     check = None
+    times: dict[str, WorkerTime] = {}
     if client is not None:
         from quantkit.pipelines.verify_on_cluster import check_on_workers
 
@@ -559,8 +563,10 @@ def verify(
                 f"{options.source}: a checkpoint on the Hub is streamed through one machine; for --cluster fetch it to "
                 "where all workers find it, with `hf download ORG/NAME --local-dir DIR`"
             )
-        check = functools.partial(check_on_workers, client, file, options, progress)
-    return verify_gguf(file, original, matrix, threads=options.threads, progress=progress, check=check)
+        check = functools.partial(check_on_workers, client, file, options, progress, on_message, times)
+    found = verify_gguf(file, original, matrix, threads=options.threads, progress=progress, check=check)
+    found.workers = times
+    return found
 
 
 def type_options(options: TypeOptions) -> dict[str, Any]:

@@ -298,13 +298,15 @@ class Workers:
     def encode(
         self,
         tensors: Iterable[tuple[TensorProgress, Callable[[int], Piece], provenance.Record]],
+        pieces: int,
         nbytes: int,
         write: Callable[[Done], None],
         bar: Bar,
     ) -> None:
         """Encode tensors, each given by its progress, what makes its pieces, and the record that it will have.
 
-        `nbytes` are about the bytes of all, by which tasks are sized. `write` gets the results as they come.
+        `pieces` are those of all, which the bar shows, and `nbytes` about the bytes, by which tasks are sized. `write`
+        gets the results as they come.
         """
         most = RETURNED_BYTES if self._shared is None else WRITTEN_BYTES
         sizes = TaskSizes(nbytes, most)
@@ -317,15 +319,16 @@ class Workers:
             name="quantkit-encode",
             on_message=self._on_message,
         )
-        started, read = time.monotonic(), 0
+        started, read, ended = time.monotonic(), 0, 0
         for finished in run:
             done = finished.result
             write(done)
             sizes.count(finished.task.type, done.stop - done.first, done.seconds)
             self._count(finished)
-            read += done.read
+            read, ended = read + done.read, ended + done.stop - done.first
             each = read / max(time.monotonic() - started, 1e-9) / 1e9 / len(self.work)
-            bar.update(done.nbytes, f"{done.name}, {len(self.work)} workers, {each:.3g} GB/s each")
+            rate = f"{len(self.work)} workers, {each:.3g} GB/s each"
+            bar.update(done.nbytes, f"{ended}/{pieces} pieces, {rate}, {done.name}")  # its end is cut if need be
 
     def _count(self, finished: Finished[PieceTask, Done]) -> None:
         done, work = finished.result, self.work.setdefault(finished.worker, WorkerWork())

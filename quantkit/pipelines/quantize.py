@@ -198,7 +198,7 @@ def quantize_with_plan(
                         pump(run.pieces(stage, bar.describe), run.write, bar, threads=threads)
                     else:
                         pump(run.copies(stage), run.write, bar, threads=threads)
-                        pool.encode(run.encodings(stage), run.nbytes, run.encoded, bar)
+                        pool.encode(run.encodings(stage), run.pieces_left(stage), run.nbytes, run.encoded, bar)
                 if arrivals is not None:
                     bar.describe("checking the last file")
                     arrivals.finish()
@@ -353,11 +353,19 @@ class _Run:
     def encodings(self, stage: Stage) -> Iterator[tuple[TensorProgress, Callable[[int], Piece], provenance.Record]]:
         """The unfinished tensors of a stage that are not copied: their pieces left, by number, and their records."""
         moments = PreparedMoments(stage.imatrix) if stage.imatrix is not None else None
-        for planned in stage.tensors:
-            is_here = planned.name in self._job.copied or planned.name in self._source.new
-            if not is_here and (progress := self._begin(planned)):
+        for planned in self._encoded_tensors(stage):
+            if progress := self._begin(planned):
                 make = functools.partial(self._piece, progress, moments)
                 yield progress, make, self._job.expected[planned.name]
+
+    def pieces_left(self, stage: Stage) -> int:
+        """How many pieces `encodings` gives in all."""
+        left = [t for t in self._encoded_tensors(stage) if t.name not in self._job.done]
+        return sum(TensorProgress(t, self._job.pieces.get(t.name, {})).left for t in left)
+
+    def _encoded_tensors(self, stage: Stage) -> Iterator[PlannedTensor]:
+        """The tensors of a stage that are neither copied nor new scales."""
+        return (t for t in stage.tensors if t.name not in self._job.copied and t.name not in self._source.new)
 
     def _begin(self, planned: PlannedTensor) -> TensorProgress | None:
         """Begin a tensor; None if nothing of it is left to do."""

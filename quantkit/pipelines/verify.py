@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -38,6 +38,9 @@ from quantkit.pipelines.resume import hash_source
 from quantkit.recipe import importance_entry
 from quantkit.types import check_finite
 from quantkit.types.families.interleave import Interleaved
+
+if TYPE_CHECKING:
+    from quantkit.cluster.in_order import WorkerTime
 
 
 class OriginalModel(Protocol):
@@ -62,6 +65,7 @@ class Verified:
         changes   by tensor that a rerun would change: the reasons
         notes     what could not be compared, and why
         rerun     whether a rerun reproduces the file; None if the sources were not compared
+        workers   of a cluster, by address: their tasks and seconds
     """
 
     file: GGUF
@@ -72,6 +76,7 @@ class Verified:
     changes: dict[str, list[str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     rerun: bool | None = None
+    workers: dict[str, WorkerTime] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """The fields of `quantkit verify --json`, without its schema."""

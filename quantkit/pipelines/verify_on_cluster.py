@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quantkit.cluster.in_order import KeptRun
+from quantkit.cluster.in_order import KeptRun, WorkerTime
 from quantkit.errors import OptionError
 from quantkit.formats import gguf, imatrix
 from quantkit.formats.imatrix import Imatrix
@@ -40,9 +40,18 @@ def check_tensors(checker: Checker, names: Sequence[str]) -> list[list[Checked]]
 
 
 def check_on_workers(
-    client: Client, file: gguf.GGUF, options: VerifyOptions, progress: Progress | bool, names: Sequence[str]
+    client: Client,
+    file: gguf.GGUF,
+    options: VerifyOptions,
+    progress: Progress | bool,
+    on_message: Callable[[str], None],
+    times: dict[str, WorkerTime],
+    names: Sequence[str],
 ) -> Iterator[Checked]:
-    """Check tensors on workers; yield what was found, in the order of `names`. `progress` reports bytes."""
+    """Check tensors on workers; yield what was found, in the order of `names`.
+
+    `progress` reports bytes, `on_message` is told of refused workers, `times` gets what each worker did.
+    """
     if isinstance(options.imatrix, Imatrix):
         raise OptionError("workers read the importance matrix themselves: with a cluster, pass its file")
     source, matrix = (None if p is None else os.path.abspath(p) for p in (options.source, options.imatrix))
@@ -54,12 +63,13 @@ def check_on_workers(
         read += opened.paths
     make = functools.partial(make_checker, os.path.abspath(file.path), absolute)
     total = sum(tensor.nbytes for tensor in file.tensors.values())
-    with KeptRun(client, make, [*file.paths, *read]) as run, Bar(total, progress) as bar:
+    with KeptRun(client, make, [*file.paths, *read], on_message) as run, Bar(total, progress) as bar:
         for parts in run.results(check_tensors, list(_groups(file, names))):
             for part in parts:
                 for checked in part:
                     bar.update(checked.nbytes, checked.name)
                     yield checked
+    times.update(run.workers)
 
 
 def _groups(file: gguf.GGUF, names: Sequence[str]) -> Iterator[list[str]]:

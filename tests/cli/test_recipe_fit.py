@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -12,6 +12,9 @@ from quantkit import cli
 from quantkit.formats import gguf
 from quantkit.placement.allocation import costs as costs_file
 from tests.documentation import make_world
+
+if TYPE_CHECKING:
+    from distributed import Client
 
 TYPES = "q4_0,q5_0,q6_0,q8_0,iq4_k"
 SMALL = ["-c", "16", "--chunks", "4", "--rows", "32"]
@@ -159,5 +162,16 @@ def test_verify_refines_costs(folder: Path, tmp_path: Path, capsys: pytest.Captu
     again = json.loads(run(capsys, *fit(folder, "--bpw", "6.6", "--json"), "--costs", refined))["fit"]["kld"]
     first = verify["rounds"][0]
     assert abs(again - first["kld"]) < abs(first["predicted"] - first["kld"])
-    assert cli.main(list(map(str, fit(folder, "--bpw", "6.6", "--refine", "1")))) == 2
-    assert "give it a text" in capsys.readouterr().err
+    for flags in (["--refine", "1"], ["--cluster", "local:1"]):
+        assert cli.main(list(map(str, fit(folder, "--bpw", "6.6", *flags)))) == 2
+        assert "give it a text" in capsys.readouterr().err
+
+
+def test_verify_runs_on_a_cluster(folder: Path, capsys: pytest.CaptureFixture[str], dask_client: Client) -> None:
+    words = fit(folder, "--bpw", "6.6", "--verify", folder / "wiki.txt", "--verify-ctx", "16", "--imatrix",
+                folder / "imatrix.gguf", "--refine", "0", "--force", "--json")  # fmt: skip
+    here = json.loads(run(capsys, *words))["fit"]["verify"]
+    assert cli.main(list(map(str, [*words, "--cluster", dask_client.scheduler.address]))) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["fit"]["verify"] == here
+    assert f"cluster {dask_client.scheduler.address}: 2 worker(s)" in printed.err

@@ -2,50 +2,34 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 import pytest
 
 import quantkit
-from quantkit import cluster
-from quantkit.cluster.connection import local_processes
+from quantkit import cli, cluster
+from quantkit.cluster import connection
 from quantkit.cluster.workers import FileIdentity
+from quantkit.codegen.thread_pool import available_cpus
 from quantkit.errors import OptionError, QuantkitError
+from tests.cluster.processes import another_worker, other_version
 
 if TYPE_CHECKING:
     from distributed import Client
 
 
-@contextlib.contextmanager
-def another_worker(client: Client, **variables: str) -> Iterator[str]:
-    """A further worker process, with these variables of the environment; its address."""
-    before = set(client.scheduler_info(n_workers=-1)["workers"])
-    command = [sys.executable, "-m", "distributed.cli.dask_worker", client.scheduler.address, "--no-nanny",
-               "--nthreads", "1", "--memory-limit", "0", "--no-dashboard"]  # fmt: skip
-    with subprocess.Popen(command, cwd=os.sep, env=os.environ | variables, stderr=subprocess.DEVNULL) as process:
-        try:
-            client.wait_for_workers(len(before) + 1, timeout=60)
-            (address,) = set(client.scheduler_info(n_workers=-1)["workers"]) - before
-            yield address
-        finally:
-            process.kill()
-    while len(client.scheduler_info(n_workers=-1)["workers"]) > len(before):
-        pass
-
-
 def test_names_of_clusters(tmp_path: Path) -> None:
-    assert local_processes("local:3") == 3
-    assert (local_processes("local") or 0) >= 1
-    assert local_processes("tcp://10.0.0.1:8786") is None
-    (tmp_path / "scheduler.json").write_text("{}")
-    assert local_processes(str(tmp_path / "scheduler.json")) is None
+    assert cluster.check("local:3") == 3
+    assert cluster.check("local") == available_cpus()
+    assert cluster.check("tcp://10.0.0.1:8786") == "tcp://10.0.0.1:8786"
+    (tmp_path / "scheduler.json").write_text('{"address": "tls://10.0.0.1:8786"}')
+    assert cluster.check(str(tmp_path / "scheduler.json")) == "tls://10.0.0.1:8786"
 
 
 @pytest.mark.parametrize(
@@ -53,7 +37,12 @@ def test_names_of_clusters(tmp_path: Path) -> None:
 )
 def test_other_texts_are_refused(spec: str) -> None:
     with pytest.raises(OptionError, match="write local, local:N"):
-        local_processes(spec)
+        cluster.check(spec)
+
+
+def test_more_processes_than_a_machine_runs_are_refused() -> None:
+    with pytest.raises(OptionError, match=rf"9999 processes on {available_cpus()} CPUs; write at most local:"):
+        cluster.check("local:9999")
 
 
 def test_a_scheduler_that_is_not_there(tmp_path: Path) -> None:
@@ -63,9 +52,40 @@ def test_a_scheduler_that_is_not_there(tmp_path: Path) -> None:
     file.write_text(f'{{"address": "{address}"}}')
     with pytest.raises(QuantkitError, match=f"scheduler.json: no connection .*{address}"), cluster.connect(str(file)):
         pass
-    file.write_text("{}")
-    with pytest.raises(QuantkitError, match="not a scheduler file"), cluster.connect(str(file)):
-        pass
+    for text in ("{}", '{"address": 7}', '{"address": "foo://10.0.0.1:1"}'):
+        file.write_text(text)
+        with pytest.raises(QuantkitError, match="not a scheduler file"), cluster.connect(str(file)):
+            pass
+
+
+def test_what_is_no_scheduler_is_refused_soon(dask_client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The dashboard waits for the rest of a request; a worker answers."""
+    monkeypatch.setattr(connection, "ANSWER_SECONDS", 1.0)
+    dashboard = urlsplit(dask_client.dashboard_link).netloc
+    started = time.monotonic()
+    with pytest.raises(QuantkitError, match=r"is no dask scheduler: .* within 1 s; is it the dashboard's port\?"):
+        cluster.connect(f"tcp://{dashboard}").__enter__()
+    worker = next(iter(dask_client.nthreads()))
+    with pytest.raises(QuantkitError, match="is no dask scheduler: it is a dask Worker"):
+        cluster.connect(worker).__enter__()
+    assert time.monotonic() - started < 5
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["quantize", "none.gguf", "out.gguf", "Q8_0", "--dry-run"],
+        ["convert", "none"],
+        ["verify", "none.gguf"],
+        ["imatrix", "none.gguf", "-f", "none.txt", "--dry-run"],
+        ["recipe", "fit", "none.gguf", "--costs", "none", "--verify", "none.txt"],
+    ],
+)
+def test_commands_check_the_option_first(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*words, "--cluster", "local:9999"]) == 2
+    caught = capsys.readouterr()
+    assert "--cluster local:9999: 9999 processes" in caught.err
+    assert not caught.out
 
 
 def test_a_scheduler_file_and_an_address(dask_client: Client, tmp_path: Path) -> None:
@@ -98,11 +118,7 @@ def test_another_model_of_the_same_size_is_noticed(tmp_path: Path) -> None:
 
 
 def test_a_worker_of_another_version_is_refused_by_name(dask_client: Client, tmp_path: Path) -> None:
-    package = tmp_path / "other" / "quantkit"
-    shutil.copytree(Path(quantkit.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
-    source = package / "__init__.py"
-    source.write_text(source.read_text().replace(f'"{quantkit.__version__}"', '"9.9.9"'))
-    with another_worker(dask_client, PYTHONPATH=str(package.parent)) as address:
+    with another_worker(dask_client, PYTHONPATH=str(other_version(tmp_path))) as address:
         with pytest.raises(QuantkitError) as error:
             cluster.require_same(dask_client, [__file__])
         cluster.require_same(dask_client, [__file__], [w for w in dask_client.nthreads() if w != address])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +13,7 @@ import pytest
 
 import quantkit
 from quantkit import cli, cluster
-from quantkit.cluster.in_order import KeptRun
+from quantkit.cluster.in_order import WorkerTime
 from quantkit.errors import QuantkitError
 from quantkit.evaluate.compare import CompareOptions, compare
 from quantkit.evaluate.divergence import DivergenceOptions, divergence
@@ -83,6 +82,10 @@ def test_layers_are_a_pipeline(model: Path, text: Path, dask_client: Client) -> 
     here = perplexity(model, text, options)
     there = perplexity(model, text, options, client=dask_client)
     np.testing.assert_array_equal(here.nll, there.nll)
+    workers = there.conditions["workers"]
+    assert isinstance(workers, dict)
+    assert set(workers) == set(dask_client.nthreads())
+    assert [worker["batches"] for worker in workers.values()] == [3, 3]
 
 
 def test_stages_follow_from_memory() -> None:
@@ -118,28 +121,6 @@ def test_chunks_of_a_killed_worker_are_run_again(model: Path, text: Path) -> Non
     np.testing.assert_array_equal(here.nll, there.nll)
 
 
-def _number(threads: int) -> int:
-    return threads
-
-
-def _slowly(state: int, argument: int) -> list[int]:
-    time.sleep(0.2)
-    return [state * argument]
-
-
-def test_tasks_go_on_when_all_workers_were_killed() -> None:
-    """dask would wait for the workers that they were meant for."""
-    found = []
-    with cluster.connect("local:1") as client, KeptRun(client, _number, []) as run:
-        for parts in run.results(_slowly, range(6)):
-            found += list(parts)
-            if len(found) == 1:
-                (pid,) = client.run(os.getpid).values()
-                os.kill(pid, signal.SIGKILL)
-        threads = sum(client.nthreads().values())
-    assert found == [threads * i for i in range(6)]
-
-
 def test_a_run_resumes_on_a_cluster(model: Path, text: Path, tmp_path: Path, dask_client: Client) -> None:  # noqa: F811
     log = tmp_path / "log.jsonl"
 
@@ -161,9 +142,13 @@ def test_sensitivity_has_the_same_numbers(
 ) -> None:  # fmt: skip
     options = SensitivityOptions(ctx_size=CTX, chunks=2, rows=4, types=["q4_0", "q8_0"])
     outputs = tmp_path / "here.json", tmp_path / "there.json"
+    times: dict[str, WorkerTime] = {}
     here, there = (
-        sensitivity(model, text, output, options, client=client) for output, client in zip(outputs, (None, dask_client))
+        sensitivity(model, text, output, options, client=client, on_workers=times.update)
+        for output, client in zip(outputs, (None, dask_client))
     )
+    assert set(times) == set(dask_client.nthreads())
+    assert all(each.tasks and each.seconds for each in times.values())
     assert here.tensors == there.tensors
     assert any(cost.kld > 0 for cost in here.tensors.values())
 
@@ -177,6 +162,8 @@ def test_verify_finds_the_same(model: Path, tmp_path: Path, dask_client: Client)
     options = VerifyOptions(source=model)
     here, there = (api.verify(made, options, client=client) for client in (None, dask_client))
     assert here.to_json() == there.to_json()
+    assert not here.workers
+    assert sum(times.tasks for times in there.workers.values()) == 1
     assert len(here.damage) == 1
     assert here.hashed == len(here.file.tensors) - 1
 

@@ -68,13 +68,15 @@ def test_the_bytes_are_those_of_one_machine(
 
 
 @pytest.mark.parametrize("processes", [1, 4])
-def test_other_numbers_of_processes(large: Path, tmp_path: Path, processes: int) -> None:
-    make(large, tmp_path / "one.gguf")
+def test_other_numbers_of_processes(model: Path, tmp_path: Path, processes: int) -> None:
+    options: dict[str, Any] = {"rules": RULES, "matrix": importance(), "split_max_tensors": 10}
+    make(model, tmp_path / "one.gguf", **options)
     with cluster.connect(f"local:{processes}") as client:
         client.wait_for_workers(processes)
-        written = make(large, tmp_path / "out.gguf", client)
+        written = make(model, tmp_path / "out.gguf", client, **options)
     assert 1 <= len(written.workers) <= processes
-    assert contents(tmp_path / "out.gguf") == contents(tmp_path / "one.gguf")
+    assert len(written.paths) == 3
+    assert contents(*sorted(tmp_path.glob("out*"))) == contents(*sorted(tmp_path.glob("one*")))
 
 
 def test_a_task_takes_all_threads_of_a_worker(large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,11 +208,18 @@ def test_pieces_are_not_encoded_twice(large: Path, tmp_path: Path, dask_client: 
     bounds = [entry["pieces"] for entries in found.pieces.values() for entry in entries]
     finished = sum(int(stop) - int(first) for first, stop in bounds)
     assert finished
-    written = make(large, out, dask_client, shared_output=shared, on_message=said.append)
+    shown: list[str] = []
+
+    def progress(done: int, total: int, label: str) -> None:
+        shown.append(label)
+
+    written = make(large, out, dask_client, shared_output=shared, on_message=said.append, progress=progress)
     assert said[0].startswith("resumed: ")
     assert f"and {finished} pieces of" in said[0]
     done = finished + sum(map(pieces_of, found.entries))
-    assert sum(work.pieces for work in written.workers.values()) == 2 * PIECES + 2 * 3 + 1 - done
+    left = 2 * PIECES + 2 * 3 + 1 - done
+    assert sum(work.pieces for work in written.workers.values()) == left
+    assert shown[-1].startswith(f"{left}/{left} pieces, ")
     assert contents(out) == contents(tmp_path / "one.gguf")
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from quantkit.cluster import TaskRun, UnfitWorker
 from quantkit.errors import DataError, QuantkitError
+from tests.cluster.processes import first_to
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -26,18 +27,6 @@ def failing(task: int) -> int:
     if task == 7:
         raise DataError("row 7 is NaN")
     return task
-
-
-def first_to(folder: str) -> bool:
-    """Whether this worker is the first that asks in `folder`."""
-    try:
-        os.mkdir(f"{folder}/claimed")
-        Path(folder, "claimed", "pid").write_text(str(os.getpid()))
-    except FileExistsError:
-        pass
-    while not (pid := Path(folder, "claimed", "pid")).exists() or not pid.read_text():
-        time.sleep(0.01)
-    return pid.read_text() == str(os.getpid())
 
 
 def full_disk_on_one(folder: str) -> int:

@@ -63,6 +63,10 @@ def test_a_cluster_with_tls(files: Path, tmp_path: Path) -> None:
         named = "TLS needs certificates: set DASK_DISTRIBUTED__COMM__TLS__CA_FILE, "
         with pytest.raises(QuantkitError, match=named), cluster.connect(address):
             pass
+        plain = address.replace("tls://", "tcp://")
+        with pytest.raises(QuantkitError, match=f"^{plain}: .*dask scheduler.*") as error, cluster.connect(plain):
+            pass
+        assert " : " not in str(error.value)
         wrong = {f"distributed.comm.tls.{name}": __file__ for name in ("ca-file", "client.cert", "client.key")}
         with (
             dask.config.set(wrong),

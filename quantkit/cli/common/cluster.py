@@ -14,6 +14,7 @@ from quantkit.cli.common.output import print_table
 if TYPE_CHECKING:
     from distributed import Client
 
+    from quantkit.cluster.in_order import WorkerTime
     from quantkit.pipelines.on_cluster import WorkerWork
 
 PANEL = "Several machines"
@@ -39,6 +40,14 @@ SharedOutput = Annotated[
 ]
 
 
+def check_cluster(spec: str | None) -> None:
+    """An error for a --cluster that names no cluster: for the start of a command that reads much before it connects."""
+    if spec is not None:
+        from quantkit.cluster import check
+
+        check(spec)
+
+
 @contextlib.contextmanager
 def connected(spec: str | None, on_message: Callable[[str], None]) -> Iterator[Client | None]:
     """The client of --cluster, within `with`; None without the option.
@@ -59,8 +68,8 @@ def connected(spec: str | None, on_message: Callable[[str], None]) -> Iterator[C
         yield client
 
 
-def worker_rows(work: Mapping[str, WorkerWork]) -> list[dict[str, Any]]:
-    """What each worker did, for JSON: address, tasks, pieces, seconds of its threads, bytes."""
+def worker_rows(work: Mapping[str, WorkerWork | WorkerTime]) -> list[dict[str, Any]]:
+    """What each worker did, for JSON: address, tasks, seconds; of encoding also pieces and bytes."""
     return [{"address": address, **dataclasses.asdict(done)} for address, done in sorted(work.items())]
 
 

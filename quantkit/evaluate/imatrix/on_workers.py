@@ -44,7 +44,7 @@ class CollectOnWorkers:
             MomentsRecorder(forms)  # raises for forms that depend on order
         self._runs = runs
         make = functools.partial(_CollectingModel.make, model, forms)
-        self._run = KeptRun(runs.client, make, model_files(model.path))
+        self._run = KeptRun(runs.client, make, model_files(model.path), runs.on_message)
 
     def __enter__(self) -> CollectOnWorkers:
         self._run.__enter__()

@@ -65,7 +65,8 @@ class LayersOnWorkers:
         file = gguf.open(self.model.path)
         stages = stage_count(sum(tensor.nbytes for tensor in file.tensors.values()), _memory(self.runs.client))
         make = functools.partial(_Stages.make, self.model, inputs, rows, measure, stages)
-        with KeptRun(self.runs.client, make, [*model_files(self.model.path), *self.files]) as run:
+        files = [*model_files(self.model.path), *self.files]
+        with KeptRun(self.runs.client, make, files, self.runs.on_message) as run:
             for parts in run.results(_Stages.run, batches, stages):
                 for part in parts:
                     yield from part

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from quantkit import types
-from quantkit.cluster.in_order import KeptRun
+from quantkit.cluster.in_order import KeptRun, WorkerTime
 from quantkit.errors import DataError, UnsupportedError
 from quantkit.evaluate.fingerprint import fingerprint
 from quantkit.evaluate.layers.checkpoint_model import CheckpointModel
@@ -88,6 +88,7 @@ def sensitivity(
     progress: _Progress = lambda done, total, name: None,
     on_message: OnMessage = no_message,
     client: Client | None = None,
+    on_workers: Callable[[Mapping[str, WorkerTime]], None] = lambda times: None,
 ) -> Costs:
     """Measure what every type costs in every matrix of a model, and write the costs file `output`.
 
@@ -99,13 +100,14 @@ def sensitivity(
     at the model's output, measured with a coarse type (`probe`) in that tensor alone.
 
     With `client`, the workers of a dask cluster measure: a layer's probes, or the errors of a matrix, are a task. They
-    read the model, the text and the importance matrix, which must be files that they see too.
+    read the model, the text and the importance matrix, which must be files that they see too. At the end `on_workers`
+    gets their tasks and seconds by address.
 
     An interrupted run leaves OUTPUT.partial-job.journal; the same call resumes it. DataError if that is of another run.
     """
     o = options or SensitivityOptions()
     run = _Run(source, Path(text), followed(Path(output)), o)
-    return run.measure(progress, on_message, client)
+    return run.measure(progress, on_message, client, on_workers)
 
 
 class _Task(NamedTuple):
@@ -154,7 +156,13 @@ class _Run:
         }
         self.job = fingerprint(paths, settings | {"quantkit": _version()})
 
-    def measure(self, progress: _Progress, on_message: OnMessage, client: Client | None) -> Costs:
+    def measure(
+        self,
+        progress: _Progress,
+        on_message: OnMessage,
+        client: Client | None,
+        on_workers: Callable[[Mapping[str, WorkerTime]], None],
+    ) -> Costs:
         """Measure what is not in the journal, and write the costs."""
         path = self.output.with_name(self.output.name + PARTIAL_JOB + JOURNAL)
         done = self._stored(path)
@@ -167,7 +175,10 @@ class _Run:
         progress(len(entries), total, "")
         probes, errors = ([t.name for t in measured if f"{kind} {t.name}" not in entries] for kind in _KINDS)
         try:
-            results = self._here(probes, errors) if client is None else self._there(client, probes, errors)
+            if client is None:
+                results = self._here(probes, errors)
+            else:
+                results = self._there(client, probes, errors, on_message, on_workers)
             for kind, name, values in results:
                 entries[f"{kind} {name}"] = {"name": f"{kind} {name}", **values}
                 writer.add(entries[f"{kind} {name}"])
@@ -184,7 +195,14 @@ class _Run:
         for task in (_Task("kld", tuple(probes)), _Task("errors", tuple(errors))):
             yield from self.measured(task)
 
-    def _there(self, client: Client, probes: Sequence[str], errors: Sequence[str]) -> Iterator[_Measured]:
+    def _there(
+        self,
+        client: Client,
+        probes: Sequence[str],
+        errors: Sequence[str],
+        on_message: OnMessage,
+        on_workers: Callable[[Mapping[str, WorkerTime]], None],
+    ) -> Iterator[_Measured]:
         """The measurements on workers: the probes of a layer together, since they share what enters it."""
         tasks = [_Task("kld", tuple(names)) for _, names in itertools.groupby(probes, layer_of)]
         tasks += [_Task("errors", (name,)) for name in errors]
@@ -192,10 +210,11 @@ class _Run:
         o = self.options
         o = o if o.imatrix is None else replace(o, imatrix=os.path.abspath(o.imatrix))
         make = functools.partial(_Run.on_worker, source, Path(text), self.output.absolute(), o)
-        with KeptRun(client, make, self.files) as run:
+        with KeptRun(client, make, self.files, on_message) as run:
             for parts in run.results(_Run.parts, tasks):
                 for part in parts:
                     yield from part
+        on_workers(run.workers)
 
     @classmethod
     def on_worker(

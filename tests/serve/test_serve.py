@@ -580,6 +580,7 @@ def test_an_answer_may_be_read_late(model: Model) -> None:
     """Later than the connection may be idle: it is closed when all is sent."""
     body = json.dumps({"prompt": ["a" * 250] * 128, "max_tokens": 0, "echo": True, "logprobs": 20}).encode()
     with running(model, idle_seconds=0.5) as server, connected(server) as connection:
+        connection.settimeout(300)  # 32,000 tokens on a busy machine
         connection.sendall(POST + b"Content-Length: %d\r\n\r\n" % len(body) + body)
         found = connection.recv(1)
         time.sleep(1)

@@ -42,7 +42,8 @@ TABLE = Table(
         Column("after", "now, s", ".2f"),
         Column("elapsed", "now, elapsed, s", ".2f"),
     ),
-    "Lines are those of the package that the change deleted. `--help` has to take 0.3 s at most, `plan` of DeepSeek-V3 1.5 s.",
+    "Lines are those of the package that the change deleted. `--help` has to take 0.3 s at most, `plan` of DeepSeek-V3 "
+    "1.5 s.",
 )
 HELP, PLAN = ("--help",), ("plan", "deepseek-v3.json", "IQ2_K", "-ngl", "99", "-ot", "exps=CPU", "-c", "32768")
 CONVERT, PLAN_DIRECTORY = ("convert", "HF_DIR", "out.gguf", "--dry-run"), ("plan", "HF_DIR", "Q4_0")

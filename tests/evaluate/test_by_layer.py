@@ -230,8 +230,6 @@ def test_a_full_disk_is_noticed_before_the_run(folder: Path, tmp_path: Path, mon
 
 
 def test_what_does_not_go_with_it(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="runs on this machine"):
-        measured(folder, "llama", tmp_path / "x.gguf", replace(OPTIONS, by_layer=True), client=object())
     for changes, error, said in (
         ({"save_frequency": 2}, OptionError, "all chunks end together"),
         ({"numerics": "fast"}, UnsupportedError, "exact numerics only; remove --numerics fast"),

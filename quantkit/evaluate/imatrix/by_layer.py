@@ -132,9 +132,10 @@ class CollectByLayer:
 
 
 def describe_memory(
-    tensors: Iterable[Tensor], chunk_sets: Sequence[Chunks], n_embd: int, forms: Mapping[str, InputForm] | None
-) -> str:
-    """What a run takes: hidden states, weights, sums."""
+    tensors: Iterable[Tensor], chunk_sets: Sequence[Chunks], n_embd: int, forms: Mapping[str, InputForm] | None,
+    here: bool = True,
+) -> str:  # fmt: skip
+    """What a run takes in this process, or on workers: hidden states, weights, sums."""
     of_layer: dict[int, int] = {}
     weights = [tensor for tensor in tensors if layer_of(tensor.name) is not None]
     for tensor in weights:
@@ -144,8 +145,8 @@ def describe_memory(
     if forms is not None:
         sums += sizes(measured_shapes(weights), forms)[0]
     states = 4 * sum(chunks.inputs.size for chunks in chunk_sets) * n_embd
-    return (
-        f"layer by layer: {describe_states(states)}; weights of one layer, up to "
-        f"{max(of_layer.values(), default=0) / 1e6:,.1f} MB; sums of all layers, up to "
-        f"{len(chunk_sets) * sums / 1e6:,.1f} MB"
-    )
+    of_all = f"sums of all layers, up to {len(chunk_sets) * sums / 1e6:,.1f} MB"
+    if not here:
+        return f"layer by layer on workers: hidden states {states / 1e6:,.1f} MB; {of_all}, in this process too"
+    largest = max(of_layer.values(), default=0)
+    return f"layer by layer: {describe_states(states)}; weights of one layer, up to {largest / 1e6:,.1f} MB; {of_all}"

@@ -16,8 +16,9 @@ from quantkit.errors import OptionError, QuantkitError
 from quantkit.evaluate.conditions import Conditions, evaluation_conditions, result_conditions
 from quantkit.evaluate.fingerprint import fingerprint
 from quantkit.evaluate.imatrix.by_layer import CollectByLayer, LayerSaves, describe_memory
-from quantkit.evaluate.imatrix.collect import CollectChunks, Collector, TextState, collect, pooled
+from quantkit.evaluate.imatrix.collect import CollectChunks, CollectOptions, Collector, TextState, collect, pooled
 from quantkit.evaluate.imatrix.coverage import split_by_matrix
+from quantkit.evaluate.imatrix.layers_on_workers import CollectLayersOnWorkers
 from quantkit.evaluate.imatrix.mtp import with_mtp_layers
 from quantkit.evaluate.imatrix.on_workers import CollectOnWorkers
 from quantkit.evaluate.imatrix.saved_run import SavedRun
@@ -67,7 +68,8 @@ class ImatrixOptions:
     save_frequency     save a copy of the matrix as OUTPUT.at_CHUNKS every so many chunks; 0: none
     restart            discard the state of an interrupted run
     by_layer           run the chunks of all texts through one layer before the next; for models larger than memory. The
-                       file is the same; the state is saved after layers, in OUTPUT.resume and OUTPUT.states
+                       file is the same; the state is saved after layers, in OUTPUT.resume and OUTPUT.states. With a
+                       client, the layers are a pipeline over workers, and nothing is saved on the way
     second_moments     also collect second moments: "full", "rank:N", "blocks:N" or "auto"; "" does not
     second_moments_size  bytes of memory that their sums may take; None: no limit
     batch_size         tokens per batch, in whole chunks
@@ -147,8 +149,6 @@ def imatrix(
         raise QuantkitError(f"{output}: only the GGUF form holds second moments; give the output a name in .gguf")
     if o.shares is not None and (len(o.shares) != len(paths) or any(not 0 < share < math.inf for share in o.shares)):
         raise QuantkitError(f"shares {list(o.shares)}: {len(paths)} texts need {len(paths)} positive numbers")
-    if o.by_layer and client is not None:
-        raise OptionError("imatrix --by-layer runs on this machine; drop it or --cluster")
     if o.by_layer and o.save_frequency:
         raise OptionError(
             "--save-frequency copies the matrix after some chunks, but with --by-layer all chunks end together; drop "
@@ -169,13 +169,14 @@ def imatrix(
     chunk_sets = [chunked(model.tokenizer, text, o.ctx_size, o.chunks, o.from_chunk, o.chat) for text in paths]
     if o.by_layer:
         check_by_layer(model, o.ctx_size, model.numerics)
-        on_message(describe_memory(opened.tensors.values(), chunk_sets, model.hparams.n_embd, forms))
+        here = client is None
+        on_message(describe_memory(opened.tensors.values(), chunk_sets, model.hparams.n_embd, forms, here))
     conditions = evaluation_conditions(model, o.ctx_size, sum(map(len, chunk_sets)), ", ".join(map(str, paths)))
     settings = result_conditions(conditions) | {
         "texts": paths, "shares": o.shares, "chunk": o.from_chunk, "output": o.process_output, "ppl": not o.no_ppl,
         "batch": o.batch_size, "chat": o.chat, "each": [len(chunks) for chunks in chunk_sets],
         "second moments": o.second_moments, **({"mtp": True} if drafts else {}),
-        **({"by_layer": True} if o.by_layer else {}),
+        **({"by_layer": "here" if client is None else "on workers"} if o.by_layer else {}),
         "blocks": {name: form.key for name, form in forms.items()} if forms is not None else None,
     }  # fmt: skip
     run = fingerprint([*model_paths, *paths, *o.in_file], settings)
@@ -185,15 +186,19 @@ def imatrix(
     perplexities: dict[str, Perplexity] = {}
     with contextlib.ExitStack() as stack:
         runs = None
-        collecting: CollectChunks | None = None
-        if o.by_layer:
-            collecting = CollectByLayer(
-                model, chunk_sets, checkpointer.by_layer(), on_layer or layer_messages(on_message)
-            )
-        elif client is not None:
+        collecting: CollectChunks | CollectLayersOnWorkers | CollectOnWorkers | None = None
+        if client is not None:
             runs = ClusterRuns(client, on_message)
             opening = WorkerModel(open_model, path, o.numerics, o.threads, o.ctx_size)
-            collecting = stack.enter_context(CollectOnWorkers(runs, opening, forms))
+            if o.by_layer:
+                collected = CollectOptions(o.process_output, not o.no_ppl, o.batch_size)
+                collecting = CollectLayersOnWorkers(runs, opening, chunk_sets, forms, collected)
+            else:
+                collecting = CollectOnWorkers(runs, opening, forms)
+            stack.enter_context(collecting)
+        elif o.by_layer:
+            on_layer = on_layer or layer_messages(on_message)
+            collecting = CollectByLayer(model, chunk_sets, checkpointer.by_layer(), on_layer)
         for number, chunks in enumerate(chunk_sets):
             state = checkpointer.text(number)
             size = f"{len(chunks)} chunks of {o.ctx_size} tokens"

@@ -71,13 +71,18 @@ def mode() -> Mode:
     """How a bar that is opened now shows itself. Raises OptionError for a value of QUANTKIT_PROGRESS but 0 and 1."""
     value = os.environ.get(VARIABLE, "")
     if value not in ("", "0", "1"):
-        raise OptionError(f"{VARIABLE}={printable(value)}: write 0 (no progress) or 1 (progress)")
+        raise OptionError(wrong_value())
     shown = _SETTINGS.bars if _SETTINGS.bars is not None else {"0": False, "1": True}.get(value)
     if shown is False:
         return "off"
     if is_terminal(sys.stderr) and os.environ.get("TERM") != "dumb":
         return "bar"
     return "lines" if shown else "off"
+
+
+def wrong_value() -> str:
+    """The message about a value of QUANTKIT_PROGRESS that is neither 0 nor 1."""
+    return f"{VARIABLE}={printable(os.environ.get(VARIABLE, ''))}: write 0 (no progress) or 1 (progress)"
 
 
 def is_terminal(stream: Any) -> bool:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import difflib
 import functools
 import importlib
+import itertools
 import os
 import re
 import sys
@@ -44,6 +45,8 @@ _TOOLS = {
     "llama-quantize": "quantize", "llama-sweep-bench": "sweep-bench", "convert_hf_to_gguf.py": "convert",
     "llama-gguf-split": "split", "llama-server": "serve",
 }  # fmt: skip
+
+_MODEL_OR_TEXT = ("-m", "--model", "-hf", "-hfr", "--hf-repo", "-f", "--file")
 
 INTERRUPTED = 130
 BROKEN_PIPE = 141
@@ -78,7 +81,7 @@ def _similar(name: str) -> str:
 
 def as_command(args: list[str]) -> list[str]:
     """The words of a command line with the command's name for a tool of llama.cpp: `./bin/llama-cli` is generate."""
-    words = args[1:] if args and args[0] in ("python", "python3") else args
+    words = _without_python(args)
     tool = re.split(r"[/\\]", words[0])[-1].removesuffix(".exe") if words else ""
     if tool not in _TOOLS:
         return args
@@ -88,11 +91,23 @@ def as_command(args: list[str]) -> list[str]:
         rest = [word for word in rest if word not in ("--merge", "--split")]
     if command == "quantize" and "--repack" in rest:  # which ignores TYPE
         return ["repack", *_without_type(rest)]
-    if command == "imatrix" and "--in-file" in rest:  # without a model, it joins or describes files
-        rest = [word for word in rest if word != "--in-file"]
-        show = "--show-statistics" in rest
-        return [command, "show" if show else "merge", *(word for word in rest if word != "--show-statistics")]
+    if command == "imatrix" and "--in-file" in rest and (show := _only_files(rest)):
+        return [command, show, *(word for word in rest if word not in ("--in-file", "--show-statistics"))]
     return [command, *rest]
+
+
+def _only_files(words: list[str]) -> str:
+    """What `llama-imatrix --in-file FILE …` does with its files: "show" or "merge"; "" if it measures and adds them."""
+    if "--show-statistics" in words:
+        return "show"
+    return "" if any(word.partition("=")[0] in _MODEL_OR_TEXT for word in words) else "merge"
+
+
+def _without_python(args: list[str]) -> list[str]:
+    """The words of `python3.11 -u convert_hf_to_gguf.py …` from the script on."""
+    if not args or not re.fullmatch(r"(?:.*[/\\])?python(?:\d(?:\.\d+)?)?(?:\.exe)?", args[0]):
+        return args
+    return list(itertools.dropwhile(lambda word: re.fullmatch(r"-[a-zA-Z]+", word), args[1:]))
 
 
 def _without_type(words: list[str]) -> list[str]:

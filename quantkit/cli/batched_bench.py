@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from quantkit.cli.bench import integers
+from quantkit.cli.common.bench_lists import integers
 from quantkit.cli.common.command import takes_model
 from quantkit.cli.common.evaluation import on_message
 from quantkit.cli.common.hub import from_hub

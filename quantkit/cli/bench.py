@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from quantkit.cli.common.bench_lists import integers
 from quantkit.cli.common.command import in_sections, takes_model
 from quantkit.cli.common.evaluation import on_message
 from quantkit.cli.common.hub import from_hub
 from quantkit.cli.common.launch import Launch, runs_variants
+from quantkit.cli.common.llama_options import takes_llama_options
 from quantkit.cli.common.options import FastNumerics, Json, checked_threads, unless_from_environment
 from quantkit.cli.common.output import gib, print_json
 from quantkit.cli.common.progress_options import shows_progress
@@ -35,8 +37,9 @@ _WIDTHS = (5, 11, 9, 7, 7, 6, 16, 6, 9)  # of the columns on a terminal, where a
 @shows_progress
 @in_sections(
     Tests=["n_prompt", "n_gen", "n_depth", "prompt_and_gen", "gen_after_prompt", "repetitions", "threads", "warmup",
-           "numerics"],
+           "delay", "numerics"],
 )  # fmt: skip
+@takes_llama_options("embeddings", "output_err")
 @takes_model("models")
 @from_hub("models")
 @runs_variants
@@ -50,7 +53,10 @@ def bench(
         ),
     ],
     n_prompt: Annotated[
-        str, typer.Option("--n-prompt", "-p", metavar="N,…", help="Prompt tokens; 0: no prompt test.")
+        str,
+        typer.Option(
+            "--n-prompt", "-p", metavar="N,…", help="Prompt tokens; 0: no prompt test. 16-64+16 and 16-64*2 are ranges."
+        ),
     ] = "512",
     n_gen: Annotated[
         str, typer.Option("--n-gen", "-n", metavar="N,…", help="Tokens to generate; 0: no generation test.")
@@ -75,12 +81,13 @@ def bench(
             "--threads",
             "-t",
             metavar="N,…",
-            help="Number of threads; default: the CPUs that this process may use.",
+            help="Number of threads; default, and -1: the CPUs that this process may use.",
             envvar="QUANTKIT_THREADS",
             callback=unless_from_environment(),
         ),
     ] = None,
     warmup: Annotated[bool, typer.Option("--warmup/--no-warmup", help="Run each test once before, untimed.")] = True,
+    delay: Annotated[float, typer.Option(metavar="SECONDS", help="Pause before each test.", min=0)] = 0,
     numerics: FastNumerics = "fast",
     launches: Sequence[Launch] = (),  # the decorator gives it
     output: Annotated[
@@ -100,7 +107,7 @@ def bench(
     form = "json" if json else output
     cases = _cases(n_prompt, n_gen, n_depth, prompt_and_gen or [], gen_after_prompt or [])
     longest = max(case.n_ctx for case in cases)
-    counts = [checked_threads(count) for count in (integers("-t", threads, 1) if threads else [None])]
+    counts = _thread_counts(threads)
     rows: list[dict[str, Any]] = []
     columns = varying_columns([launch_record(launch.given) for launch in launches])
 
@@ -113,7 +120,8 @@ def bench(
         memory = measure.read_speed(model)
         about = run_conditions(model) | {"repetitions": repetitions}
         on_message(f"{path}: {bench_conditions_line(about, memory)}")
-        for speed in measure.bench(model, cases, repetitions, warmup=warmup, progress=show_repetition):
+        timings = measure.bench(model, cases, repetitions, warmup=warmup, delay=delay, progress=show_repetition)
+        for speed in timings:
             row = _model_record(model, path) | about | options | record(speed, memory)
             rows.append(row)
             _show(row, form, columns, name_columns, first=len(rows) == 1)
@@ -146,14 +154,11 @@ def _cases(prompts: str, answers: str, depths: str, both: list[str], after: list
     return cases
 
 
-def integers(option: str, text: str, minimum: int) -> list[int]:
-    """The integers of a comma-separated list."""
-    parts = text.split(",")
-    if not all(part.strip().isdecimal() and int(part) >= minimum for part in parts):
-        raise typer.BadParameter(
-            f"{option} {text}: write integers of at minimum {minimum}, comma-separated, for example 512,1024"
-        )
-    return [int(part) for part in parts]
+def _thread_counts(text: str | None) -> list[int | None]:
+    """The numbers of threads of -t; None, and -1, for the CPUs that this process may use."""
+    if text is None or text == "-1":
+        return [None]
+    return [checked_threads(count) for count in integers("-t", text, 1)]
 
 
 def _pair(option: str, text: str) -> tuple[int, int]:
@@ -172,7 +177,9 @@ def _model_record(model: Model, path: Path) -> dict[str, Any]:
 
 def launch_record(given: Mapping[str, Any]) -> dict[str, Any]:
     """The options that take lists, under llama-bench's keys."""
+    layers = given["gpu_layers"]
     return {
+        "n_gpu_layers": int(layers) if layers is not None and layers.isdecimal() else layers,
         "flash_attn": given["flash_attn"] == "on",
         "type_k": given["cache_type_k"],
         "type_v": given["cache_type_v"],

@@ -28,7 +28,7 @@ from quantkit.cli.common.evaluation import (
     scores_tasks,
 )
 from quantkit.cli.common.hub import from_hub
-from quantkit.cli.common.launch import Launch, runs_a_model
+from quantkit.cli.common.launch import Launch, context_size, runs_a_model
 from quantkit.cli.common.options import Json, Threads
 from quantkit.cli.common.output import json_text, print_json, print_table, with_schema
 from quantkit.cli.common.progress_options import shows_progress
@@ -149,7 +149,8 @@ def compare(
 
         require_plot_file(plot)
     options = evaluation.CompareOptions(
-        ctx_size=ctx_size, chunks=chunks, chat=chat, score=score, by_category=by_category, batch_size=batch_size,
+        ctx_size=context_size(ctx_size, reference),
+        chunks=chunks, chat=chat, score=score, by_category=by_category, batch_size=batch_size,
         noise_floor=noise_floor, layers=layers, speed=speed, numerics=numerics, threads=threads_batch or threads,
     )  # fmt: skip
 

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from quantkit.cli.common import without_effect
 from quantkit.cli.common.cluster import Cluster, SharedOutput, connected, print_workers, worker_rows
-from quantkit.cli.common.evaluation import on_message
 from quantkit.cli.common.hub import Disk, KeepShards, is_on_hub
+from quantkit.cli.common.llama_options import takes_llama_options
 from quantkit.cli.common.options import (
     Json,
     MetadataFile,
@@ -34,12 +33,19 @@ if TYPE_CHECKING:
     from quantkit.pipelines.conversion.plan import Conversion
     from quantkit.pipelines.options import ConvertOptions
 
-_BOUNDED_MEMORY = "Memory use does not grow with the model."
-_ALWAYS_STREAMED = "A checkpoint on the Hub is always streamed."
-_NO_LOG_LEVELS = "The command has no log levels."
+
+def _print_models(value: bool) -> None:
+    """Print the architectures as config.json names them, for --print-supported-models."""
+    if value:
+        from quantkit import archs
+
+        for arch in archs.all():
+            print(f"{arch.name}: {', '.join(arch.hf)}")
+        raise typer.Exit
 
 
 @shows_progress
+@takes_llama_options("use_temp_file", "no_lazy", "remote", "verbose", "vocab_only")
 def convert(
     source: Annotated[
         Path,
@@ -112,17 +118,11 @@ def convert(
         bool, typer.Option("--dry-run", help="Check everything, show the plan and write nothing.")
     ] = False,
     threads: Threads = None,
-    use_temp_file: Annotated[
-        bool, typer.Option("--use-temp-file", help=_BOUNDED_MEMORY, rich_help_panel=without_effect.PANEL)
-    ] = False,
-    no_lazy: Annotated[
-        bool, typer.Option("--no-lazy", help=_BOUNDED_MEMORY, rich_help_panel=without_effect.PANEL)
-    ] = False,
-    remote: Annotated[
-        bool, typer.Option("--remote", help=_ALWAYS_STREAMED, rich_help_panel=without_effect.PANEL)
-    ] = False,
-    verbose: Annotated[
-        bool, typer.Option("--verbose", help=_NO_LOG_LEVELS, rich_help_panel=without_effect.PANEL)
+    print_supported_models: Annotated[
+        bool,
+        typer.Option(
+            "--print-supported-models", help="List the architectures and exit.", callback=_print_models, is_eager=True
+        ),
     ] = False,
     json: Json = False,
 ) -> None:
@@ -144,14 +144,6 @@ def convert(
         raise typer.BadParameter(f"the output is given twice: {out} and --outfile {outfile}; drop one of them")
     target = outfile or out or ("" if is_on_hub(source) else f"{source}{os.sep}") + "{name}-{FTYPE}.gguf"
     refuse_type(target, "OUT.gguf", "the type of the matrices is --outtype")
-    for flag, given, reason in (
-        ("--use-temp-file", use_temp_file, _BOUNDED_MEMORY),
-        ("--no-lazy", no_lazy, _BOUNDED_MEMORY),
-        ("--remote", remote, _ALWAYS_STREAMED),
-        ("--verbose", verbose, _NO_LOG_LEVELS),
-    ):
-        if given:
-            on_message(f"note: {without_effect.line(flag, reason)}")
     if vision != "drop":
         raise UnsupportedError(
             f"--vision {vision}: a model's file has no encoders; --mmproj writes the image encoder alone"

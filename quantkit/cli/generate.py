@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,6 +14,7 @@ from quantkit.cli.common.command import in_sections, takes_model
 from quantkit.cli.common.evaluation import on_message
 from quantkit.cli.common.hub import from_hub
 from quantkit.cli.common.launch import Launch, runs_a_model, trained_context
+from quantkit.cli.common.llama_options import takes_llama_options
 from quantkit.cli.common.options import FastNumerics, Json, Threads
 from quantkit.cli.common.output import print_json
 from quantkit.cli.common.progress_options import shows_progress
@@ -25,7 +27,8 @@ if TYPE_CHECKING:
 
 
 @shows_progress
-@in_sections(Sampling=["temp", "top_k", "top_p", "min_p", "repeat_penalty", "repeat_last_n", "seed"])
+@in_sections(Sampling=["temp", "top_k", "top_p", "min_p", "repeat_penalty", "repeat_last_n", "seed", "ignore_eos"])
+@takes_llama_options("keep", "color", "single_turn", "interactive")
 @takes_model()
 @from_hub("model")
 @runs_a_model
@@ -49,10 +52,20 @@ def generate(
             show_default=False,
         ),
     ] = None,
+    escape: Annotated[
+        bool,
+        typer.Option(
+            "--escape/--no-escape", "-e", help="Read \\n, \\r, \\t, \\', \\\", \\\\ and \\xHH in the prompt as in C."
+        ),
+    ] = False,
     n_predict: Annotated[
         int,
         typer.Option(
-            "--n-predict", "-n", help="Maximum number of tokens; -1: until the reply or the context ends.", min=-1
+            "--n-predict",
+            "--predict",
+            "-n",
+            help="Maximum number of tokens; -1: until the reply or the context ends.",
+            min=-1,
         ),
     ] = 128,
     chat: Annotated[
@@ -86,7 +99,12 @@ def generate(
     min_p: Annotated[float, typer.Option(help="Drop tokens below this fraction of the highest probability.")] = 0.05,
     repeat_penalty: Annotated[float, typer.Option(help="Penalty on recent tokens; 1: off.")] = 1.0,
     repeat_last_n: Annotated[int, typer.Option(help="Number of recent tokens for --repeat-penalty.", min=0)] = 64,
-    seed: Annotated[int | None, typer.Option("--seed", "-s", help="Random seed; default: a new one.", min=0)] = None,
+    seed: Annotated[
+        int | None, typer.Option("--seed", "-s", help="Random seed; default, and -1: a new one.", min=-1)
+    ] = None,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Never choose a token that ends the reply: go on up to -n.")
+    ] = False,
     ctx_size: Annotated[
         int | None,
         typer.Option(
@@ -105,8 +123,9 @@ def generate(
     from quantkit.runtime.generate import Sampling
 
     text = _prompt(prompt, file)
-    seed = secrets.randbits(32) if seed is None else seed
-    sampling = Sampling(temp, top_k, top_p, min_p, repeat_penalty, repeat_last_n, seed)
+    text = _unescaped(text) if escape else text
+    seed = secrets.randbits(32) if seed is None or seed < 0 else seed
+    sampling = Sampling(temp, top_k, top_p, min_p, repeat_penalty, repeat_last_n, seed, ignore_eos)
     tokenizer, n_ctx_train = _read(model)
     tokens = _tokens(tokenizer, text, chat, system)
     n_ctx = ctx_size or n_ctx_train
@@ -141,6 +160,18 @@ def _prompt(text: str | None, file: Path | None) -> str:
     from quantkit.evaluate.corpus import read_text
 
     return read_text(file)
+
+
+_ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "'": "'", '"': '"', "\\": "\\"}
+
+
+def _unescaped(text: str) -> str:
+    """The prompt with its escapes replaced as llama.cpp's -e does; others stay as they are."""
+    return re.sub(
+        r"\\(?:x([0-9a-fA-F]{2})|([nrt'\"\\]))",
+        lambda found: chr(int(found[1], 16)) if found[1] else _ESCAPES[found[2]],
+        text,
+    )
 
 
 def _tokens(tokenizer: Tokenizer, text: str, chat: bool, system: str | None) -> list[int]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from quantkit.cli._imatrix_files import (
     FEW_TOKENS,
     Missing,
-    Output,
     convert,
     few_experts_lines,
     merge,
@@ -21,22 +20,23 @@ from quantkit.cli.common.cluster import Cluster, connected
 from quantkit.cli.common.command import in_sections, takes_model
 from quantkit.cli.common.evaluation import Batch, ChunkBar, ChunkLimit, Context, Numerics, ThreadsBatch, on_message
 from quantkit.cli.common.hub import from_hub
-from quantkit.cli.common.launch import Launch, runs_a_model
+from quantkit.cli.common.launch import Launch, context_size, runs_a_model
 from quantkit.cli.common.options import Json, Threads, parse_size
 from quantkit.cli.common.output import print_json, print_table
 from quantkit.cli.common.progress_options import shows_progress
 from quantkit.errors import OptionError, QuantkitError
+from quantkit.progress import ProgressBar
 
 if TYPE_CHECKING:
-    from quantkit.evaluate.imatrix.run import ImatrixRun
+    from quantkit.evaluate.imatrix.run import ImatrixOptions, ImatrixRun
     from quantkit.evaluate.perplexity import Perplexity
     from quantkit.evaluate.progress import ChunkProgress
 
 
 @shows_progress
 @in_sections(
-    Text=["file", "shares", "chat", "ctx_size", "chunks", "from_chunk"],
-    Saving=["output", "in_file", "output_frequency", "save_frequency", "restart"],
+    Text=["file", "shares", "chat", "parse_special", "ctx_size", "chunks", "from_chunk"],
+    Saving=["output", "output_format", "in_file", "output_frequency", "save_frequency", "restart"],
     Second_moments=["second_moments", "second_moments_size", "dry_run"],
 )
 @takes_model()
@@ -65,7 +65,24 @@ def imatrix(
         bool,
         typer.Option("--chat", help="Format texts with the model's chat template: .jsonl of messages, or paragraphs."),
     ] = False,
-    output: Output = Path("imatrix.dat"),
+    parse_special: Annotated[
+        bool, typer.Option("--parse-special", help="Find control tokens that are written out in a text.")
+    ] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "--output-file",
+            "-o",
+            metavar="FILE",
+            help="Output file: llama.cpp's GGUF format for .gguf, else the legacy format; default: imatrix.dat.",
+            show_default=False,
+        ),
+    ] = None,
+    output_format: Annotated[
+        Literal["gguf", "dat"] | None,
+        typer.Option("--output-format", help="Format of the output, which its name must have.", show_default=False),
+    ] = None,
     ctx_size: Context = 512,
     chunks: ChunkLimit = None,
     from_chunk: Annotated[
@@ -74,6 +91,12 @@ def imatrix(
     process_output: Annotated[bool, typer.Option("--process-output", help="Also collect for output.weight.")] = False,
     missing_experts: Missing = "weight-one",
     no_ppl: Annotated[bool, typer.Option("--no-ppl", help="Do not compute the perplexity.")] = False,
+    layer_similarity: Annotated[
+        bool,
+        typer.Option(
+            "--layer-similarity", "-lsim", help="Also print the cosine similarity of each layer's input and output."
+        ),
+    ] = False,
     in_file: Annotated[
         list[Path] | None, typer.Option("--in-file", help="Add to this importance matrix. Repeatable.")
     ] = None,
@@ -155,12 +178,14 @@ def imatrix(
     if second_moments_size is not None and second_moments is None:
         raise OptionError("--second-moments-size limits second moments: add --second-moments auto")
     options = run.ImatrixOptions(
-        shares=numbers("--shares", shares, len(texts)), chat=chat, ctx_size=ctx_size, chunks=chunks,
+        shares=numbers("--shares", shares, len(texts)), chat=chat, parse_special=parse_special,
+        ctx_size=context_size(ctx_size, model), chunks=chunks,
         from_chunk=from_chunk, process_output=process_output, missing_experts=missing_experts, no_ppl=no_ppl,
         in_file=tuple(in_file or ()), output_frequency=output_frequency, save_frequency=save_frequency,
         restart=restart, by_layer=by_layer, second_moments=second_moments or "", second_moments_size=limit,
         batch_size=batch_size, numerics=numerics, threads=threads_batch or threads,
     )  # fmt: skip
+    target = _output(output, output_format)
     complete: set[str] = set()  # texts whose perplexity is printed
 
     def show_chunk(progress: ChunkProgress[Perplexity | None]) -> None:
@@ -176,13 +201,14 @@ def imatrix(
 
     with connected(cluster, on_message) as client, ChunkBar("imatrix", "PPL") as bar:
         found = run.imatrix(
-            model, texts, output, options, progress=show_chunk, on_message=on_message, on_layer=bar.on_layer,
+            model, texts, target, options, progress=show_chunk, on_message=on_message, on_layer=bar.on_layer,
             open_model=launch.open, client=client,
         )  # fmt: skip
     for text, ppl in found.perplexities.items():
         if text not in complete and not json:  # an earlier run had completed it
             print(f"Final estimate: PPL = {ppl}")
-    _report(found, json)
+    similar = _similarity(model, texts, options, launch) if layer_similarity else []
+    _report(found, similar, json)
 
 
 def _print_sizes(model: Path, form: str | None, limit: int | None, json: bool) -> None:
@@ -205,7 +231,42 @@ def _print_sizes(model: Path, form: str | None, limit: int | None, json: bool) -
     print_table(("second moments", "memory, a text", "in the file"), cells)
 
 
-def _report(found: ImatrixRun, json: bool) -> None:
+def _output(path: Path | None, form: str | None) -> Path:
+    """The output file; bad usage if its name says another format than --output-format."""
+    from quantkit.formats.imatrix import form_of
+
+    path = path or Path(f"imatrix.{form or 'dat'}")
+    if form is not None and (form_of(path) == "gguf") != (form == "gguf"):
+        raise typer.BadParameter(
+            f"--output-format {form}: the name of the output decides, and {path} is {form_of(path)}; "
+            f"write -o {path.with_suffix('.' + form)}"
+        )
+    return path
+
+
+def _similarity(model: Path, texts: list[Path], options: ImatrixOptions, launch: Launch) -> list[float]:
+    """The similarity of input and output of each layer, over all texts, in a run of its own."""
+    from quantkit.evaluate.imatrix.run import chunks_of_texts
+    from quantkit.evaluate.layer_similarity import layer_similarity
+    from quantkit.evaluate.text import join
+
+    opened = launch.open(model, numerics=options.numerics, threads=options.threads, n_ctx=options.ctx_size)
+    chunks = join(chunks_of_texts(opened.tokenizer, texts, options), ", ".join(map(str, texts)))
+    with ProgressBar("layer similarity") as bar:
+        return layer_similarity(opened, chunks, options.batch_size, lambda done: bar.show(done, len(chunks)))
+
+
+def _print_similarity(similar: list[float]) -> None:
+    """Print the layers, those that change their input most first, as llama-imatrix -lsim does."""
+    if not similar:
+        return
+    print("sorted layer importances")
+    order = sorted(range(len(similar)), key=lambda layer: abs(similar[layer]))
+    for number, layer in enumerate(order):
+        print(f"{number:3d}: Layer {layer:3d}, <cos_sim> = {similar[layer]:g}")
+
+
+def _report(found: ImatrixRun, similar: list[float], json: bool) -> None:
     from quantkit.evaluate.conditions import conditions_line
     from quantkit.evaluate.imatrix.coverage import coverage
 
@@ -218,8 +279,10 @@ def _report(found: ImatrixRun, json: bool) -> None:
         record = {"path": found.path, "tensors": len(found.matrix), "missing_experts": found.matrix.policy or None}
         few = {row.name: row.few for row in rows if row.few}
         record |= {**one, "texts": scored, "few_experts": few, "seconds": found.seconds}
+        record |= {"layer_similarity": similar} if similar else {}
         print_json("quantkit.imatrix/1", record | {"conditions": found.conditions})
         return
+    _print_similarity(similar)
     print(f"{found.path}: {len(found.matrix)} entries, {found.seconds:.1f} s")
     for line in few_experts_lines(rows, FEW_TOKENS):
         print(line)

@@ -13,6 +13,7 @@ from quantkit.cli.common.command import takes_model
 from quantkit.cli.common.hub import from_hub
 from quantkit.cli.common.options import Json
 from quantkit.cli.common.output import gib, print_json, print_table
+from quantkit.cli.common.progress_options import takes_quiet
 from quantkit.errors import printable
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ SHOWN_PROBLEMS = 20
 SHOWN_CHARACTERS = 100  # of a value in the table
 
 
+@takes_quiet
 @takes_model("path")
 @from_hub("path", headers=True)
 def inspect(

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from quantkit.cli.common.options import Json, Threads
+from quantkit.cli.common.options import DryRun, Json, Threads
 from quantkit.cli.common.output import gib, print_json
 from quantkit.cli.common.plan_options import Dialect
 from quantkit.cli.common.progress_options import shows_progress
@@ -27,6 +27,7 @@ def merge(
         ),
     ],
     dialect: Dialect = None,
+    dry_run: DryRun = False,
     threads: Threads = None,
     json: Json = False,
 ) -> None:
@@ -50,23 +51,36 @@ def merge(
         if len(inputs) == 1 and PART not in (file := gguf.open(inputs[0])).metadata:
             if dialect is not None:
                 dialects.state(file.metadata, file.tensors, dialect, inputs[0])
-            path, joined = shards.merge(file, out, threads=threads, progress=True), file.paths
+            path, joined = shards.merge(file, out, dry_run=dry_run, threads=threads, progress=True), file.paths
             tensors, kind = len(file.tensors), "shards"
         else:
-            path, tensors = parts.join(inputs, out, dialect=dialect, threads=threads, progress=True)
+            path, tensors = parts.join(
+                inputs, out, dialect=dialect, dry_run=dry_run, threads=threads, progress=True
+            )  # fmt: skip
             joined, kind = inputs, "parts"
-    size = path.stat().st_size
+    size = sum(map(_tensor_bytes, inputs)) if dry_run else path.stat().st_size
     if json:
         print_json(
             "quantkit.merge/1",
             {
                 "shards": [{"path": shard} for shard in joined],
                 "path": path,
+                "written": not dry_run,
                 "tensors": tensors,
                 "bytes": size,
             },
         )
         return
+    if dry_run:
+        print(f"{len(joined)} {kind}, {tensors} tensors, {gib(size)} would become {path}; nothing is written")
+        return
     print(f"wrote {path}")
     seconds = time.perf_counter() - started
     print(f"{len(joined)} {kind}, {tensors} tensors, {gib(size)} in {seconds:.1f} s")
+
+
+def _tensor_bytes(path: Path) -> int:
+    """Bytes of the tensors of a file, or of the whole set if it is a shard."""
+    from quantkit.formats import gguf
+
+    return sum(tensor.nbytes for tensor in gguf.open(path).tensors.values())

@@ -12,7 +12,7 @@ from quantkit.cli.common.dialect import knows_dialect
 from quantkit.cli.common.hub import from_hub
 from quantkit.cli.common.options import DryRun, Json
 from quantkit.cli.common.output import print_json, print_table
-from quantkit.cli.common.progress_options import shows_progress
+from quantkit.cli.common.progress_options import shows_progress, takes_quiet
 from quantkit.errors import DataError, OptionError, QuantkitError
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ Force = Annotated[
 _SHOWN = 200  # characters of a value in the list of changes
 
 
+@takes_quiet
 @from_hub("path", headers=True)
 def metadata(path: File, json: Json = False) -> None:
     """List, get, set and remove the metadata of a GGUF file.
@@ -46,6 +47,7 @@ def metadata(path: File, json: Json = False) -> None:
         _print_raw(f"{key}={_kind(found, key)}:{_text(_short(found, key), one_line=True)}")
 
 
+@takes_quiet
 @from_hub("path", headers=True)
 def get(path: File, keys: Keys, json: Json = False) -> None:
     """Print the values of keys, one per line; strings verbatim, lists as JSON."""

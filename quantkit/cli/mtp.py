@@ -12,7 +12,7 @@ import typer
 from quantkit.cli.common.command import takes_model
 from quantkit.cli.common.evaluation import Batch, ChunkLimit, Context, Numerics, TextFile, on_message, required_text
 from quantkit.cli.common.hub import from_hub
-from quantkit.cli.common.launch import Launch, runs_a_model
+from quantkit.cli.common.launch import Launch, context_size, runs_a_model
 from quantkit.cli.common.options import (
     DryRun,
     Json,
@@ -95,7 +95,7 @@ def mtp(
     from quantkit.evaluate.conditions import conditions_line, evaluation_conditions
     from quantkit.evaluate.text import chunked
 
-    text = required_text(file, "mtp")
+    text, ctx_size = required_text(file, "mtp"), context_size(ctx_size, model)
     if base_head is not None and base is None:
         raise OptionError("--base-head names the MTP layers of --base: add --base FILE")
 

@@ -27,7 +27,7 @@ from quantkit.cli.common.evaluation import (
     scores_tasks,
 )
 from quantkit.cli.common.hub import from_hub
-from quantkit.cli.common.launch import Launch, runs_a_model
+from quantkit.cli.common.launch import Launch, context_size, runs_a_model
 from quantkit.cli.common.options import Json, Threads
 from quantkit.cli.common.output import print_json, print_table
 from quantkit.cli.common.progress_options import shows_progress
@@ -137,7 +137,7 @@ def perplexity(
         raise typer.BadParameter(f"--{tasks.kind} has its own format; remove --chat, --score and --by-category")
     if by_position and not kl_divergence:
         raise typer.BadParameter("--by-position shows a divergence: add --kl-divergence")
-    threads = threads_batch or threads
+    threads, ctx_size = threads_batch or threads, context_size(ctx_size, model)
     schema = "quantkit.perplexity/1"
     found: Perplexity | Divergence | TaskScore
     if tasks:

@@ -15,9 +15,11 @@ from quantkit.cli.common.plan_options import (
     takes_plan_options,
 )
 from quantkit.cli.common.plan_tables import print_imatrix, print_plan, print_prediction
+from quantkit.cli.common.progress_options import takes_quiet
 from quantkit.pipelines.options import PlanOptions
 
 
+@takes_quiet
 @takes_model("source", "file_type")
 @takes_plan_options()
 def plan(

@@ -10,6 +10,7 @@ import typer
 from quantkit.cli.common.cluster import Cluster, SharedOutput, connected, print_workers, worker_rows
 from quantkit.cli.common.command import in_sections
 from quantkit.cli.common.hub import Disk, KeepShards, is_on_hub
+from quantkit.cli.common.llama_options import takes_llama_options
 from quantkit.cli.common.options import (
     Json,
     KeepSplit,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     Shards=["split_max_size", "split_max_tensors", "keep_split"],
     Parts_of_a_model=["only", "individual_tensors", "skip_first_shard"],
 )  # fmt: skip
+@takes_llama_options("slow_iq2ks", "prune_layers", "extra_output_tensor", "symmetric_q40")
 @takes_plan_options("fit", "bandwidth", "compute", "cluster", "offload_threshold", "offload_policy")
 def quantize(
     source: Annotated[
@@ -177,13 +179,14 @@ def quantize(
     16-bit floats that their format defines), a few rows at a time and without an intermediate file. The result is the
     same as with `quantkit convert` first.
 
-    These decide a tensor's type, highest priority first: --token-embedding-type and --output-tensor-type; the first
-    matching rule of --custom-q, --tensor-type and --recipe; --attn-q-type and the related flags; the mix of TYPE; its
-    default. Rows that do not fit a type fall back to a type with smaller blocks. quantkit warns about rules that match
-    nothing or more than they seem to. The output contains its recipe. --plan takes all types from a file instead.
-    --repack and --repack-pattern do in one pass what `quantkit repack` does to a file; --repack-pattern implies
-    --repack. Interleaved types such as IQ4_K_R4 are also valid types. Flags for placement, cache and memory do not
-    change the output: the plan shows where the tensors will go.
+    These decide a tensor's type, highest priority first: --token-embedding-type, --per-layer-token-embedding-type
+    (for per_layer_token_embd.weight) and --output-tensor-type; the first matching rule of --custom-q, --tensor-type
+    and --recipe; --attn-q-type and the related flags; the mix of TYPE; its default. Rows that do not fit a type fall
+    back to a type with smaller blocks. quantkit warns about rules that match nothing or more than they seem to. The
+    output contains its recipe. --plan takes all types from a file instead. --repack and --repack-pattern do in one
+    pass what `quantkit repack` does to a file; --repack-pattern implies --repack. Interleaved types such as IQ4_K_R4
+    are also valid types. Flags for placement, cache and memory do not change the output: the plan shows where the
+    tensors will go.
 
     A checkpoint on the Hub is streamed: its tensors are fetched while others are quantized, and removed from the disk
     when they are done. The hash of every file is checked.

@@ -13,6 +13,7 @@ from quantkit.cli.common.options import Json
 from quantkit.cli.common.output import print_json, print_table
 from quantkit.cli.common.plan_options import Dialect, ImatrixFile, Set, Strict, read_settings
 from quantkit.cli.common.plan_tables import print_imatrix
+from quantkit.cli.common.progress_options import takes_quiet
 from quantkit.cli.common.terminal import message
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ _Model = Annotated[
 ]
 
 
+@takes_quiet
 def recipe(json: Json = False) -> None:
     """List the shipped recipes; `recipe show` and `recipe lint` read one, `recipe fit` makes one."""
     from quantkit.recipe import find, shipped
@@ -47,6 +49,7 @@ def recipe(json: Json = False) -> None:
     print_table(("recipe", "rules", "description"), [_row(name, made) for name, made in found.items()], left=3)
 
 
+@takes_quiet
 def show(
     source: Source,
     form: Annotated[
@@ -80,6 +83,7 @@ def show(
         print(format_recipe(found, form), end="")
 
 
+@takes_quiet
 def lint(
     source: Source,
     model: Annotated[

@@ -13,6 +13,7 @@ from quantkit.cli.common.cluster import Cluster, connected
 from quantkit.cli.common.command import takes_model
 from quantkit.cli.common.dialect import knows_dialect
 from quantkit.cli.common.evaluation import Context, TextFile, on_message, required_text
+from quantkit.cli.common.launch import context_size
 from quantkit.cli.common.options import Json, Threads, comma_separated
 from quantkit.cli.common.output import print_json, print_table
 from quantkit.cli.common.plan_options import ImatrixFile, NoSecondMoments
@@ -67,7 +68,8 @@ def sensitivity(
 
     options = SensitivityOptions(
         imatrix=imatrix, no_second_moments=no_second_moments, types=tuple(comma_separated(types)) or TYPES,
-        probe=probe, ctx_size=ctx_size, chunks=chunks, rows=rows, effort=effort, threads=threads, restart=restart,
+        probe=probe, ctx_size=context_size(ctx_size, model), chunks=chunks,
+        rows=rows, effort=effort, threads=threads, restart=restart,
     )  # fmt: skip
     begin = time.perf_counter()
     text = required_text(file, "sensitivity")

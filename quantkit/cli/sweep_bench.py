@@ -12,7 +12,7 @@ from quantkit.cli.bench import bench_conditions_line, record, shares
 from quantkit.cli.common.command import takes_model
 from quantkit.cli.common.evaluation import on_message
 from quantkit.cli.common.hub import from_hub
-from quantkit.cli.common.launch import Launch, runs_a_model
+from quantkit.cli.common.launch import Launch, context_size, runs_a_model
 from quantkit.cli.common.options import FastNumerics, Json, Threads
 from quantkit.cli.common.output import print_json
 from quantkit.cli.common.progress_options import shows_progress
@@ -39,7 +39,10 @@ def sweep_bench(
             show_default=False,
         ),
     ],
-    ctx_size: Annotated[int, typer.Option("--ctx-size", "-c", help="Tokens of the cache to fill.", min=5)] = 2048,
+    ctx_size: Annotated[
+        int,
+        typer.Option("--ctx-size", "-c", help="Tokens of the cache to fill; 0: the model's context length.", min=0),
+    ] = 2048,
     batch_size: Annotated[
         int, typer.Option("--batch-size", "-b", help="Tokens per step, if fewer than -ub.", min=4)
     ] = 2048,
@@ -51,6 +54,9 @@ def sweep_bench(
         int, typer.Option("--repeat", "-nrep", metavar="N", help="Repetitions per step; the median is reported.", min=1)
     ] = 1,
     sweep_stride: Annotated[int, typer.Option("--sweep-stride", metavar="N", help="Time every Nth step.", min=1)] = 1,
+    warmup: Annotated[
+        bool, typer.Option("--warmup/--no-warmup", help="Generate one token beforehand, untimed.")
+    ] = True,
     warmup_batch: Annotated[
         bool, typer.Option("--warmup-batch", "-wb", help="Warm up with a whole step instead of one token.")
     ] = False,
@@ -77,7 +83,7 @@ def sweep_bench(
 
     if sweep_memory and sys.platform == "win32":
         raise UnsupportedError("--sweep-memory: Windows does not tell a program its peak memory; drop the option")
-    step = min(batch_size, ubatch_size)
+    ctx_size, step = context_size(ctx_size, model), min(batch_size, ubatch_size)
     if plot is not None:
         from quantkit.evaluate.report.plots import require_plot_file
 
@@ -85,13 +91,14 @@ def sweep_bench(
     loaded = launch.open(model, numerics=numerics, threads=threads, n_ctx=ctx_size)
     memory = measure.read_speed(loaded)
     about = run_conditions(loaded) | {"n_kv_max": ctx_size, "n_ubatch": step, "repeat": repeat}
-    about["warmup"] = "a batch" if warmup_batch else "a token"
+    about["warmup"] = "a batch" if warmup_batch else "a token" if warmup else "none"
     on_message(f"{model}: {bench_conditions_line(about, memory)}")
     rows, steps = [], []
     how: dict[str, Any] = {
         "n_generate": n_predict,
         "repeat": repeat,
         "stride": sweep_stride,
+        "warmup": warmup,
         "warmup_batch": warmup_batch,
     }
     with ProgressBar("sweep-bench", ticks=False) as bar:  # nothing is drawn while a step is timed

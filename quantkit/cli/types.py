@@ -8,6 +8,7 @@ import typer
 
 from quantkit.cli.common.options import Json
 from quantkit.cli.common.output import print_json, print_table
+from quantkit.cli.common.progress_options import takes_quiet
 
 if TYPE_CHECKING:
     from quantkit.types import QuantType
@@ -61,6 +62,7 @@ def records(layouts: bool = False) -> list[dict[str, Any]]:
     ]
 
 
+@takes_quiet
 def types(
     json: Json = False,
     layouts: Annotated[

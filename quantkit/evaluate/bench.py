@@ -186,10 +186,11 @@ def bench(
     repeat: int,
     *,
     warmup: bool = True,
+    delay: float = 0.0,
     seed: int = 0,
     progress: Callable[[str, float], None] | None = None,
 ) -> Iterator[MeasuredSpeed]:
-    """Time each case in turn: `repeat` samples, after an untimed run if `warmup` is set.
+    """Time each case in turn: `repeat` samples, after `delay` seconds and an untimed run if `warmup` is set.
 
     `progress` is called after each run, warm-up included, with the test's name and its tokens/s.
     """
@@ -197,6 +198,7 @@ def bench(
     tokens = np.random.default_rng(seed).integers(0, model.vocab_size, longest)
     cache = model.new_cache(longest)
     for case in cases:
+        time.sleep(delay)
         if case.depth:
             _prompt(model, cache, tokens[: case.depth], 0)
             cache.mark()
@@ -218,6 +220,7 @@ def sweep(
     n_generate: int = 0,
     repeat: int = 1,
     stride: int = 1,
+    warmup: bool = True,
     warmup_batch: bool = False,
     seed: int = 0,
 ) -> Iterator[tuple[MeasuredSpeed, MeasuredSpeed]]:
@@ -226,6 +229,7 @@ def sweep(
     n_generate     tokens to generate at each depth, by default n_batch / 4; the batch then overwrites them
     repeat         number of timed repetitions at each depth
     stride         time every stride-th batch; the others only fill the cache
+    warmup         generate one token beforehand, untimed
     warmup_batch   warm up with a whole batch instead of one token
     """
     n_generate = n_generate or max(1, n_batch // 4)
@@ -235,7 +239,8 @@ def sweep(
         )
     tokens = np.random.default_rng(seed).integers(0, model.vocab_size, max(n_batch, n_generate))
     cache = model.new_cache(n_ctx)
-    _generation(model, cache, tokens[:1], 0)
+    if warmup:
+        _generation(model, cache, tokens[:1], 0)
     if warmup_batch:
         _prompt(model, cache, tokens[:n_batch], 0)
     cache.truncate(0)

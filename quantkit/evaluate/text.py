@@ -103,13 +103,17 @@ def chunked(
     limit: int | None = None,
     skip: int = 0,
     chat: bool = False,
+    special: bool = False,
 ) -> Chunks:
     """Tokenize a file and cut it into chunks of `n_ctx` tokens, after the first `skip` chunks and at most `limit`.
 
     With `chat` the file holds conversations (see `corpus.conversations`), which the model's chat template
-    formats; they are joined.
+    formats; they are joined. `special` finds control tokens written out in a text.
     """
-    ids = _joined_conversations(tokenizer, path) if chat else tokenizer.encode(read_text(path), bos=None)
+    if chat:
+        ids = _joined_conversations(tokenizer, path)
+    else:
+        ids = tokenizer.encode(read_text(path), bos=None, special=special)
     return cut(tokenizer, ids, str(path), n_ctx, limit, skip)
 
 

@@ -20,7 +20,7 @@ from quantkit.archs.common.checked import largest
 from quantkit.errors import DataError, OptionError, QuantkitError
 from quantkit.formats.imatrix import Imatrix
 from quantkit.pipelines.options import PlanOptions, texts
-from quantkit.pipelines.planning import PlanInput, complete_imatrix, missing_imatrix, placement_flags
+from quantkit.pipelines.planning import PlanInput, complete_imatrix, context_size, missing_imatrix, placement_flags
 from quantkit.pipelines.quantize import written_size
 from quantkit.placement.allocation import groups as grouping
 from quantkit.placement.allocation import solver
@@ -184,10 +184,9 @@ class _Fit:
             raise OptionError(f"--same {options.same}: choose one of {', '.join(grouping.SAME)}")
         if options.layer_group < 1:
             raise OptionError(f"--layer-group {options.layer_group}: a group has at least 1 layer")
+        n_ctx = context_size(options.ctx_size, model.metadata)
         self.cache = (
-            CacheSettings(options.ctx_size, options.cache_type_k, options.cache_type_v, options.mla)
-            if options.ctx_size
-            else None
+            None if n_ctx is None else CacheSettings(n_ctx, options.cache_type_k, options.cache_type_v, options.mla)
         )
         self.memory = Memory(
             [int(size * GIB) for size in options.vram],

@@ -106,8 +106,8 @@ class TypeOptions:
 
     Types by tensor or by class, above or below the rules as in `quantkit quantize --help`:
 
-        output_tensor_type, token_embedding_type, ffn_gate_inp_type, attn_q_type, attn_k_type, attn_v_type,
-        attn_qkv_type, attn_output_type, ffn_gate_type, ffn_down_type, ffn_up_type
+        output_tensor_type, token_embedding_type, per_layer_token_embedding_type, ffn_gate_inp_type, attn_q_type,
+        attn_k_type, attn_v_type, attn_qkv_type, attn_output_type, ffn_gate_type, ffn_down_type, ffn_up_type
 
     Switches:
 
@@ -143,6 +143,7 @@ class TypeOptions:
     pure: bool = False
     output_tensor_type: str | None = None
     token_embedding_type: str | None = None
+    per_layer_token_embedding_type: str | None = None
     ffn_gate_inp_type: str | None = None
     attn_q_type: str | None = None
     attn_k_type: str | None = None
@@ -180,7 +181,7 @@ class PlanOptions(TypeOptions):
 
     KV cache:
 
-        ctx_size           tokens; None: no cache
+        ctx_size           tokens; 0: the model's context length; None: no cache
         cache_type_k       type of the K cache
         cache_type_v       type of the V cache
         mla                layout of a latent cache: 0 stores full heads, 1 to 3 the latent

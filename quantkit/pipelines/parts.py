@@ -164,10 +164,13 @@ def join(
     out: str | os.PathLike[str],
     *,
     dialect: str | None = None,
+    dry_run: bool = False,
     threads: int | None = None,
     progress: Progress | bool = False,
 ) -> tuple[Path, int]:
     """Join the parts `paths` to the file `out`; returns its path and the number of its tensors.
+
+    `dry_run`: only check that they are parts of one file, and complete.
 
     `dialect` is stated as the program that the file is for; UnsupportedError for types that it does not read.
     FormatError for a file that is no part, for parts of different plans, and where tensors are missing.
@@ -193,6 +196,8 @@ def join(
     _set_whole(metadata, files, tensors)
     if dialect is not None:
         dialects.state(metadata, {tensor.name: tensor for tensor in tensors}, dialect, files[0].path)
+    if dry_run:
+        return Path(out), total
     inputs = [path for file in files for path in file.paths]
     return shards.copy_to(out, metadata, tensors, inputs, threads=threads, progress=progress), total
 

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 CLASSES = ("attn_q", "attn_k", "attn_v", "attn_qkv", "attn_output", "ffn_gate", "ffn_down", "ffn_up")
 # Options that choose types, in the order in which a message names them.
 CHOOSING = ("custom_q", "tensor_type", "tensor_type_file", "recipe", "settings", "pure", "output_tensor_type",
-            "token_embedding_type", "ffn_gate_inp_type", "leave_output_tensor",
+            "token_embedding_type", "per_layer_token_embedding_type", "ffn_gate_inp_type", "leave_output_tensor",
             *(f"{name}_type" for name in CLASSES))  # fmt: skip
 _FLAGS = {"settings": "set"}  # options whose flag has another name
 
@@ -181,14 +181,15 @@ def rules(options: TypeOptions) -> Recipe:
 
 def planner_options(options: TypeOptions) -> Options:
     """The options as `recipe.plan` takes them."""
-    named = (options.output_tensor_type, options.token_embedding_type, options.ffn_gate_inp_type)
-    output, embedding, router = (types.layout(name) if name else None for name in named)
+    named = (options.output_tensor_type, options.token_embedding_type, options.ffn_gate_inp_type,
+             options.per_layer_token_embedding_type)  # fmt: skip
+    output, embedding, router, of_layers = (types.layout(name) if name else None for name in named)
     of_class = {name: getattr(options, f"{name}_type") for name in CLASSES}
     chosen = {name: types.layout(t) for name, t in of_class.items() if t}
     switches = (options.leave_output_tensor, options.allow_requantize, options.ignore_imatrix_rules, options.repack)
     patterns = tuple(comma_separated(options.repack_pattern))
     program = options.dialect, options.replace_types, options.scale_nvfp4
-    return Options(options.pure, output, embedding, router, chosen, *switches, patterns, *program)
+    return Options(options.pure, output, embedding, router, chosen, *switches, patterns, *program, of_layers)
 
 
 def plan_types(model: PlanInput, target: str, options: TypeOptions, matrix: Imatrix | None) -> Plan:
@@ -280,20 +281,30 @@ def placement_flags(given: Flags | str | None) -> Flags:
     return parse_flags(given) if isinstance(given, str) else given or Flags()
 
 
+def context_size(given: int | None, metadata: Mapping[str, object]) -> int | None:
+    """Tokens of the KV cache: for 0, the model's context length."""
+    if given != 0:
+        return given
+    found = metadata.get(f"{metadata.get('general.architecture')}.context_length")
+    if not isinstance(found, int) or found < 1:
+        raise OptionError(
+            "-c 0 is the model's context length, and the model does not state it; write a number of tokens"
+        )
+    return found
+
+
 def plan_devices(options: PlanOptions, plan: Plan, metadata: Mapping[str, object]) -> Budget | None:
     """The devices of the plan's tensors and the size of the cache; None without an option about either."""
     offload = parse_ops(options.offload_policy or "", options.offload_threshold)
     flags = placement_flags(options.placement)
-    given = (flags != Flags(), options.ctx_size, options.vram, options.ram, options.fit, options.bandwidth,
+    given = (flags != Flags(), options.ctx_size is not None, options.vram, options.ram, options.fit, options.bandwidth,
              options.compute)  # fmt: skip
     flags = dataclasses.replace(flags, runtime=options.runtime)
     if not any(given):
         return None
-    cache = (
-        CacheSettings(options.ctx_size, options.cache_type_k, options.cache_type_v, options.mla, options.mtp_cache)
-        if options.ctx_size
-        else None
-    )
+    cache = None
+    if (n_ctx := context_size(options.ctx_size, metadata)) is not None:
+        cache = CacheSettings(n_ctx, options.cache_type_k, options.cache_type_v, options.mla, options.mtp_cache)
     vram = [int(size * GIB) for size in options.vram]
     if vram and flags.devices:
         raise OptionError("--vram and --devices both set the memory of CUDA0, CUDA1, …; drop one of them")

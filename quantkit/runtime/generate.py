@@ -8,13 +8,15 @@ A token is sampled from the logits of the last position by these steps, in llama
     min-p                  those at least p times as probable as the largest
     temperature            probabilities of logits / t; 0 takes the largest logit after the penalty
 
+With `ignore_eos`, tokens that end a reply are out of the question before all of these steps.
+
 Draws come from PCG64 of the seed: the same seed, file, numerics and CPU give the same text.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -50,7 +52,10 @@ class TextModel(Protocol):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is sampled. top_k 0, top_p 1, min_p 0 and penalty 1 switch their step off."""
+    """How the next token is sampled. top_k 0, top_p 1, min_p 0 and penalty 1 switch their step off.
+
+    ignore_eos   never choose a token that ends the reply
+    """
 
     temperature: float = 0.0
     top_k: int = 40
@@ -59,6 +64,7 @@ class Sampling:
     penalty: float = 1.0
     penalty_last: int = 64
     seed: int = 0
+    ignore_eos: bool = False
 
     def __post_init__(self) -> None:
         for name, is_valid, range_ in (
@@ -101,6 +107,13 @@ def penalized(logits: np.ndarray, history: Iterable[int], penalty: float) -> np.
     logits = logits.copy()
     tokens = np.unique(np.fromiter(history, np.int64))
     logits[tokens] = np.where(logits[tokens] > 0, logits[tokens] / penalty, logits[tokens] * penalty)
+    return logits
+
+
+def _without(logits: np.ndarray, tokens: Collection[int]) -> np.ndarray:
+    """A copy of float32[vocab] in which `tokens` are never chosen."""
+    logits = logits.copy()
+    logits[list(tokens)] = -np.inf
     return logits
 
 
@@ -209,6 +222,8 @@ def _continue(
     pieces = []
     started = time.perf_counter()
     while len(result.tokens) != n_predict:
+        if sampler.sampling.ignore_eos:
+            logits = _without(logits, model.tokenizer.eos_ids)
         token = sampler(logits, [*result.prompt_tokens[-sampler.sampling.penalty_last :], *result.tokens])
         if token in model.tokenizer.eos_ids:
             result.stopped = "end"

@@ -144,6 +144,7 @@ def test_flags_are_read_as_they_are_written() -> None:
     for options in (
         Options(), Options(pure=True, leave_output=True), Options(ignore_imatrix_rules=True, repack=True),
         Options(output_type=q8_0, embedding_type=q8_0, router_type=q8_0, class_types={"attn_qkv": q8_0}),
+        Options(layer_embedding_type=q8_0),
         Options(repack_patterns=("a b", "c'd\"$e\\.")),
     ):  # fmt: skip
         assert Options.parse(str(options)) == options

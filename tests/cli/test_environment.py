@@ -49,7 +49,7 @@ def test_every_option_of_a_habit_has_its_variable() -> None:
 def test_the_help_shows_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["repack", "--help"]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "[env var: QUANTKIT_THREADS; x>=1]" in text
+    assert "[env var: QUANTKIT_THREADS; x>=-1]" in text
     assert "[env var: QUANTKIT_PROGRESS]" in text
 
 

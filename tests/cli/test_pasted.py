@@ -80,6 +80,13 @@ LINES = [
         "--leave-output-tensor --imatrix dense.dat model-bf16.gguf parts.gguf Q4_K_M",
         files=("parts.gguf",),
     ),
+    Line(
+        "llama-quantize --slow-iq2ks --per-layer-token-embedding-type q8_0 --imatrix dense.dat model-bf16.gguf ks.gguf "
+        "IQ2_KS",
+        ("iq2_ks",),
+        ("--slow-iq2ks has no effect",),
+        ("ks.gguf",),
+    ),
     # llama-imatrix
     Line(
         "llama-imatrix --in-file dense.dat --in-file dense.dat -o joined.dat", ("from 2 files",), files=("joined.dat",)
@@ -102,6 +109,18 @@ LINES = [
         ("Final estimate",),
         ("of -, batch",),
         ("stdin.dat",),
+    ),
+    Line(
+        "llama-imatrix -m model-q8_0.gguf --in-file dense.dat -f calibration.txt -o added.dat --chunks 1 -t -1 "
+        "--output-format dat --parse-special --no-warmup -v -sas -rcache",
+        ("Final estimate",),
+        ("--no-warmup has no effect", "-v has no effect", "-sas has no effect", "-rcache has no effect"),
+        ("added.dat",),
+    ),
+    Line(
+        "llama-imatrix -m model-q8_0.gguf -f calibration.txt --chunks 1 -c 128 -lsim --output-format gguf",
+        ("^sorted layer importances", r"^  0: Layer   \d, <cos_sim> = 0\.\d+"),
+        files=("imatrix.gguf",),
     ),
     # llama-perplexity
     Line(
@@ -136,6 +155,16 @@ LINES = [
         ("Same top p",),
         ("-np 4 has no effect", "--log-disable has no effect"),
     ),
+    Line(
+        "llama-perplexity -m moe-bf16.gguf -f wiki.txt -c 512 --chunks 1 -no-fa -ger -ngl auto --no-warmup --verbose "
+        "-t -1 -tb -1 -dev none --prio 2",
+        ("Final estimate",),
+        ("flash_attention off", "-ger has no effect: experts are selected by groups", "--prio 2 has no effect"),
+    ),
+    Line(
+        "llama-perplexity -m model-q8_0.gguf -f wiki.txt -c 256 --chunks -1 -ngl all", (r"\[2\]",), ("-ngl all has no",)
+    ),
+    Line("llama-perplexity -m short.gguf -f wiki.txt -c 0 --chunks 1", (r"n_ctx=64 ",)),
     # llama-sweep-bench
     Line(
         "./llama-sweep-bench -c 64 -ub 32 -m model-q8_0.gguf -ctk q8_KV -ctv q8_0 -fa --output-format jsonl",
@@ -159,6 +188,7 @@ LINES = [
         (r"\|\s+32 \|",),
         ("-thp", "--numa distribute has no effect"),
     ),
+    Line("llama-sweep-bench -m short.gguf -c 0 -ub 16 --no-warmup -no-fa", (r"\|\s+48 \|",), ("warmup none",)),
     # llama-bench
     Line(
         "./llama-bench -m model-q8_0.gguf -p 64 -n 4 -r 1 -t 2 -fa 0,1 -rtr 0,1 -ngl 99",
@@ -177,6 +207,13 @@ LINES = [
         "./build/bin/llama-bench --model model-q8_0.gguf -p 0 -n 4 -gp 32,4 -t 2 -fa 1 -rtr 1 -r 1 --mmap 0 -ngl 0",
         (r"tg4@pp32",),
     ),
+    Line(
+        "llama-bench -m model-q8_0.gguf -p 16-64*2,8 -n 0 -r 1 -w 0 -ngl 0,99 -embd 0 -oe none --delay 0 --prio 1 "
+        "-ger 1 -sas 1 -rcache 0 -v -no-fa -t -1",
+        (r"pp16 .*\n.*pp32 .*\n.*pp64 .*\n.*pp8 .*\n\Z",),
+        ("-ngl 0,99 has no effect", "-ger has no effect", "-rcache has no effect", "flash_attention off"),
+    ),
+    Line("llama-bench -m model-q8_0.gguf -p 4-8+4 -n 0 -r 1 --warmup 1 -amb 128-256*2", (r"\| 256 \| pp8 ",)),
     # llama-batched-bench
     Line(
         "llama-batched-bench -m model-q8_0.gguf -c 1024 -b 2048 -ub 512 -npp 16,64 -ntg 4 -npl 1,2,20 -fa -ngl 0",
@@ -200,6 +237,12 @@ LINES = [
         "--min-p 0.05 --repeat-penalty 1.1 --threads 2 -no-cnv --jinja -s 1",
         err=("generation [0-4] tokens", "--jinja has no effect"),
     ),
+    Line(
+        "llama-cli -m model-q8_0.gguf -p 'One\\ntwo' -e --predict 3 --seed -1 --ignore-eos --keep 4 --color -st "
+        "--display-prompt -c 0",
+        ("^One\ntwo",),
+        ("--keep 4 has no effect", "-co has no effect", "-st has no effect", "generation 3 tokens.*-n reached"),
+    ),
     # llama-gguf-split
     Line(
         "./llama-gguf-split --split --split-max-tensors 8 model-q8_0.gguf eight",
@@ -208,7 +251,13 @@ LINES = [
     ),
     Line("llama-gguf-split --split-max-size 1M model-bf16.gguf mega", files=("mega-00001-of-00003.gguf",)),
     Line("llama-gguf-split --merge set-00001-of-00005.gguf merged.gguf", files=("merged.gguf",)),
+    Line(
+        "llama-gguf-split --merge --dry-run set-00001-of-00005.gguf not-there.gguf",
+        ("5 shards, 21 tensors, .* would become not-there.gguf; nothing is written",),
+    ),
     # convert_hf_to_gguf.py
+    Line("python3.11 -u convert_hf_to_gguf.py --print-supported-models", ("^llama: LlamaForCausalLM",)),
+    Line("/usr/bin/python -u convert_hf_to_gguf.py HF_DIR --outfile conv/u.gguf --outtype f16", files=("conv/u.gguf",)),
     Line(
         "python convert_hf_to_gguf.py HF_DIR --outfile conv/{name}-{ftype}.gguf --outtype bf16",
         files=("conv/HF_DIR-bf16.gguf",),
@@ -216,7 +265,7 @@ LINES = [
     Line("python3 ./convert_hf_to_gguf.py --outtype q8_0 MOE_DIR/", files=("MOE_DIR/MOE_DIR-Q8_0.gguf",)),
     Line(
         "convert_hf_to_gguf.py --outtype bf16 --outfile conv/big.gguf HF_DIR/ --split-max-size 1M --no-lazy --verbose",
-        err=("--no-lazy has no effect", "--verbose has no effect: the command has no log levels"),
+        err=("--no-lazy has no effect", "--verbose has no effect: quantkit has no log levels"),
         files=("conv/big-00001-of-00003.gguf",),
     ),
     # what the other programs have no tool for, with their flags
@@ -228,6 +277,12 @@ LINES = [
         "compare model-bf16.gguf -m model-q8_0.gguf,ggml-model-Q4_0.gguf -f - -c 128 --chunks 2 -b 512 -tb 2",
         ("model-q8_0", "ggml-model-Q4_0"),
     ),
+    Line("plan model-bf16.gguf Q4_0 -c 0 -q --no-progress", ("^cache for 1024 tokens",)),
+    Line("inspect model-q8_0.gguf --quiet --no-progress --no-tensors", ("general.architecture",)),
+    Line("types -q", ("iq4_ks",)),
+    Line("metadata get model-q8_0.gguf general.architecture -q --no-progress", ("^llama",)),
+    Line("recipe --quiet", ("rules",)),
+    Line("perplexity -m model-q8_0.gguf --chat chat.txt --chunks 1 -c 64", ("Final estimate",)),
     Line("quantize model-bf16.gguf part.gguf Q4_0 --only 'blk\\.0\\.'", ("9 of 21 tensors",), files=("part.gguf",)),
 ]
 
@@ -238,10 +293,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pasted")
     make_world(folder)
     (folder / "prompt.txt").write_text("A recipe names a type\n", encoding="utf-8")
+    (folder / "chat.txt").write_text("Who are you?\n\nA model.\n\n" * 40, encoding="utf-8")
     (folder / "conv").mkdir()
     model = str(folder / "model-bf16.gguf")
     for words in (
         ["quantize", model, str(folder / "model-q8_0.gguf"), "Q8_0"],
+        ["quantize", model, str(folder / "short.gguf"), "COPY", "--override-kv", "llama.context_length=int:64"],
         ["split", model, str(folder / "set"), "--split-max-tensors", "5"],
         ["imatrix", str(folder / "moe-bf16.gguf"), "-f", str(folder / "calibration.txt"), "--chunks", "1",
          "-o", str(folder / "moe.dat")],
@@ -315,6 +372,27 @@ def test_there_are_forty() -> None:
         ("quantize model-bf16.gguf a.gguf Q4_0 --only blk --keep-split", "--only writes one file"),
         ("quantize model-bf16.gguf a.gguf Q4_0 --skip-first-shard", "goes with --individual-tensors"),
         ("merge a.gguf", "OUT is missing"),
+        ("quantize model-bf16.gguf a.gguf Q4_0 --prune-layers 1", "quantkit prune MODEL PRUNED --prune-layers"),
+        ("quantize model-bf16.gguf a.gguf Q4_0 --extra-output-tensor q4_0", "makes one when it loads the model"),
+        ("quantize model-bf16.gguf a.gguf Q4_0 --symmetric-q40", "drop the option"),
+        ("imatrix -m model-bf16.gguf -f wiki.txt -o a.gguf --output-format dat", "write -o a.dat"),
+        ("generate -m model-q8_0.gguf -p x -i", "quantkit serve MODEL"),
+        ("generate -m model-q8_0.gguf -p x --chat-template chatml", "metadata set MODEL --from-file"),
+        ("generate -m model-q8_0.gguf -p x --override-kv a=int:1", "quantkit metadata set MODEL KEY=TYPE:VALUE"),
+        ("bench -m model-q8_0.gguf -embd 1", "embeddings are not timed"),
+        ("bench -m model-q8_0.gguf -oe md", "there is one output"),
+        ("bench -m model-q8_0.gguf -p 64-16*1", "or a range: 16-64"),
+        ("bench -m model-q8_0.gguf -ngl 0,some", "'some' is not valid"),
+        ("convert HF_DIR a.gguf --vocab-only", "--dry-run. checks the tokenizer"),
+        ("perplexity -m model-q8_0.gguf -f wiki.txt -ngl some", "'some' is no number of layers"),
+        ("perplexity -m model-q8_0.gguf -f wiki.txt -dev Vulkan0", "write CUDA0,CUDA1 or none"),
+        ("perplexity -m model-q8_0.gguf -f wiki.txt -dev CUDA0 --devices cuda:0", "both name the devices"),
+        ("perplexity -m model-q8_0.gguf -f wiki.txt --chunks 0", "or -1 for all"),
+        ("perplexity -m model-q8_0.gguf -f wiki.txt -c 3", "at least 4, or 0"),
+        ("perplexity -m model-q8_0.gguf -hf a/b -f wiki.txt", "-m model-q8_0.gguf and -hf"),
+        ("perplexity -hf a/b:Q4_K_M -f wiki.txt", "name the file of Q4_K_M with -hff FILE"),
+        ("perplexity -hff b.gguf -f wiki.txt", "add -hf ORG/NAME"),
+        ("perplexity -m model-q8_0.gguf --chat no-chat.txt", "or write -f no-chat.txt for a text"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(

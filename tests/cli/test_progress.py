@@ -16,6 +16,7 @@ from quantkit import types
 from quantkit.cli import commands, load
 from quantkit.formats import gguf
 from tests.cli.pseudo_terminal import QUANTKIT, Session, run
+from tests.cli.running import printed
 
 STOPPING = """
 import sys, time
@@ -188,6 +189,10 @@ def test_what_runs_long_has_the_options() -> None:
         assert {"bars", "quiet"} <= load(name).__signature__.parameters.keys(), name  # type: ignore[attr-defined]
     short = set(commands()) - long - {"lm-eval"}  # whose options are lm_eval's; QUANTKIT_PROGRESS holds for its bars
     assert short == {"inspect", "metadata", "plan", "recipe", "types"}
+
+
+def test_the_help_of_what_is_short_does_not_list_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--quiet" not in printed(capsys, "types", "--help")
 
 
 # --------------------------------------------------------------------------------------------------- measured models

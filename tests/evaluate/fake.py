@@ -16,7 +16,7 @@ class FakeTokenizer:
         self.bos_id = 0
         self.eos_ids = ()
 
-    def encode(self, text: str, bos: bool | None = None) -> list[int]:
+    def encode(self, text: str, bos: bool | None = None, special: bool = False) -> list[int]:
         assert bos is None
         return [0] * self.adds_bos + [1 + ord(letter) % 30 for letter in text]
 

@@ -525,3 +525,13 @@ def test_the_reference_reads_experts_from_our_legacy_file(model, text, run, tmp_
     assert done.returncode == 0, done.stderr[-2000:]
     assert f"loaded {count} importance matrix entries" in done.stdout + done.stderr
     assert "did not find weights for blk" not in done.stdout + done.stderr
+
+
+def test_control_tokens_of_a_text_are_found_on_request(smollm2_q4_1, tmp_path):
+    tokenizer = Tokenizer.from_gguf(gguf.open(smollm2_q4_1).metadata)
+    path = tmp_path / "a.txt"
+    path.write_text("<|im_start|>user\nHi<|im_end|>\n" * 8, encoding="utf-8")
+    control = tokenizer.encode("<|im_start|>", bos=False, special=True)
+    assert len(control) == 1
+    assert (text_of.chunked(tokenizer, path, 16).tokens == control[0]).sum() == 0
+    assert (text_of.chunked(tokenizer, path, 16, special=True).tokens == control[0]).sum() >= 6

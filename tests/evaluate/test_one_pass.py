@@ -173,7 +173,7 @@ def test_bad_options(run: Any, model: Path, text: Path, tmp_path: Path) -> None:
     assert "drop one of them" in refused(*few, "--imatrix", tmp_path / "x.gguf", status=2)
     assert "nothing of an older file" in refused(*few, "--partial-requant", status=2)
     assert "'original', 'quantized'" in refused(*few, "--propagate", "both", status=2)
-    assert "known are full, rank, rank:N, blocks" in refused(*few, "--second-moments", "half")
+    assert "known are full, rank, rank:N, blocks" in refused(*few, "--second-moments", "half", status=2)
     assert "pass --calibrate TEXT" in refused("--propagate", "original", status=2)
     assert "second moments need" in refused(*few, "--second-moments-size", "1M")
     (tmp_path / "short.txt").write_text("a few words")

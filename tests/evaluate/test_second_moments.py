@@ -325,7 +325,7 @@ def test_sizes_are_known_before(run, model, text, tmp_path) -> None:
 def test_bad_options(run, model, text, tmp_path) -> None:
     command = ["imatrix", model, "-f", text, "-c", CTX, "--chunks", 1]
     assert "name in .gguf" in run(*command, "--second-moments", "full", "-o", tmp_path / "x.dat", status=1)
-    assert "add --second-moments" in run(*command, "--second-moments-size", "1G", "-o", tmp_path / "x.gguf", status=1)
+    assert "add --second-moments" in run(*command, "--second-moments-size", "1G", "-o", tmp_path / "x.gguf", status=2)
     said = run(*command, "--second-moments", "full", "--second-moments-size", "1M", "-o", tmp_path / "x.gguf", status=1)
     assert "--second-moments-size is 1,000,000" in said
 

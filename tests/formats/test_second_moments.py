@@ -11,10 +11,16 @@ import pytest
 from quantkit.codegen import blas
 from quantkit.errors import DataError, FormatError
 from quantkit.formats import gguf, imatrix
-from quantkit.formats.imatrix import Entry, Imatrix, SecondMoments, factors
+from quantkit.formats.imatrix import Entry, Imatrix, SecondMoments, factors, second_moments
 from quantkit.formats.imatrix.second_moments import merge, pack, shrinkage, stored_values, unpack
 
-TOKENS = 1 << 40  # so many that nothing is shrunk
+TOKENS = 1 << 40  # so many that there is no noise
+
+
+@pytest.fixture(autouse=True)
+def of_any_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Correlations hold for other texts as well, so that H is that of the vectors."""
+    monkeypatch.setattr(second_moments, "OF_THE_TEXT", 0.0)
 
 
 def vectors(count: int, n: int, seed: int = 0) -> np.ndarray:
@@ -57,14 +63,19 @@ def test_packing_undoes_unpacking() -> None:
     assert np.array_equal(np.concatenate(triangles), packed)
 
 
-def test_few_tokens_shrink_correlations() -> None:
+@pytest.mark.parametrize("of_the_text", [0.0, 0.25])
+def test_few_tokens_and_other_texts_shrink_correlations(of_the_text: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(second_moments, "OF_THE_TEXT", of_the_text)
     x = vectors(300, 40)
     many, importance = measured(x, 40)
     few = replace(many, tokens=np.array([120]))
     a = shrinkage(120, 40)
-    assert a == 0.25
+    assert a == 0.25 + 0.75 * of_the_text
+    assert shrinkage(TOKENS, 40) == pytest.approx(of_the_text)
+    assert shrinkage(0, 40) == 1
     off = ~np.eye(40, dtype=bool)
-    np.testing.assert_allclose(few.dense(importance)[off], (1 - a) * many.dense(importance)[off], rtol=1e-5, atol=1e-30)
+    kept = (1 - a) / (1 - of_the_text)
+    np.testing.assert_allclose(few.dense(importance)[off], kept * many.dense(importance)[off], rtol=1e-5, atol=1e-30)
     np.testing.assert_allclose(np.diagonal(few.dense(importance)), importance, rtol=1e-6)
     nothing = replace(many, tokens=np.array([0])).dense(importance)
     assert not nothing[off].any()

@@ -112,6 +112,14 @@ def test_exact_flags_never_make_a_corrupt_tensor() -> None:
     assert chosen(tensors("token_embd.weight"), "Q8_0", embedding_type=types.get("q8_0_r8")) == ["q8_0"]
 
 
+def test_the_embedding_per_layer_has_a_flag_of_its_own() -> None:
+    listed = tensors("token_embd.weight", "per_layer_token_embd.weight")
+    q8_0, q5_0 = types.get("q8_0"), types.get("q5_0")
+    assert chosen(listed, "Q4_0", layer_embedding_type=q8_0) == ["q6_K", "q8_0"]  # the first is the output too
+    assert chosen(listed, "Q4_0", embedding_type=q5_0, layer_embedding_type=q8_0) == ["q5_0", "q8_0"]
+    assert chosen(listed, "Q4_0", "per_layer=q6_0", layer_embedding_type=q8_0)[1] == "q8_0"
+
+
 def test_a_float_source_keeps_its_own_float() -> None:
     listed = tensors("blk.0.ffn_up.weight", shape=(4, 72), source="bf16")
     made = recipe.plan(listed, "Q4_0").tensors[0]

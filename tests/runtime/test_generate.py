@@ -103,6 +103,15 @@ def test_a_reply_ends_at_an_end_token_which_is_no_text(model: Model) -> None:
     assert result.text == "The capital of France is Paris."
 
 
+def test_a_reply_does_not_end_if_its_ends_are_ignored(model: Model) -> None:
+    prompt = model.tokenizer.apply_chat_template([{"role": "user", "content": "What is the capital of France?"}])
+    tokens = model.tokenizer.encode(prompt, bos=False, special=True)
+    result = model.generate(tokens, 12, Sampling(ignore_eos=True))
+    assert (result.stopped, len(result.tokens)) == ("length", 12)
+    assert not set(result.tokens) & set(model.tokenizer.eos_ids)
+    assert result.text.startswith("The capital of France is Paris.")
+
+
 def test_sampling_is_deterministic_for_a_seed(model: Model) -> None:
     def text(seed: int) -> str:
         return model.generate("Once", 8, Sampling(temperature=1.5, top_k=0, top_p=1.0, min_p=0.0, seed=seed)).text
@@ -163,3 +172,19 @@ def test_the_command_refuses_what_it_cannot_do(smollm2_q4_1: Path, capsys: pytes
     ):
         assert cli.main(["generate", path, *args]) == 1
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        (r"a\nb\tc\r", "a\nb\tc\r"),
+        (r"\'\"\\n", "'\"\\n"),
+        (r"\x41\x7a\x4", "Az\\x4"),
+        ("\\d\\", "\\d\\"),
+        ("é\\n", "é\n"),
+    ],
+)
+def test_escapes_of_a_prompt(typed: str, meant: str) -> None:
+    from quantkit.cli.generate import _unescaped
+
+    assert _unescaped(typed) == meant

@@ -1,17 +1,27 @@
-"""The options of `bench` that take a list of values: `-fa 0,1 -ctk f16,q8_0` times all four combinations."""
+"""The options of `bench` that take a list of values: `-fa 0,1 -ctk f16,q8_0` times all four combinations.
+
+`integers` reads lists of numbers with the ranges of llama-bench:
+
+    16,64       both
+    16-19       16, 17, 18, 19
+    16-64+16    16, 32, 48, 64
+    16-64*2     16, 32, 64
+"""
 
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, NamedTuple, get_args
 
 import typer
 
 from quantkit.cli.common import without_effect
-from quantkit.cli.common.run_options import CacheTypeName
+from quantkit.cli.common.run_options import GPU_LAYERS, CacheTypeName, is_layer_count
 
 PANEL = "Lists: all combinations are timed"
+_MAX_RANGE = 10_000  # numbers
 _SWITCH = {"1": True, "on": True, "true": True, "0": False, "off": False, "false": False}
 _FLASH = {"on": "on", "1": "on", "auto": "on", "off": "off", "0": "off"}
 _TYPES = {name.lower(): name for name in get_args(CacheTypeName)}
@@ -34,8 +44,52 @@ def _integer(least: int, most: int | None = None) -> Callable[[str], int | None]
     return read
 
 
+def integers(option: str, text: str, minimum: int) -> list[int]:
+    """The integers of a comma-separated list of numbers and ranges."""
+    found: list[int] = []
+    for part in text.split(","):
+        numbers = _range(part.strip())
+        if numbers is None or not numbers or numbers[0] < minimum:
+            raise typer.BadParameter(
+                f"{option} {text}: write integers of at minimum {minimum}, comma-separated, for example 512,1024, or a "
+                "range: 16-64+16 or 16-64*2"
+            )
+        found += numbers
+    return found
+
+
+def _range(text: str) -> list[int] | None:
+    """The numbers of N, FIRST-LAST, FIRST-LAST+STEP or FIRST-LAST*FACTOR; None for another text or an endless range."""
+    match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9})(?:([+*])(\d{1,9}))?)?", text)
+    if match is None:
+        return None
+    number, last = int(match[1]), int(match[2] or match[1])
+    step = int(match[4] or 1)
+    is_endless = step < 1 or (match[3] == "*" and (step < 2 or number == 0))
+    if is_endless or last - number > _MAX_RANGE * step:
+        return None
+    found = []
+    while number <= last:
+        found.append(number)
+        number = number * step if match[3] == "*" else number + step
+    return found
+
+
+def _parts(text: str) -> list[str]:
+    """The items of a list, with those of its ranges."""
+    parts = [part.strip() for part in text.split(",")]
+    return [item for part in parts for item in (list(map(str, _range(part) or ())) or [part])]
+
+
+def _layers(text: str) -> str | None:
+    return text if is_layer_count(text) else None
+
+
 _LISTS: dict[str, _List] = {
-    "flash_attn": _List(("--flash-attn", "-fa"), "on|off,…", "Flash attention; -fa alone means on.", _FLASH.get),
+    "gpu_layers": _List(GPU_LAYERS, "N,…", "Layers on the GPU, or all.", _layers),
+    "flash_attn": _List(
+        ("--flash-attn", "-fa"), "on|off,…", "Flash attention; -fa alone means on, -no-fa off.", _FLASH.get
+    ),
     "cache_type_k": _List(("--cache-type-k", "-ctk"), "TYPE,…", "Types of the K cache.", _TYPES.get),
     "cache_type_v": _List(("--cache-type-v", "-ctv"), "TYPE,…", "Types of the V cache.", _TYPES.get),
     "mla": _List(("--mla-use", "-mla"), "0..3,…", "MLA: what is cached and how it attends.", _integer(0, 3)),
@@ -83,8 +137,9 @@ OPTIONS: dict[str, tuple[Any, Any]] = {
     "batch_size": (_without_effect("--batch-size", "-b"), None),
     "ubatch_size": (_without_effect("--ubatch-size", "-ub"), None),
 }
-_DEFAULTS = {"flash_attn": "on", "cache_type_k": None, "cache_type_v": None, "mla": 3, "attention_max_batch": 256,
-             "fused_moe": True, "run_time_repack": False, "mmap": True, "huge_pages": False}  # fmt: skip
+_DEFAULTS = {"gpu_layers": None, "flash_attn": "on", "cache_type_k": None, "cache_type_v": None, "mla": 3,
+             "attention_max_batch": 256, "fused_moe": True, "run_time_repack": False, "mmap": True,
+             "huge_pages": False}  # fmt: skip
 
 
 def combinations(given: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -102,9 +157,10 @@ def _values(about: _List, text: str | None, default: Any) -> list[Any]:
     """The values of a list; bad usage for an item that is not valid."""
     if text is None:
         return [default]
-    found = [about.read(part.strip().lower()) for part in text.split(",")]
+    parts = _parts(text)
+    found = [about.read(part.lower()) for part in parts]
     if None in found:
         raise typer.BadParameter(
-            f"{about.flags[-1]} {text}: '{text.split(',')[found.index(None)]}' is not valid; write {about.metavar}"
+            f"{about.flags[-1]} {text}: '{parts[found.index(None)]}' is not valid; write {about.metavar}"
         )
     return list(dict.fromkeys(found))

@@ -22,8 +22,43 @@ TextFile = Annotated[
     Path | None,
     typer.Option("--file", "-f", metavar="FILE", help="Text file, UTF-8; - is stdin.", show_default=False),
 ]
-Context = Annotated[int, typer.Option("--ctx-size", "-c", metavar="N", help="Tokens per chunk.", min=4)]
-ChunkLimit = Annotated[int | None, typer.Option("--chunks", metavar="N", help="Evaluate at most N chunks.", min=1)]
+_MIN_CONTEXT = 4
+
+
+def _checked_context(count: int) -> int:
+    if 0 < count < _MIN_CONTEXT:
+        raise typer.BadParameter(f"{count} tokens are too few to score; write at least {_MIN_CONTEXT}, or 0")
+    return count
+
+
+def _checked_limit(count: int | None) -> int | None:
+    if count == 0:
+        raise typer.BadParameter("0 chunks leave nothing to evaluate; write at least 1, or -1 for all")
+    return None if count == -1 else count
+
+
+Context = Annotated[
+    int,
+    typer.Option(
+        "--ctx-size",
+        "-c",
+        metavar="N",
+        help="Tokens per chunk; 0: the model's context length.",
+        min=0,
+        callback=_checked_context,
+    ),
+]
+ChunkLimit = Annotated[
+    int | None,
+    typer.Option(
+        "--chunks",
+        metavar="N",
+        help="Evaluate at most N chunks; -1: all.",
+        min=-1,
+        callback=_checked_limit,
+        show_default=False,
+    ),
+]
 Chat = Annotated[
     bool,
     typer.Option(
@@ -58,7 +93,7 @@ ThreadsBatch = Annotated[
         "-tb",
         metavar="N",
         help="Number of threads, in place of -t: evaluations compute batches only.",
-        min=1,
+        min=-1,
         callback=checked_threads,
         show_default=False,
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from quantkit.cli.common import bench_lists, without_effect
+from quantkit.cli.common import bench_lists, refused, without_effect
 from quantkit.cli.common.evaluation import on_message
 from quantkit.cli.common.options import with_options
 from quantkit.cli.common.output import mib, print_table
@@ -51,7 +52,7 @@ class Launch:
             "mlock": given["mlock"],
             "offload": parse_ops(given["offload_policy"] or "", given["offload_threshold"]),
         }
-        _require_gpus(given["devices"])
+        _require_gpus(device_text(given))
 
     def open(
         self,
@@ -106,9 +107,9 @@ class Launch:
         return model
 
     def _placement_flags(self) -> Flags:
-        """The placement. Without --devices there is no GPU, and -ngl is ignored, as in llama.cpp (`_print_notes`)."""
+        """The placement. Without a device there is no GPU, and -ngl is ignored, as in llama.cpp (`_print_notes`)."""
         given = {name: self.given[name] for name in PLACEMENT}
-        return placement_flags(given if given["devices"] else given | {"gpu_layers": None})
+        return placement_flags(given if device_text(given) else given | {"gpu_layers": None})
 
     def print_profiles(self) -> None:
         """Print the tables of --profile to stderr."""
@@ -163,19 +164,25 @@ def runs_variants(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _launch(given: Mapping[str, Any]) -> Launch:
+    refused.check(given)
     _print_notes(given)
     return Launch(given)
 
 
 def _launches(given: Mapping[str, Any]) -> list[Launch]:
+    refused.check(given)
     _print_notes(given)
-    return [Launch(values) for values in bench_lists.combinations(given)]
+    variants = list(bench_lists.combinations(given))
+    if not device_text(given):  # a list of -ngl would time the same model on the CPU again
+        first = variants[0]["gpu_layers"]
+        variants = [{**values, "gpu_layers": None} for values in variants if values["gpu_layers"] == first]
+    return [Launch(values) for values in variants]
 
 
 def _print_notes(given: Mapping[str, Any]) -> None:
     """Print to stderr which of the options have no effect, and why."""
     notes = list(without_effect.notes(given))
-    if given["gpu_layers"] and not given["devices"]:
+    if (given["gpu_layers"] or "auto").lower() not in ("0", "auto", "-1") and not device_text(given):
         notes.append(
             f"-ngl {given['gpu_layers']} has no effect: the model runs on the CPU; for a GPU pass --devices cuda:0"
         )
@@ -253,13 +260,31 @@ def _print_profile(ledger: Ledger) -> None:
     print(ledger.bound(), file=sys.stderr)
 
 
+def device_text(given: Mapping[str, Any]) -> str | None:
+    """The devices of --devices, or those of -dev in the same form; None for neither, or for `-dev none`."""
+    devices: str | None = given["devices"]
+    named: str | None = given["device"]
+    if named is None or devices is not None:
+        if named is not None:
+            raise typer.BadParameter(f"--devices {devices} and -dev {named} both name the devices; drop one of them")
+        return devices
+    if named.lower() in ("none", "cpu"):
+        return None
+    if not all(re.fullmatch(r"cuda:?\d+", part.strip(), re.IGNORECASE) for part in named.split(",")):
+        raise typer.BadParameter(
+            f"-dev {named}: quantkit runs on CUDA devices and on the CPU; write CUDA0,CUDA1 or none"
+        )
+    return named
+
+
 def placement_flags(given: Mapping[str, Any]) -> Flags:
     """The Flags of the options in PLACEMENT."""
     from quantkit.placement.devices import parse_devices
     from quantkit.placement.rules import ALL_LAYERS, Flags, parse_split
 
+    devices, layers = device_text(given), (given["gpu_layers"] or "auto").lower()
     return Flags(
-        given["gpu_layers"],
+        {"all": ALL_LAYERS, "auto": None, "-1": None}[layers] if layers in ("all", "auto", "-1") else int(layers),
         tuple(given["override_tensor"] or ()),
         ALL_LAYERS if given["cpu_moe"] else given["n_cpu_moe"],
         parse_split(given["tensor_split"] or ""),
@@ -267,7 +292,7 @@ def placement_flags(given: Mapping[str, Any]) -> Flags:
         given["main_gpu"],
         given["max_gpu"],
         given["no_kv_offload"],
-        parse_devices(given["devices"]) if given["devices"] else (),
+        parse_devices(devices) if devices else (),
     )
 
 
@@ -276,3 +301,12 @@ def trained_context(file: GGUF) -> int:
     from quantkit.archs.common import validate
 
     return validate.describe(file.metadata, file.tensors, file.path).hparams.n_ctx_train
+
+
+def context_size(given: int, model: Path) -> int:
+    """The value of -c: for 0, the context length that the model was trained with."""
+    if given:
+        return given
+    from quantkit.formats import gguf
+
+    return trained_context(gguf.require_model(gguf.open(model)))

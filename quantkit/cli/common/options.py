@@ -16,8 +16,11 @@ from quantkit.errors import OptionError
 
 
 def checked_threads(count: int | None) -> int | None:
-    """Check the value of -t: a warning if it exceeds the CPUs, QuantkitError if it exceeds them by far."""
-    if count is None:
+    """Check the value of -t: a warning if it exceeds the CPUs, QuantkitError if it exceeds them by far.
+
+    -1 and 0 mean all CPUs in llama.cpp's tools, which is the default: None.
+    """
+    if count is None or count in (-1, 0):
         return None
     from quantkit.codegen import thread_pool
 
@@ -49,8 +52,8 @@ Threads = Annotated[
     typer.Option(
         "--threads",
         "-t",
-        help="Number of threads; default: the CPUs that this process may use.",
-        min=1,
+        help="Number of threads; default, and -1: the CPUs that this process may use.",
+        min=-1,
         envvar="QUANTKIT_THREADS",
         callback=unless_from_environment(checked_threads),
     ),

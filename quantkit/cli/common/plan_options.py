@@ -87,7 +87,14 @@ Strict = Annotated[bool, typer.Option("--strict", help="Treat warnings about the
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show every tensor with the reason for its type.")]
 Context = Annotated[
     int | None,
-    typer.Option("--ctx-size", "-c", metavar="N", help="Include a KV cache for N tokens.", min=1, show_default=False),
+    typer.Option(
+        "--ctx-size",
+        "-c",
+        metavar="N",
+        help="Include a KV cache for N tokens; 0: the model's context length.",
+        min=0,
+        show_default=False,
+    ),
 ]
 CacheTypeK = Annotated[
     CacheTypeName,
@@ -143,6 +150,7 @@ _ANNOTATIONS: dict[str, Any] = {
     "pure": Pure,
     "output_tensor_type": Type,
     "token_embedding_type": Type,
+    "per_layer_token_embedding_type": Type,
     "ffn_gate_inp_type": Type,
     "attn_q_type": Type,
     "attn_k_type": Type,
@@ -184,7 +192,9 @@ _SECTIONS = {
     "Importance matrix": ("imatrix", "include_weights", "exclude_weights", "no_second_moments", "ignore_imatrix_rules"),
     "Types of tensors": (
         "custom_q", "tensor_type", "tensor_type_file", "recipe", "settings", "pure", "output_tensor_type",
-        "token_embedding_type", "ffn_gate_inp_type", "attn_q_type", "attn_k_type", "attn_v_type", "attn_qkv_type",
+        "token_embedding_type",
+        "per_layer_token_embedding_type", "ffn_gate_inp_type", "attn_q_type", "attn_k_type", "attn_v_type",
+        "attn_qkv_type",
         "attn_output_type", "ffn_gate_type", "ffn_down_type", "ffn_up_type", "leave_output_tensor", "repack",
         "repack_pattern", "dialect", "replace_types", "scale_nvfp4",
     ),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from quantkit.cli.common.evaluation import on_message
 from quantkit.cli.common.output import gib, mib, print_table
 from quantkit.cli.common.terminal import message
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 
 def print_imatrix(name: object, matrix: Imatrix | None) -> None:
-    """Print what an importance matrix holds, on stderr."""
+    """Say what an importance matrix holds, on stderr."""
     if matrix is None:
         return
     policy = f"; experts without tokens: {matrix.policy}" if matrix.policy else ""
     about = f"{len(matrix)} entries, {matrix.chunks} chunks of {matrix.dataset or 'an unnamed text'}{policy}"
-    print(f"importance matrix {name}: {about}", file=sys.stderr)
+    on_message(f"importance matrix {name}: {about}")
 
 
 def print_plan(plan: Plan, verbose: bool = False, budget: Budget | None = None, explain: bool = False) -> None:

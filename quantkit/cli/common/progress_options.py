@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 
@@ -33,19 +34,45 @@ def shows_progress(command: Callable[..., None]) -> Callable[..., None]:
 
     Its name and the time are shown after a second, and in their place the bars of what it calls.
     """
+
+    def shown(**given: object) -> None:
+        status = progress.ProgressBar(command.__name__.strip("_").replace("_", "-"), after=_STATUS_AFTER)
+        with _compiling_shown(), status:
+            command(**given)
+
+    return _with_settings(command, shown, _OPTIONS)
+
+
+def takes_quiet(command: Callable[..., None]) -> Callable[..., None]:
+    """Decorator: a command that shows no progress takes the same options, so that scripts can pass them to any command.
+
+    Its help does not list them; -q leaves out messages here too.
+    """
+    hidden = {}
+    for name, (annotation, default) in _OPTIONS.items():
+        kind, about = get_args(annotation)
+        about = copy.copy(about)
+        about.hidden = True
+        hidden[name] = Annotated[kind, about], default
+    return _with_settings(command, command, hidden)
+
+
+def _with_settings(
+    command: Callable[..., None], call: Callable[..., None], options: dict[str, tuple[Any, Any]]
+) -> Callable[..., None]:
+    """The command with `options`, which are those of `_OPTIONS`: `call` runs it within what they say."""
     signature = inspect.signature(command, eval_str=True)  # evaluated here, in the command's own namespace
-    options = [
+    own = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
-        for name, (kind, default) in _OPTIONS.items()
+        for name, (kind, default) in options.items()
     ]
 
     @functools.wraps(command)
     def run(*, bars: bool | None = None, quiet: bool = False, **given: object) -> None:
-        status = progress.ProgressBar(command.__name__.strip("_").replace("_", "-"), after=_STATUS_AFTER)
-        with progress.settings(bars=False if quiet else bars, messages=not quiet), _compiling_shown(), status:
-            command(**given)
+        with progress.settings(bars=False if quiet else bars, messages=not quiet):
+            call(**given)
 
-    parameters = [*signature.parameters.values(), *options]
+    parameters = [*signature.parameters.values(), *own]
     run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run

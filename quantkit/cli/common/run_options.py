@@ -6,28 +6,39 @@ takes from their command lines and has no use for are in `without_effect`.
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal, get_args
 
 import typer
 
-from quantkit.cli.common import without_effect
+from quantkit.cli.common import refused, without_effect
 
 CacheTypeName = Literal["f32", "f16", "bf16", "q8_0", "q8_KV", "q6_0", "q5_0", "q5_1", "q4_0", "q4_1", "iq4_nl"]
 
 # The sections of the help page.
 _PLACEMENT, _CACHE, _ATTENTION = "Placement", "KV cache", "Attention"
 _EXPERTS, _LOADING, _CHECKS = "Experts", "Loading", "Checks"
-_NO_EFFECT = "Accepted from llama.cpp, without effect"
 
+
+def is_layer_count(text: str) -> bool:
+    """Whether the text is a value of -ngl: a number, "all", or the default as llama.cpp writes it."""
+    return re.fullmatch(r"\d{1,6}|-1|all|auto", text.lower()) is not None
+
+
+def _checked_layers(text: str | None) -> str | None:
+    if text is not None and not is_layer_count(text):
+        raise typer.BadParameter(f"'{text}' is no number of layers; write N, all, or auto for the default")
+    return text
+
+
+GPU_LAYERS = ("--gpu-layers", "--n-gpu-layers", "-ngl")
 GpuLayers = Annotated[
-    int | None,
+    str | None,
     typer.Option(
-        "--gpu-layers",
-        "--n-gpu-layers",
-        "-ngl",
+        *GPU_LAYERS,
         metavar="N",
-        help="Put the last N layers on the GPU.",
-        min=0,
+        help="Put the last N layers, or all, on the GPU.",
+        callback=_checked_layers,
         show_default=False,
         rich_help_panel=_PLACEMENT,
     ),
@@ -109,6 +120,17 @@ Devices = Annotated[
         rich_help_panel=_PLACEMENT,
     ),
 ]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        "--device",
+        "-dev",
+        metavar="CUDA0,…",
+        help="Same as --devices cuda:0,…; none: the CPU alone.",
+        show_default=False,
+        rich_help_panel=_PLACEMENT,
+    ),
+]
 Fit = Annotated[
     bool,
     typer.Option(
@@ -147,6 +169,7 @@ PLACEMENT: dict[str, tuple[Any, Any]] = {  # options for the devices of tensors,
     "max_gpu": (MaxGpu, None),
     "no_kv_offload": (NoKvOffload, False),
     "devices": (Devices, None),
+    "device": (Device, None),
 }
 
 
@@ -225,7 +248,7 @@ RUN_OPTIONS: dict[str, tuple[Any, Any]] = {  # options of every command that run
             typer.Option(
                 "--flash-attn",
                 "-fa",
-                help="Flash attention (online softmax); off: compute all scores first. -fa alone means on.",
+                help="Flash attention (online softmax); off: compute all scores first. -fa alone means on, -no-fa off.",
                 rich_help_panel=_ATTENTION,
             ),
         ],
@@ -344,4 +367,5 @@ RUN_OPTIONS: dict[str, tuple[Any, Any]] = {  # options of every command that run
         "layer",
     ),
     **without_effect.OPTIONS,
+    **refused.OPTIONS,
 }

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from distributed import Client
 
     from quantkit.runtime.model import Model
+    from quantkit.tokenizers.tokenizer import Tokenizer
 
 _SAVED = "resume", "partial", "states"  # endings of the files that a run saves
 UNCOUNTED = ("note: a legacy importance matrix has no token counts per expert, so a merged one has none either; "
@@ -57,6 +58,7 @@ class ImatrixOptions:
 
     shares             weight of each text; None: its length
     chat               format texts with the model's chat template: .jsonl of messages, or paragraphs
+    parse_special      find control tokens, such as <|im_start|>, that are written out in a text
     ctx_size           tokens per chunk
     chunks             at most this many chunks of each text; None: all
     from_chunk         skip the first chunks of each text
@@ -78,6 +80,7 @@ class ImatrixOptions:
 
     shares: Sequence[float] | None = None
     chat: bool = False
+    parse_special: bool = False
     ctx_size: int = DEFAULT_CONTEXT
     chunks: int | None = None
     from_chunk: int = 0
@@ -166,7 +169,7 @@ def imatrix(
     if isinstance(model, (str, os.PathLike)):
         model = open_model(path, numerics=o.numerics, threads=o.threads, n_ctx=o.ctx_size)
     drafts = with_mtp_layers(model, on_message) is not model
-    chunk_sets = [chunked(model.tokenizer, text, o.ctx_size, o.chunks, o.from_chunk, o.chat) for text in paths]
+    chunk_sets = chunks_of_texts(model.tokenizer, paths, o)
     if o.by_layer:
         check_by_layer(model, o.ctx_size, model.numerics)
         here = client is None
@@ -176,6 +179,7 @@ def imatrix(
         "texts": paths, "shares": o.shares, "chunk": o.from_chunk, "output": o.process_output, "ppl": not o.no_ppl,
         "batch": o.batch_size, "chat": o.chat, "each": [len(chunks) for chunks in chunk_sets],
         "second moments": o.second_moments, **({"mtp": True} if drafts else {}),
+        **({"special": True} if o.parse_special else {}),
         **({"by_layer": "here" if client is None else "on workers"} if o.by_layer else {}),
         "blocks": {name: form.key for name, form in forms.items()} if forms is not None else None,
     }  # fmt: skip
@@ -216,6 +220,12 @@ def imatrix(
                 perplexities[chunks.source] = ppl
     made = checkpointer.finish(parts)
     return ImatrixRun(output, made, perplexities, time.monotonic() - started, with_workers(conditions, runs))
+
+
+def chunks_of_texts(tokenizer: Tokenizer, texts: Sequence[Path], options: ImatrixOptions) -> list[Chunks]:
+    """The chunks of each text that a run with these options measures."""
+    o = options
+    return [chunked(tokenizer, text, o.ctx_size, o.chunks, o.from_chunk, o.chat, o.parse_special) for text in texts]
 
 
 def _plan_moments(

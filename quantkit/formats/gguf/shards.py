@@ -63,13 +63,22 @@ def split(
     return _copy(file, Path(out), counts, True, threads, progress)
 
 
-def merge(file: GGUF, out: str | os.PathLike[str], *, threads: int | None = None, progress: bool = False) -> Path:
-    """Write the tensors of all shards of `file` into one file; returns its path.
+def merge(
+    file: GGUF,
+    out: str | os.PathLike[str],
+    *,
+    dry_run: bool = False,
+    threads: int | None = None,
+    progress: bool = False,
+) -> Path:
+    """Write the tensors of all shards of `file` into one file; returns its path. `dry_run`: only check them.
 
     `gguf.open` has checked that the set is complete and consistent. FormatError if the norms in a shard do not have the
     width that the first shard's metadata give: then it belongs to another model.
     """
     _check_one_model(file)
+    if dry_run:
+        return Path(out)
     return _copy(file, Path(out), [len(file.tensors)], False, threads, progress)[0]
 
 

@@ -12,8 +12,9 @@ an absolute error of 2^-12. Of a symmetric matrix the upper triangle is stored, 
 Inputs that several weights share (q, k and v; gate and up) are stored once. One C serves all matrices of a stack whose
 inputs are drawn from the same states (gate and up of experts): H of an expert has its own importance.
 
-Correlations estimated from few vectors are too large in magnitude. `shrinkage` says how much smaller they are taken: in
-all forms by the number of columns that go together, which was best for factors too.
+Correlations of the measured text are too large in magnitude for another text, and those estimated from few vectors are
+too large for any. `shrinkage` says how much smaller they are taken: in all forms by the number of columns that go
+together, which was best for factors too.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from quantkit.errors import DataError, FormatError
 from quantkit.formats.imatrix import factors
 
 BLOCK = 256  # columns of a block where none are given
+OF_THE_TEXT = 0.25  # share of a correlation that another text does not have (docs/explanation/second-moments.md)
 _MOST = 1.01  # largest magnitude of a stored correlation: rounding errors of float16 and of sums included
 
 
@@ -126,8 +128,9 @@ def _triangle(n: int) -> int:
 
 
 def shrinkage(tokens: int, columns: int) -> float:
-    """The share of correlations that is noise, n / (n + tokens): by as much they are taken smaller."""
-    return columns / (columns + max(tokens, 0)) if columns else 0.0
+    """The share by which correlations are taken smaller: noise, n / (n + tokens), and OF_THE_TEXT of the rest."""
+    noise = columns / (columns + max(tokens, 0)) if columns else 0.0
+    return noise + (1 - noise) * OF_THE_TEXT
 
 
 def unpack(packed: np.ndarray, columns: int, block: int) -> np.ndarray:

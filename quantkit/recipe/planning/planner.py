@@ -117,6 +117,7 @@ class Options:
     dialect: str | None = None
     replace_types: bool = False
     scale_nvfp4: bool = False
+    layer_embedding_type: QuantType | None = None
 
     def __str__(self) -> str:
         """The flags as typed in a shell; `parse` reads them."""
@@ -137,7 +138,8 @@ class Options:
             words = shlex.split(text) if re.search("['\"]", text) else text.split()
         except ValueError as error:
             raise RecipeError(f"'{text}' cannot be read as flags of a plan: {error}") from None
-        exact = {"output-tensor": "output_type", "token-embedding": "embedding_type", "ffn-gate-inp": "router_type"}
+        exact = {"output-tensor": "output_type", "token-embedding": "embedding_type", "ffn-gate-inp": "router_type",
+                 "per-layer-token-embedding": "layer_embedding_type"}  # fmt: skip
         classes = {name.replace("_", "-"): name for name in (*(name for _, name in CLASSES), "attn_qkv")}
         switches = ("pure", "leave-output-tensor", "ignore-imatrix-rules", "repack", "replace-types", "scale-nvfp4")
         found: dict[str, Any] = {"class_types": {}}
@@ -167,6 +169,7 @@ class Options:
 
     def _choosing(self) -> list[str]:
         named = {"output-tensor": self.output_type, "token-embedding": self.embedding_type}
+        named |= {"per-layer-token-embedding": self.layer_embedding_type}
         named |= {"ffn-gate-inp": self.router_type} | {k.replace("_", "-"): t for k, t in self.class_types.items()}
         flags = [f"--{name}-type {t.name}" for name, t in named.items() if t is not None]
         switches = {
@@ -356,6 +359,8 @@ class _Planner:
         options = self.options
         if name == EMBEDDING and options.embedding_type:
             return _Choice(options.embedding_type, "--token-embedding-type")
+        if name == LAYER_EMBEDDING and options.layer_embedding_type:
+            return _Choice(options.layer_embedding_type, "--per-layer-token-embedding-type")
         if options.output_type and (name == OUTPUT or (name == EMBEDDING and self.model.tied)):
             return _Choice(options.output_type, "--output-tensor-type")
         if options.router_type and "ffn_gate_inp.weight" in name:

@@ -141,6 +141,12 @@ def imatrix(
         ),
     ] = False,
     batch_size: Batch = 2048,
+    by_layer: Annotated[
+        bool,
+        typer.Option(
+            "--by-layer", help="Run all chunks through one layer before the next, for models larger than memory."
+        ),
+    ] = False,
     numerics: Numerics = "exact",
     threads: Threads = None,
     threads_batch: ThreadsBatch = None,
@@ -155,8 +161,10 @@ def imatrix(
     "content"; in other texts, paragraphs alternate between user and assistant. --chunks and --from-chunk count per
     text, --output-frequency and --save-frequency over all texts. OUTPUT appears when the run is complete. An
     interrupted run leaves OUTPUT.resume, from which the same command resumes and gives the same bytes, and
-    OUTPUT.partial, the importance matrix of the chunks so far. `quantkit imatrix show FILE` shows the contents of a
-    matrix and the experts with too few tokens; `imatrix merge` merges several; `imatrix convert` changes the format.
+    OUTPUT.partial, the importance matrix of the chunks so far. With --by-layer, one layer is in memory at a time. The
+    run is saved after layers then, in OUTPUT.resume and OUTPUT.states. `quantkit imatrix show FILE` shows the contents
+    of a matrix and the experts with too few tokens; `imatrix merge` merges several; `imatrix convert` changes the
+    format.
     """
     from quantkit.evaluate.imatrix import run
 
@@ -175,8 +183,8 @@ def imatrix(
         ctx_size=context_size(ctx_size, model), chunks=chunks,
         from_chunk=from_chunk, process_output=process_output, missing_experts=missing_experts, no_ppl=no_ppl,
         in_file=tuple(in_file or ()), output_frequency=output_frequency, save_frequency=save_frequency,
-        restart=restart, second_moments=second_moments or "", second_moments_size=limit, batch_size=batch_size,
-        numerics=numerics, threads=threads_batch or threads,
+        restart=restart, by_layer=by_layer, second_moments=second_moments or "", second_moments_size=limit,
+        batch_size=batch_size, numerics=numerics, threads=threads_batch or threads,
     )  # fmt: skip
     target = _output(output, output_format)
     complete: set[str] = set()  # texts whose perplexity is printed
@@ -194,8 +202,8 @@ def imatrix(
 
     with connected(cluster, on_message) as client, ChunkBar("imatrix", "PPL") as bar:
         found = run.imatrix(
-            model, texts, target, options, progress=show_chunk, on_message=on_message, open_model=launch.open,
-            client=client,
+            model, texts, target, options, progress=show_chunk, on_message=on_message, on_layer=bar.on_layer,
+            open_model=launch.open, client=client,
         )  # fmt: skip
     for text, ppl in found.perplexities.items():
         if text not in complete and not json:  # an earlier run had completed it

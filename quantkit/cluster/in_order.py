@@ -70,10 +70,11 @@ class KeptRun:
         self.refused: dict[str, str] = {}
 
     def __enter__(self) -> KeptRun:
-        self._register()
+        self.register()
         return self
 
-    def _register(self) -> None:
+    def register(self) -> None:
+        """Have the state on all workers, also on those that come later."""
         from quantkit.cluster.kept import Kept
 
         self.client.register_plugin(Kept(self.name, self._make, self._identities))
@@ -104,8 +105,12 @@ class KeptRun:
     def count(self, head: Head) -> None:
         """Add a task to the times of its worker; of a pipeline, each stage to that of its own."""
         for worker, seconds in head.times:
-            times = self.workers.setdefault(worker, WorkerTime())
-            times.tasks, times.seconds = times.tasks + 1, times.seconds + seconds
+            self.count_seconds(worker, seconds)
+
+    def count_seconds(self, worker: str, seconds: float) -> None:
+        """Add a task of so many seconds to the times of a worker."""
+        times = self.workers.setdefault(worker, WorkerTime())
+        times.tasks, times.seconds = times.tasks + 1, times.seconds + seconds
 
     def refuse(self, worker: str, reason: str) -> None:
         """Give a worker no more tasks."""
@@ -302,10 +307,7 @@ class _Flights:
         elif self._met and self._met <= refused.keys():
             raise no_fit_worker(refused)
         elif now - self._seen > WAIT_SECONDS:
-            raise QuantkitError(
-                f"no worker is left at {self._run.client.scheduler.address} for {WAIT_SECONDS:.0f} s; start some, and "
-                "run the same command again to resume"
-            )
+            raise no_workers(self._run.client)
         return self._known
 
     def _there(self) -> set[str]:
@@ -321,10 +323,8 @@ class _Flights:
         try:
             return future.result()
         except KilledWorker as error:
-            raise QuantkitError(
-                f"task {index} of {len(self._arguments)}: {error.allowed_failures + 1} workers ended while they ran "
-                "it; their logs may tell why, most often memory; start workers with more, or take a smaller -b"
-            ) from None
+            task = f"task {index} of {len(self._arguments)}"
+            raise killed_workers(task, error.allowed_failures + 1) from None
 
     def _recover(self, index: int) -> None:
         """After the scheduler has lost tasks: hand them out again. QuantkitError if it does not come back."""
@@ -337,7 +337,7 @@ class _Flights:
             raise QuantkitError("the connection to the scheduler is lost; run the same command again to resume")
         with contextlib.suppress(CancelledError):
             self.cancel()
-        self._run._register()
+        self._run.register()
         self._next, self._known, self._are_new, self._seen = index, [], False, time.monotonic()
 
     def cancel(self) -> None:
@@ -346,6 +346,22 @@ class _Flights:
         self._flights.clear()
         if futures and self._run.client.status == "running":
             self._run.client.cancel(futures, force=True)
+
+
+def killed_workers(task: str, workers: int) -> QuantkitError:
+    """The error of a task that ended the workers that ran it."""
+    return QuantkitError(
+        f"{task}: {workers} workers ended while they ran it; their logs may tell why, most often memory; start workers "
+        "with more, or take a smaller -b"
+    )
+
+
+def no_workers(client: Client) -> QuantkitError:
+    """The error of a run whose workers are gone."""
+    return QuantkitError(
+        f"no worker is left at {client.scheduler.address} for {WAIT_SECONDS:.0f} s; start some, and run the same "
+        "command again to resume"
+    )
 
 
 def _ended(flight: _Flight) -> bool:

@@ -108,6 +108,23 @@ def _call(name: str, function: Callable[[Any, Any], Sequence[Any]], argument: An
     return plugin.call(function, argument)
 
 
+class Summed(NamedTuple):
+    """The sums of a stage over some arguments, and the seconds that each worker took for each."""
+
+    sums: Any
+    seconds: tuple[tuple[str, float], ...] = ()
+
+
+def run_summed_stage(
+    name: str, function: Callable[[Any, Any], Sequence[Any]], argument: Any, stage: int, before: Any, summed: Summed
+) -> tuple[Any, Summed]:
+    """A task of a pipeline with sums: of the state and of (argument, stage, what the stage before gave, sums so far)
+    the function gives what the next stage gets, and the sums with those of the argument."""
+    outcome = _call(name, function, (argument, stage, before, summed.sums))
+    result, sums = outcome.parts
+    return result, Summed(sums, summed.seconds + outcome.times)
+
+
 def head(outcome: Outcome) -> Head:
     """A task: what is sent first of an outcome."""
     return Head(outcome.parts[0], len(outcome.parts), outcome.times)

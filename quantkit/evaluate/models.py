@@ -86,3 +86,8 @@ def open_model(
 
 def no_message(line: str) -> None:
     """The default of `on_message`: drop the line."""
+
+
+def layer_messages(on_message: OnMessage) -> OnLayer:
+    """Give each layer of a run by layer a message."""
+    return lambda done, layers: on_message(f"layer {done} of {layers}")

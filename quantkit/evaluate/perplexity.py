@@ -30,7 +30,15 @@ from quantkit.evaluate.conditions import Conditions, evaluation_conditions
 from quantkit.evaluate.corpus import texts_by_category
 from quantkit.evaluate.layers.layer_by_layer import chunks_layer_by_layer
 from quantkit.evaluate.layers.on_workers import LayersOnWorkers
-from quantkit.evaluate.models import ChunkModel, OnLayer, OnMessage, OpenModel, no_message, open_model
+from quantkit.evaluate.models import (
+    ChunkModel,
+    OnLayer,
+    OnMessage,
+    OpenModel,
+    layer_messages,
+    no_message,
+    open_model,
+)
 from quantkit.evaluate.nll import negative_log_likelihood
 from quantkit.evaluate.on_workers import ClusterRuns, MeasureOnWorkers, WorkerModel, require_path, with_workers
 from quantkit.evaluate.progress import ChunkClock, ChunkProgress
@@ -296,11 +304,7 @@ def chunk_runner(
         return LayersOnWorkers(runs, opening, files) if by_layer else MeasureOnWorkers(runs, opening, files)
     if not by_layer:
         return Here()
-
-    def print_layer(done: int, layers: int) -> None:
-        on_message(f"layer {done} of {layers}")
-
-    return Here(functools.partial(chunks_layer_by_layer, on_layer=on_layer or print_layer))
+    return Here(functools.partial(chunks_layer_by_layer, on_layer=on_layer or layer_messages(on_message)))
 
 
 class ScoredChunk(NamedTuple):

@@ -216,15 +216,18 @@ def refuse_live(path: Path) -> None:
         os.close(fd)
 
 
-def require_space(directory: Path, nbytes: int) -> None:
-    """QuantkitError if the file system of `directory` has less than `nbytes` free: better now than after hours."""
+def require_space(directory: Path, nbytes: int, what: str = "the output takes", remedy: str = "") -> None:
+    """QuantkitError if the file system of `directory` has less than `nbytes` free: better now than after hours.
+
+    what, remedy   the beginning and the end of its message
+    """
     while not directory.exists():
         directory = directory.parent
     free = shutil.disk_usage(directory).free
     if free < nbytes:
         raise QuantkitError(
-            f"{directory}: the output takes {nbytes} bytes ({nbytes / 2**30:.2f} GiB), the file system has {free} "
-            f"({free / 2**30:.2f} GiB) free"
+            f"{directory}: {what} {nbytes} bytes ({nbytes / 2**30:.2f} GiB), the file system has {free} "
+            f"({free / 2**30:.2f} GiB) free{remedy}"
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,7 @@ from quantkit.evaluate.sensitivity.run import SensitivityOptions, sensitivity
 from quantkit.pipelines import api
 from quantkit.pipelines.options import VerifyOptions
 from quantkit.runtime.loading import load
+from tests.archs.files import written
 from tests.evaluate.test_imatrix import CTX, model, text  # noqa: F401  # fixtures: a small mixture of experts
 
 if TYPE_CHECKING:
@@ -86,6 +88,16 @@ def test_layers_are_a_pipeline(model: Path, text: Path, dask_client: Client) -> 
     assert isinstance(workers, dict)
     assert set(workers) == set(dask_client.nthreads())
     assert [worker["batches"] for worker in workers.values()] == [3, 3]
+
+
+def test_selected_positions_go_from_stage_to_stage(tmp_path: Path, dask_client: Client) -> None:
+    """The third of four layers, the first of its stage, attends to what the second has selected."""
+    path, text = written(tmp_path / "m.gguf", "glm-dsa", tokenizer=True), tmp_path / "text.txt"  # noqa: F811
+    text.write_text("the quick brown fox jumps over the lazy dog 0123456789 " * 12)
+    options = PerplexityOptions(ctx_size=64, chunks=3, batch_size=128)
+    here = perplexity(path, text, options)
+    there = perplexity(path, text, replace(options, by_layer=True), client=dask_client)
+    np.testing.assert_array_equal(here.nll, there.nll)
 
 
 def test_stages_follow_from_memory() -> None:

@@ -7,11 +7,15 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from quantkit import cli
+from quantkit.evaluate.perplexity import PerplexityOptions, perplexity
+from tests.archs.files import written
 from tests.evaluate import test_imatrix
 from tests.evaluate.conftest import rewrite
 
@@ -75,6 +79,15 @@ def test_layer_by_layer_gives_the_same_bits(run, model, text, tmp_path, capsys):
     assert (tmp_path / "a.kld").read_bytes() == (tmp_path / "b.kld").read_bytes()
     assert cli.main([*map(str, args), str(tmp_path / "c.kld"), "--by-layer", "--numerics", "fast"]) == 1
     assert "exact numerics" in capsys.readouterr().err
+
+
+def test_layers_share_the_positions_that_one_selects(tmp_path):
+    """A layer without an indexer takes those of its own chunks. The last batch has fewer chunks than the others."""
+    path, text = written(tmp_path / "m.gguf", "glm-dsa", tokenizer=True), tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog 0123456789 " * 12)
+    options = PerplexityOptions(ctx_size=64, chunks=5, batch_size=128)
+    found = [perplexity(path, text, replace(options, by_layer=chosen)).nll for chosen in (False, True)]
+    np.testing.assert_array_equal(*found)
 
 
 def test_lines_of_a_run_under_other_options_are_not_taken_up(capsys, model, text, tmp_path):

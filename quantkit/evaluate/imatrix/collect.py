@@ -95,6 +95,19 @@ class Collector:
         self.sums[seen.name][seen.number] += seen.squares
         self.counts[seen.name][seen.number] += seen.tokens
 
+    def end_batch(self) -> None:
+        """Drop the last input, which only the next calls of the same batch may share."""
+        if self.moments is not None:
+            self.moments.end_batch()
+
+    def update(self, other: Collector) -> None:
+        """Take the sums of weights that another collector has observed over the same chunks."""
+        self.sums |= other.sums
+        self.counts |= other.counts
+        if self.moments is not None and other.moments is not None:
+            self.moments.sums |= other.moments.sums
+            self.moments.first |= other.moments.first
+
     def result(self, dataset: str, chunk_size: int = 0) -> Imatrix:
         """The importance matrix so far. Raises DataError that names the first weight that NaN or Inf entered.
 

@@ -8,7 +8,7 @@ the input is observed without computing it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -81,6 +81,24 @@ class DraftingModel:
     def project(self, x: np.ndarray) -> np.ndarray:
         """The trunk's logits."""
         return self._model.project(x)
+
+
+def observe_batches(
+    head: MtpHead, inputs: np.ndarray, hidden: np.ndarray, batches: Iterable[slice],
+    observer_of: Callable[[slice], Callable[..., None]],
+) -> None:  # fmt: skip
+    """Run MTP layers over batches of chunks, as `DraftingModel` does, on the states that leave the trunk.
+
+    inputs        int[chunks, n_ctx]
+    hidden        float32[chunks, n_ctx, n_embd]
+    observer_of   gives the observer of a batch
+    """
+    try:
+        for batch in batches:
+            head.observer = of_layers(observer_of(batch))
+            head.observe_all(np.asarray(inputs[batch], np.int64), hidden[batch])
+    finally:
+        head.observer = None
 
 
 def of_layers(observer: Callable[..., None]) -> Callable[..., None]:

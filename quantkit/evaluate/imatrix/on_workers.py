@@ -97,8 +97,8 @@ class _CollectingModel:
             self.model.observer = None
         moments = [] if recorder.moments is None else recorder.moments.seen
         parts = [_Collected(nll, [], [])]
-        parts += [_Collected((), some, []) for some in _in_parts(recorder.seen, lambda seen: seen.squares.nbytes)]
-        parts += [_Collected((), [], some) for some in _in_parts(moments, _bytes_of_moments)]
+        parts += [_Collected((), some, []) for some in in_parts(recorder.seen, lambda seen: seen.squares.nbytes)]
+        parts += [_Collected((), [], some) for some in in_parts(moments, _bytes_of_moments)]
         return parts
 
 
@@ -106,7 +106,7 @@ def _bytes_of_moments(seen: MomentsObservation) -> int:
     return 0 if seen.sums is None else sum(block.nbytes for block in seen.sums.blocks[0])
 
 
-def _in_parts(items: Sequence[Item], nbytes: Callable[[Item], int]) -> Iterator[list[Item]]:
+def in_parts(items: Sequence[Item], nbytes: Callable[[Item], int]) -> Iterator[list[Item]]:
     """Consecutive items, each list of about PART_BYTES."""
     part, size = list[Item](), 0
     for item in items:

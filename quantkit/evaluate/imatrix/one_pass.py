@@ -25,7 +25,7 @@ import numpy as np
 from quantkit.errors import OptionError, UnknownNameError
 from quantkit.evaluate.chunk_runs import check_context
 from quantkit.evaluate.imatrix.collect import Collector
-from quantkit.evaluate.imatrix.mtp import mtp_head, of_layers
+from quantkit.evaluate.imatrix.mtp import mtp_head, observe_batches
 from quantkit.evaluate.imatrix.second_moments import (
     InputForm,
     MomentsCollector,
@@ -35,7 +35,7 @@ from quantkit.evaluate.imatrix.second_moments import (
     sizes,
 )  # fmt: skip
 from quantkit.evaluate.layers.checkpoint_model import CheckpointModel
-from quantkit.evaluate.layers.layer_by_layer import LayerRun, chunk_batches
+from quantkit.evaluate.layers.layer_by_layer import LayerRun, chunk_batches, whole_batches
 from quantkit.evaluate.text import DEFAULT_BATCH, DEFAULT_CONTEXT, Chunks, chunked
 from quantkit.formats import gguf
 from quantkit.formats.imatrix import Imatrix, check_policy, fill_missing
@@ -263,35 +263,30 @@ class _OnePass:
             mine = [t for layer in self._mtp for t in of_layer[layer]]
             measured = run is not None and any(layer in missing for layer in self._mtp)
             describe("measuring MTP layers")
-            yield Stage(mine, self._measure_mtp(run, batches) if run is not None and measured else None)
+            yield Stage(mine, self._measure_mtp(run) if run is not None and measured else None)
 
-    def _measure_mtp(self, run: LayerRun, batches: Sequence[slice]) -> Imatrix:
+    def _measure_mtp(self, run: LayerRun) -> Imatrix:
         """The importance matrix of the MTP layers, on the states that leave the last block."""
         assert self._head is not None
         forms = {name: form for layer in self._mtp for name, form in self._forms.get(layer, {}).items()}
-        collector = Collector(moments=MomentsCollector(forms) if self._form is not None else None)
-        collector.chunks = len(self._chunks)
-        self._head.observer = of_layers(collector.observe)
-        try:
-            for batch in batches:
-                self._head.observe_all(np.asarray(self._chunks.inputs[batch], np.int64), run.hidden[batch])
-        finally:
-            self._head.observer = None
-        found = collector.result(self._chunks.source, self._chunks.inputs.shape[1])
-        return fill_missing(found, self._options.missing_experts)
+        collector = self._collector(forms if self._form is not None else None)
+        batches = whole_batches(len(self._chunks), self._chunks.n_ctx, self._options.batch_size)
+        observe_batches(self._head, self._chunks.inputs, run.hidden, batches, lambda _: collector.observe)
+        return self._found(collector)
 
     def _measure(self, run: LayerRun, block: Block) -> Imatrix:
         """The importance matrix of a block's weights on the hidden states that enter it."""
-        forms = self._forms.get(block.layer)
+        collector = self._collector(self._forms.get(block.layer))
+        run.advance(block, self._options.propagate == "original", lambda _: collector.observe)
+        return self._found(collector)
+
+    def _collector(self, forms: Mapping[str, InputForm] | None) -> Collector:
         collector = Collector(moments=MomentsCollector(forms) if forms is not None else None)
         collector.chunks = len(self._chunks)
-        self._model.observer = collector.observe
-        try:
-            run.advance(block, keep=self._options.propagate == "original")
-        finally:
-            self._model.observer = None
-        found = collector.result(self._chunks.source, self._chunks.inputs.shape[1])
-        return fill_missing(found, self._options.missing_experts)
+        return collector
+
+    def _found(self, collector: Collector) -> Imatrix:
+        return fill_missing(collector.result(self._chunks.source, self._chunks.n_ctx), self._options.missing_experts)
 
     def _advance_with(self, run: LayerRun, block: Block, others: Mapping[str, gguf.Tensor]) -> None:
         """Run a block with tensors of the output in place of its own."""

@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quantkit.errors import QuantkitError
+from quantkit.errors import OptionError, QuantkitError
 from quantkit.evaluate.conditions import Conditions, evaluation_conditions, result_conditions
 from quantkit.evaluate.fingerprint import fingerprint
-from quantkit.evaluate.imatrix.collect import Collector, TextState, collect, pooled
+from quantkit.evaluate.imatrix.by_layer import CollectByLayer, LayerSaves, describe_memory
+from quantkit.evaluate.imatrix.collect import CollectChunks, CollectOptions, Collector, TextState, collect, pooled
 from quantkit.evaluate.imatrix.coverage import split_by_matrix
+from quantkit.evaluate.imatrix.layers_on_workers import CollectLayersOnWorkers
 from quantkit.evaluate.imatrix.mtp import with_mtp_layers
 from quantkit.evaluate.imatrix.on_workers import CollectOnWorkers
 from quantkit.evaluate.imatrix.saved_run import SavedRun
@@ -28,7 +30,8 @@ from quantkit.evaluate.imatrix.second_moments import (
     plan_forms,
     sizes,
 )
-from quantkit.evaluate.models import OnMessage, OpenModel, no_message, open_model
+from quantkit.evaluate.layers.layer_by_layer import check_by_layer
+from quantkit.evaluate.models import OnLayer, OnMessage, OpenModel, layer_messages, no_message, open_model
 from quantkit.evaluate.on_workers import ClusterRuns, WorkerModel, require_path, with_workers
 from quantkit.evaluate.perplexity import Perplexity
 from quantkit.evaluate.progress import ChunkClock, ChunkProgress
@@ -44,6 +47,7 @@ if TYPE_CHECKING:
     from quantkit.runtime.model import Model
     from quantkit.tokenizers.tokenizer import Tokenizer
 
+_SAVED = "resume", "partial", "states"  # endings of the files that a run saves
 UNCOUNTED = ("note: a legacy importance matrix has no token counts per expert, so a merged one has none either; "
              "entries are weighted by their calls")  # fmt: skip
 
@@ -65,6 +69,9 @@ class ImatrixOptions:
     output_frequency   save the state to OUTPUT.resume and the matrix to OUTPUT.partial every so many chunks
     save_frequency     save a copy of the matrix as OUTPUT.at_CHUNKS every so many chunks; 0: none
     restart            discard the state of an interrupted run
+    by_layer           run the chunks of all texts through one layer before the next; for models larger than memory. The
+                       file is the same; the state is saved after layers, in OUTPUT.resume and OUTPUT.states. With a
+                       client, the layers are a pipeline over workers, and nothing is saved on the way
     second_moments     also collect second moments: "full", "rank:N", "blocks:N" or "auto"; "" does not
     second_moments_size  bytes of memory that their sums may take; None: no limit
     batch_size         tokens per batch, in whole chunks
@@ -84,6 +91,7 @@ class ImatrixOptions:
     output_frequency: int = 10
     save_frequency: int = 0
     restart: bool = False
+    by_layer: bool = False
     second_moments: str = ""
     second_moments_size: int | None = None
     batch_size: int = DEFAULT_BATCH
@@ -110,6 +118,7 @@ def imatrix(
     *,
     progress: Callable[[ChunkProgress[Perplexity | None]], None] | None = None,
     on_message: OnMessage = no_message,
+    on_layer: OnLayer | None = None,
     open_model: OpenModel = open_model,
     client: Client | None = None,
 ) -> ImatrixRun:
@@ -124,6 +133,7 @@ def imatrix(
     options      the command's flags; None for the defaults
     progress     called after each chunk, with the perplexity of the text so far, or None with no_ppl
     on_message   called with lines for people: what begins, what is resumed, what was saved
+    on_layer     called after each layer of a run by layer with the layers that are done and all; None: `on_message`
     client       run the chunks on the workers of this dask cluster, which open the model's path with `open_model`; the
                  file is that of a run without it
 
@@ -142,6 +152,11 @@ def imatrix(
         raise QuantkitError(f"{output}: only the GGUF form holds second moments; give the output a name in .gguf")
     if o.shares is not None and (len(o.shares) != len(paths) or any(not 0 < share < math.inf for share in o.shares)):
         raise QuantkitError(f"shares {list(o.shares)}: {len(paths)} texts need {len(paths)} positive numbers")
+    if o.by_layer and o.save_frequency:
+        raise OptionError(
+            "--save-frequency copies the matrix after some chunks, but with --by-layer all chunks end together; drop "
+            "one of them"
+        )
     opened = gguf.open(path)
     model_paths = opened.paths
     forms = _plan_moments(opened, form, o, on_message) if form is not None else None
@@ -155,12 +170,17 @@ def imatrix(
         model = open_model(path, numerics=o.numerics, threads=o.threads, n_ctx=o.ctx_size)
     drafts = with_mtp_layers(model, on_message) is not model
     chunk_sets = chunks_of_texts(model.tokenizer, paths, o)
+    if o.by_layer:
+        check_by_layer(model, o.ctx_size, model.numerics)
+        here = client is None
+        on_message(describe_memory(opened.tensors.values(), chunk_sets, model.hparams.n_embd, forms, here))
     conditions = evaluation_conditions(model, o.ctx_size, sum(map(len, chunk_sets)), ", ".join(map(str, paths)))
     settings = result_conditions(conditions) | {
         "texts": paths, "shares": o.shares, "chunk": o.from_chunk, "output": o.process_output, "ppl": not o.no_ppl,
         "batch": o.batch_size, "chat": o.chat, "each": [len(chunks) for chunks in chunk_sets],
         "second moments": o.second_moments, **({"mtp": True} if drafts else {}),
         **({"special": True} if o.parse_special else {}),
+        **({"by_layer": "here" if client is None else "on workers"} if o.by_layer else {}),
         "blocks": {name: form.key for name, form in forms.items()} if forms is not None else None,
     }  # fmt: skip
     run = fingerprint([*model_paths, *paths, *o.in_file], settings)
@@ -169,11 +189,20 @@ def imatrix(
     parts: list[Imatrix] = []
     perplexities: dict[str, Perplexity] = {}
     with contextlib.ExitStack() as stack:
-        runs = collecting = None
+        runs = None
+        collecting: CollectChunks | CollectLayersOnWorkers | CollectOnWorkers | None = None
         if client is not None:
             runs = ClusterRuns(client, on_message)
             opening = WorkerModel(open_model, path, o.numerics, o.threads, o.ctx_size)
-            collecting = stack.enter_context(CollectOnWorkers(runs, opening, forms))
+            if o.by_layer:
+                collected = CollectOptions(o.process_output, not o.no_ppl, o.batch_size)
+                collecting = CollectLayersOnWorkers(runs, opening, chunk_sets, forms, collected)
+            else:
+                collecting = CollectOnWorkers(runs, opening, forms)
+            stack.enter_context(collecting)
+        elif o.by_layer:
+            on_layer = on_layer or layer_messages(on_message)
+            collecting = CollectByLayer(model, chunk_sets, checkpointer.by_layer(), on_layer)
         for number, chunks in enumerate(chunk_sets):
             state = checkpointer.text(number)
             size = f"{len(chunks)} chunks of {o.ctx_size} tokens"
@@ -183,7 +212,8 @@ def imatrix(
                 part, ppl = collect(
                     model, chunks, process_output=o.process_output, with_perplexity=not o.no_ppl, n_batch=o.batch_size,
                     on_chunk=functools.partial(clock.report, progress),
-                    on_batch=functools.partial(checkpointer.after_batch, number), state=state, run=collecting,
+                    on_batch=None if o.by_layer else functools.partial(checkpointer.after_batch, number),
+                    state=state, run=collecting,
                 )  # fmt: skip
             parts.append(part)
             if ppl is not None:
@@ -225,7 +255,8 @@ class _Checkpointer:
     """Saves the state of a run beside its output, resumes it, and writes the output.
 
     OUTPUT.resume    the run's state, saved every `output_frequency` chunks and at the end of a text
-    OUTPUT.partial   the importance matrix of the chunks so far; both are removed when OUTPUT is written
+    OUTPUT.partial   the importance matrix of the chunks so far
+    OUTPUT.states    of a run by layer, the hidden states; these three are removed when OUTPUT is written
     OUTPUT.at_N      with `save_frequency`, the matrix of the first N chunks, named as in llama-imatrix; not removed
     """
 
@@ -235,7 +266,7 @@ class _Checkpointer:
     ):  # fmt: skip
         self._forms, self._next_save = forms, 0.0  # of second moments; a time
         self.output, self.chunk_sets, self.before, self.options = output, chunk_sets, list(before), options
-        self.path, self.partial = _beside(output, "resume"), _beside(output, "partial")
+        self.path, self.partial, self.states = (_beside(output, what) for what in _SAVED)
         self._on_message = on_message
         self.saved = SavedRun(run)
         if self.path.exists() and not options.restart:
@@ -254,8 +285,8 @@ class _Checkpointer:
                 f"{self.path}: saved by a run with another model, text, version or options; run that command again "
                 "to resume it, or add --restart to discard it"
             )
-        done = " and ".join(str(text.done) for text in saved.texts)
-        self._on_message(f"{self.path}: resumed after {done} chunks")
+        done = " and ".join(str(text.done) for text in saved.texts) + " chunks"
+        self._on_message(f"{self.path}: resumed after {f'{saved.layers} layers' if self.options.by_layer else done}")
         return saved
 
     def text(self, number: int) -> TextState:
@@ -264,6 +295,12 @@ class _Checkpointer:
             moments = MomentsCollector(self._forms) if self._forms is not None else None
             self.saved.texts.append(TextState(Collector(self.options.process_output, moments)))
         return self.saved.texts[number]
+
+    def by_layer(self) -> LayerSaves:
+        """What saves a run by layer: all texts go through it together."""
+        for number in range(len(self.chunk_sets)):
+            self.text(number)
+        return LayerSaves(self.saved, self.path, self.states)
 
     def after_batch(self, number: int, state: TextState) -> None:
         """After a batch, save what is due: a copy, the state, the matrix so far."""
@@ -313,8 +350,8 @@ class _Checkpointer:
                 f"{error}; the measurements are saved in {self.path}: fix the cause and run the command again "
                 "(--missing-experts may differ), or discard them with --restart"
             ) from None
-        self.path.unlink(missing_ok=True)
-        self.partial.unlink(missing_ok=True)
+        for path in (self.path, self.partial, self.states):
+            path.unlink(missing_ok=True)
         return result
 
     @contextlib.contextmanager
@@ -325,7 +362,8 @@ class _Checkpointer:
         except KeyboardInterrupt:
             if self.path.exists():
                 matrix = f", their importance matrix is {self.partial}" if self.partial.exists() else ""
-                self._on_message(f"\n{self.path}: contains the saved chunks{matrix}; run the same command to resume")
+                what = "layers" if self.options.by_layer else "chunks"
+                self._on_message(f"\n{self.path}: contains the saved {what}{matrix}; run the same command to resume")
             raise
 
 
@@ -340,7 +378,7 @@ def _check_names(output: Path, inputs: Sequence[Path], in_files: Sequence[Path],
     The output itself may be one of `in_files`, since it is written last. The files saved during the run may not.
     """
     check_outputs([output], inputs)
-    check_outputs([_beside(output, "resume"), _beside(output, "partial")], [*inputs, *in_files])
+    check_outputs([_beside(output, what) for what in _SAVED], [*inputs, *in_files])
     taken = _beside(output.resolve(), "at_").name
     for path in in_files if copies else ():
         if path.resolve().parent == output.resolve().parent and path.resolve().name.startswith(taken):

@@ -1,9 +1,10 @@
 """The state of an importance matrix run in one file, from which the run resumes with the same bytes.
 
-The file is what `np.savez` writes, uncompressed. `about` is JSON: version, fingerprint, chunks done and weights of each
-text. For text i and weight j there are `sums.i.j` float64[matrices, n] and `counts.i.j` int64[matrices], and `nll.i`
-with perplexity. Second moments: `about` has the form of each weight's input (`InputForm.key`), the first weight of each
-input, and their order; `moments.i.k.NAME` are the arrays of input k, by the names that its sums give them.
+The file is what `np.savez` writes, uncompressed. `about` is JSON: version, fingerprint, layers done (by layer), chunks
+done and weights of each text. For text i and weight j there are `sums.i.j` float64[matrices, n] and `counts.i.j`
+int64[matrices], and `nll.i` with perplexity. Second moments: `about` has the form of each weight's input
+(`InputForm.key`), the first weight of each input, and their order; `moments.i.k.NAME` are the arrays of input k, by the
+names that its sums give them.
 """
 
 from __future__ import annotations
@@ -32,15 +33,19 @@ _VERSION = 3
 
 @dataclass
 class SavedRun:
-    """A resumable run over several texts: its fingerprint, and the state of each text."""
+    """A resumable run over several texts: its fingerprint, and the state of each text.
+
+    layers   of a run by layer: how many have the sums of all chunks
+    """
 
     run: str
     texts: list[TextState] = field(default_factory=list)
+    layers: int = 0
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the run; an existing file stays until the new one is complete."""
         arrays: dict[str, np.ndarray] = {}
-        about: dict[str, Any] = {"version": _VERSION, "run": self.run, "texts": []}
+        about: dict[str, Any] = {"version": _VERSION, "run": self.run, "layers": self.layers, "texts": []}
         for i, text in enumerate(self.texts):
             names = list(text.collector.sums)
             output = text.collector.process_output
@@ -65,7 +70,7 @@ class SavedRun:
                 if about["version"] != _VERSION:
                     raise FormatError(f"{path}: a saved run of version {about['version']}, not {_VERSION}; remove it")
                 texts = [_restored(file, i, text) for i, text in enumerate(about["texts"])]
-                return cls(about["run"], texts)
+                return cls(about["run"], texts, int(about.get("layers", 0)))
         except (ValueError, KeyError, TypeError, EOFError, MemoryError, zipfile.BadZipFile) as error:
             raise FormatError(f"{path}: not a saved run of quantkit imatrix ({error!r:.200}); remove it") from None
 

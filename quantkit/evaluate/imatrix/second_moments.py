@@ -135,6 +135,10 @@ class MomentsCollector:
         sums = self.sums[name]
         sums.add(rows, matrix if len(sums.tokens) > 1 else 0)
 
+    def end_batch(self) -> None:
+        """Drop the last input, which only the next calls of the same batch may share."""
+        self._last = None
+
     def add(self, seen: MomentsObservation) -> None:
         """Add the sums of one call of a `MomentsRecorder`."""
         self.first[seen.name] = seen.first
@@ -186,7 +190,7 @@ class MomentsRecorder:
         if ranked := [name for name, form in forms.items() if form.rank]:
             raise QuantkitError(
                 f"second moments as factors, such as rank:{forms[ranked[0]].rank} of {ranked[0]}, depend on the order "
-                "of chunks, so workers cannot sum them; take full or blocks:N, or run without --cluster"
+                "of chunks, so workers cannot sum them; take full or blocks:N, add --by-layer, or run without --cluster"
             )
         self.seen: list[MomentsObservation] = []
         self._forms, self._first = forms, dict[str, str]()

@@ -1,23 +1,28 @@
 """Run a model over many chunks one layer at a time, for models larger than memory.
 
 Every weight is read once, and its memory is released when its layer is done. So a BF16 model larger than memory can
-write a base file. Between layers only the hidden states of all chunks are stored, float32[chunks, n_ctx, n_embd], in a
-temporary file if they are large. Chunks run in the same batches as in `chunk_runs.evaluate_chunks`, so the logits are
-the same to the last bit; except for conversations, whose fill up to the longest is computed here.
+write a base file or an importance matrix. Between layers only the hidden states of all chunks are stored,
+float32[chunks, n_ctx, n_embd], in a temporary file if they are large, and the positions that sparse attention has
+selected for layers without an indexer. Chunks run in the same batches as in `chunk_runs.evaluate_chunks`, so the logits
+are the same to the last bit; except for conversations, whose fill up to the longest is computed here.
 """
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from quantkit.archs.common import blocks
 from quantkit.codegen import blas
 from quantkit.errors import UnsupportedError
 from quantkit.evaluate.chunk_runs import check_context
+from quantkit.evaluate.models import ChunkModel
 from quantkit.evaluate.text import DEFAULT_BATCH
+from quantkit.formats.atomic import require_space
 from quantkit.formats.kld.scored_tokens import scored_rows
 from quantkit.runtime.blocks.spans import Span
 from quantkit.runtime.model import SEQUENCE_TOKENS
@@ -25,9 +30,14 @@ from quantkit.runtime.scale_check import layer_of
 
 if TYPE_CHECKING:
     from quantkit.archs.common.blocks import Block
+    from quantkit.runtime.blocks.block_runner import Observer
+    from quantkit.runtime.kv.cache import Cache
     from quantkit.runtime.model import Model
 
 IN_MEMORY = 1 << 28  # bytes of hidden states; larger ones go to a file
+
+# Of a batch: for each sequence, the positions that the last block with an indexer has selected.
+Selections = list[np.ndarray | None]
 
 
 def chunks_layer_by_layer(
@@ -44,9 +54,7 @@ def chunks_layer_by_layer(
     numerics plan the whole model at once.
     """
     n_chunk, n_ctx = inputs.shape
-    check_context(model, n_ctx)
-    if model.numerics != "exact":
-        raise UnsupportedError("--by-layer runs a model in exact numerics only; remove --numerics fast")
+    check_by_layer(model, n_ctx, model.numerics)
     batches = chunk_batches(n_chunk, n_ctx, n_batch, first)
     run = LayerRun(model, inputs, batches)
     for number, block in enumerate(model.blocks, 1):
@@ -59,13 +67,26 @@ def chunks_layer_by_layer(
             yield index, model.project(run.hidden[index, scored_rows(n_ctx) if of_chunk is None else of_chunk])
 
 
+def check_by_layer(model: ChunkModel, n_ctx: int, numerics: str) -> None:
+    """DataError for chunks longer than the model's training context, UnsupportedError unless numerics are exact."""
+    check_context(model, n_ctx)
+    if numerics != "exact":
+        raise UnsupportedError("--by-layer runs a model in exact numerics only; remove --numerics fast")
+
+
+def whole_batches(n_chunk: int, n_ctx: int, n_batch: int, first: int = 0) -> list[slice]:
+    """The chunks of each batch of `evaluate_chunks`."""
+    per_batch = max(1, n_batch // n_ctx)
+    return [slice(start, min(start + per_batch, n_chunk)) for start in range(first, n_chunk, per_batch)]
+
+
 def chunk_batches(n_chunk: int, n_ctx: int, n_batch: int, first: int = 0) -> list[slice]:
     """The chunks that `evaluate_chunks` and `Model.hidden_sequences` multiply together."""
-    per_batch, per_sequence_batch = max(1, n_batch // n_ctx), max(1, SEQUENCE_TOKENS // n_ctx)
+    together = max(1, SEQUENCE_TOKENS // n_ctx)
     return [
-        slice(a, min(a + per_sequence_batch, start + per_batch, n_chunk))
-        for start in range(first, n_chunk, per_batch)
-        for a in range(start, min(start + per_batch, n_chunk), per_sequence_batch)
+        slice(start, min(start + together, batch.stop))
+        for batch in whole_batches(n_chunk, n_ctx, n_batch, first)
+        for start in range(batch.start, batch.stop, together)
     ]
 
 
@@ -75,31 +96,77 @@ class LayerRun:
     hidden   float32[n_chunk, n_ctx, n_embd]: the input of the next layer; not set for chunks that are in no batch
     """
 
-    def __init__(self, model: Model, inputs: np.ndarray, batches: list[slice]):
-        """Embed int[n_chunk, n_ctx]. `batches` are those of `chunk_batches`."""
+    def __init__(self, model: Model, inputs: np.ndarray, batches: list[slice], hidden: np.ndarray | None = None):
+        """Embed int[n_chunk, n_ctx], or take the `hidden` states that some layers gave. `batches` are those of
+        `chunk_batches`."""
         self._model, self._batches = model, batches
+        self._selections: list[Selections] = [[] for _ in batches]
         n_ctx = inputs.shape[1]
-        x = self.hidden = _hidden_states((*inputs.shape, model.hparams.n_embd))
         self._caches = [model.layer_cache(n_ctx) for _ in range(max((b.stop - b.start for b in batches), default=0))]
+        if hidden is not None:
+            self.hidden = hidden
+            return
+        x = self.hidden = hidden_states((*inputs.shape, model.hparams.n_embd))
         with blas.single_threaded():
             for batch in batches:
                 x[batch] = model.embed_checked(inputs[batch].reshape(-1)).reshape(x[batch].shape)
         _release(model, [model.head.embedding])
 
-    def advance(self, block: Block, keep: bool = True) -> None:
-        """Run all chunks through the next block. `keep`: store its output as the input of the one after it."""
-        n_ctx = self.hidden.shape[1]
-        with blas.single_threaded():
-            for batch in self._batches:
-                states = self.hidden[batch]
-                spans = [Span(i * n_ctx, (i + 1) * n_ctx, cache) for i, cache in enumerate(self._caches[: len(states)])]
-                output = self._model.run_block_checked(block, states.reshape(-1, states.shape[2]), spans)
-                if keep:
-                    states[:] = output.reshape(states.shape)
+    def advance(
+        self, block: Block, keep: bool = True, observer_of: Callable[[slice], Observer | None] | None = None
+    ) -> None:
+        """Run all chunks through the next block.
+
+        keep          store its output as the input of the one after it
+        observer_of   gives what observes the model while it runs a batch (`Model.observer`)
+        """
+        before, layers = self._model.observer, list(self._model.blocks)
+        keeps_selections = needs_selections(layers[layers.index(block) + 1 :])
+        try:
+            with blas.single_threaded():
+                for batch, selections in zip(self._batches, self._selections):
+                    if observer_of is not None:
+                        self._model.observer = observer_of(batch)
+                    states = self.hidden[batch]
+                    output = run_sequences(self._model, block, states, self._caches, selections)
+                    if not keeps_selections:
+                        selections.clear()
+                    if keep:
+                        states[:] = output
+        finally:
+            self._model.observer = before
+
+    @property
+    def has_selections(self) -> bool:
+        """Whether the next layers need more than the hidden states: the positions that a layer has selected."""
+        return any(selected is not None for selections in self._selections for selected in selections)
 
     def release(self, block: Block) -> None:
         """Drop the memory of a block's weights."""
         release_block(self._model, block)
+
+
+def run_sequences(
+    model: Model, block: Block, states: np.ndarray, caches: Sequence[Cache], selections: Selections
+) -> np.ndarray:
+    """float32[n_seq, n_ctx, n_embd] that leaves a block, of fresh sequences. Callers hold `blas.single_threaded()`.
+
+    caches       of one layer, at least as many as sequences
+    selections   those of the block before, of the same sequences; replaced by those of this block
+    """
+    n_seq, n_ctx, n_embd = states.shape
+    spans = [Span(i * n_ctx, (i + 1) * n_ctx, cache) for i, cache in enumerate(caches[:n_seq])]
+    model.selections = selections or [None] * n_seq
+    output = model.run_block_checked(block, states.reshape(-1, n_embd), spans)
+    selections[:] = model.selections
+    return output.reshape(states.shape)
+
+
+def needs_selections(following: Sequence[Block]) -> bool:
+    """Whether the next sparse attention has no indexer, and attends to positions that a block before has selected."""
+    parts = (part for block in following for part in block.parts)
+    sparse = (part for part in parts if isinstance(part, blocks.LatentAttention) and part.sparse)
+    return next((part.indexer is None for part in sparse), False)
 
 
 def release_block(model: Model, block: Block) -> None:
@@ -107,12 +174,21 @@ def release_block(model: Model, block: Block) -> None:
     _release(model, [name for name in model.weights if layer_of(name) == block.layer])
 
 
-def _hidden_states(shape: tuple[int, ...]) -> np.ndarray:
+def hidden_states(shape: tuple[int, ...]) -> np.ndarray:
     """An uninitialized float32 array; a large one is mapped to a temporary file that goes with it."""
-    if 4 * int(np.prod(shape, dtype=np.int64)) <= IN_MEMORY:
+    nbytes = 4 * int(np.prod(shape, dtype=np.int64))
+    if nbytes <= IN_MEMORY:
         return np.empty(shape, np.float32)
+    # Writing to a mapped file on a full disk would end the process.
+    require_space(Path(tempfile.gettempdir()), nbytes, "the hidden states of all chunks take", "; set TMPDIR")
     with tempfile.TemporaryFile(prefix="quantkit-hidden-") as file:
         return np.memmap(file, np.float32, "w+", shape=shape)
+
+
+def describe_states(nbytes: int) -> str:
+    """How large hidden states are, and where `hidden_states` puts them."""
+    where = "in memory" if nbytes <= IN_MEMORY else f"in a temporary file in {tempfile.gettempdir()}"
+    return f"hidden states {nbytes / 1e6:,.1f} MB {where}"
 
 
 def _release(model: Model, names: list[str]) -> None:

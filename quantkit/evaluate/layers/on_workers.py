@@ -17,25 +17,30 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
 import numpy as np
 
 from quantkit.cluster.in_order import KeptRun
 from quantkit.codegen import blas
-from quantkit.errors import UnsupportedError
-from quantkit.evaluate.chunk_runs import Measurement, Result, check_context
-from quantkit.evaluate.layers.layer_by_layer import chunk_batches, release_block
+from quantkit.evaluate.chunk_runs import Measurement, Result
+from quantkit.evaluate.layers.layer_by_layer import (
+    Selections,
+    check_by_layer,
+    chunk_batches,
+    release_block,
+    run_sequences,
+)
 from quantkit.evaluate.models import ChunkModel
 from quantkit.evaluate.on_workers import ClusterRuns, WorkerModel, model_files
 from quantkit.formats import gguf
 from quantkit.formats.kld.scored_tokens import scored_rows
-from quantkit.runtime.blocks.spans import Span
 
 if TYPE_CHECKING:
     from distributed import Client
 
+    from quantkit.archs.common.blocks import Block
     from quantkit.runtime.model import Model
 
 _OF_MEMORY = 0.7  # share of a worker's memory for the weights of a stage
@@ -58,12 +63,9 @@ class LayersOnWorkers:
         first: int,
         measure: Measurement[Result],
     ) -> Iterator[tuple[int, Result]]:
-        check_context(model, inputs.shape[1])
-        if self.model.numerics != "exact":
-            raise UnsupportedError("--by-layer runs a model in exact numerics only; remove --numerics fast")
+        check_by_layer(model, inputs.shape[1], self.model.numerics)
         batches = chunk_batches(len(inputs), inputs.shape[1], n_batch, first)
-        file = gguf.open(self.model.path)
-        stages = stage_count(sum(tensor.nbytes for tensor in file.tensors.values()), _memory(self.runs.client))
+        stages = stages_of(self.model.path, self.runs.client)
         make = functools.partial(_Stages.make, self.model, inputs, rows, measure, stages)
         files = [*model_files(self.model.path), *self.files]
         with KeptRun(self.runs.client, make, files, self.runs.on_message) as run:
@@ -71,6 +73,11 @@ class LayersOnWorkers:
                 for part in parts:
                     yield from part
             self.runs.add(run)
+
+
+def stages_of(path: Path, client: Client) -> int:
+    """Stages of a pipeline over the workers of a cluster, for the model of a file."""
+    return stage_count(sum(tensor.nbytes for tensor in gguf.open(path).tensors.values()), _memory(client))
 
 
 def stage_count(model_bytes: int, memory: Sequence[int]) -> int:
@@ -91,53 +98,71 @@ def _available() -> int:
     return int(psutil.virtual_memory().available)
 
 
-@dataclass
-class _Stages:
-    """The state of a worker: the open model, whose layers are split in stages, and the chunks.
+class States(NamedTuple):
+    """What goes from stage to stage: hidden states float32[chunks, n_ctx, n_embd], and what a block has selected."""
 
-    loaded   the stage whose weights are in memory
-    """
+    hidden: np.ndarray
+    selections: Selections
+
+
+@dataclass
+class StagedModel:
+    """A model on a worker, whose layers are split in stages. `loaded` is the stage whose weights are in memory."""
 
     model: Model
+    stages: int
+    loaded: int = field(default=0)
+
+    def load(self, stage: int) -> list[Block]:
+        """The blocks of a stage; drops the weights of another one."""
+        if stage != self.loaded:
+            for block in self._blocks(self.loaded):
+                release_block(self.model, block)
+            self.loaded = stage
+        return self._blocks(stage)
+
+    def run(self, stage: int, inputs: np.ndarray, before: States | None) -> States:
+        """The states of int[chunks, n_ctx] after a stage, from those of the stage before; None: embed the tokens."""
+        blocks = self.load(stage)
+        with blas.single_threaded():
+            if before is None:
+                before = States(self.model.embed_checked(inputs.reshape(-1)).reshape(*inputs.shape, -1), [])
+            states, selections = before.hidden, list(before.selections)  # what a task gets is not changed
+            caches = [self.model.layer_cache(inputs.shape[1]) for _ in range(len(inputs))]
+            for block in blocks:
+                states = run_sequences(self.model, block, states, caches, selections)
+        return States(states, selections)
+
+    def _blocks(self, stage: int) -> list[Block]:
+        count = len(self.model.blocks)
+        ends = [count * i // self.stages for i in range(self.stages + 1)]
+        return list(itertools.islice(self.model.blocks, ends[stage], ends[stage + 1]))
+
+
+@dataclass(frozen=True)
+class _Stages:
+    """The state of a worker: the open model, and the chunks."""
+
+    staged: StagedModel
     inputs: np.ndarray
     rows: slice | Sequence[np.ndarray] | None
     measure: Measurement[Any]
-    stages: int
-    loaded: int = field(default=0)
 
     @classmethod
     def make(
         cls, model: WorkerModel, inputs: np.ndarray, rows: slice | Sequence[np.ndarray] | None,
         measure: Measurement[Any], stages: int, threads: int,
     ) -> _Stages:  # fmt: skip
-        return cls(model.open(threads), inputs, rows, measure, stages)
+        return cls(StagedModel(model.open(threads), stages), inputs, rows, measure)
 
-    def run(self, argument: tuple[slice, int, np.ndarray | None]) -> list[Any]:
-        """Hidden states float32[chunks, n_ctx, n_embd] after a stage; after the last, (index, result) of each chunk."""
-        batch, stage, states = argument
-        if stage != self.loaded:
-            for block in self._blocks(self.loaded):
-                release_block(self.model, block)
-            self.loaded = stage
-        shape = self.inputs[batch].shape
-        with blas.single_threaded():
-            if states is None:
-                states = self.model.embed_checked(self.inputs[batch].reshape(-1))
-            x = states.reshape(shape[0] * shape[1], -1)
-            caches = [self.model.layer_cache(shape[1]) for _ in range(shape[0])]
-            for block in self._blocks(stage):
-                spans = [Span(i * shape[1], (i + 1) * shape[1], cache) for i, cache in enumerate(caches)]
-                x = self.model.run_block_checked(block, x, spans)
-        hidden = x.reshape(*shape, -1)
-        return [hidden] if stage + 1 < self.stages else [list(self._measured(batch, hidden))]
-
-    def _blocks(self, stage: int) -> list[Any]:
-        count = len(self.model.blocks)
-        ends = [count * i // self.stages for i in range(self.stages + 1)]
-        return list(itertools.islice(self.model.blocks, ends[stage], ends[stage + 1]))
+    def run(self, argument: tuple[slice, int, States | None]) -> list[Any]:
+        """The states after a stage; after the last, (index, result) of each chunk."""
+        batch, stage, before = argument
+        after = self.staged.run(stage, self.inputs[batch], before)
+        return [after] if stage + 1 < self.staged.stages else [list(self._measured(batch, after.hidden))]
 
     def _measured(self, batch: slice, hidden: np.ndarray) -> Iterator[tuple[int, Any]]:
         for index, of_chunk in enumerate(hidden, batch.start):
             rows = self.rows if self.rows is None or isinstance(self.rows, slice) else self.rows[index]
             scored = scored_rows(hidden.shape[1]) if rows is None else rows
-            yield index, self.measure(index, self.model.project(of_chunk[scored]))
+            yield index, self.measure(index, self.staged.model.project(of_chunk[scored]))

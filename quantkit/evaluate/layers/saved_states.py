@@ -1,0 +1,53 @@
+"""Hidden states of a run by layer in a file, from which the run resumes.
+
+    {"run": …, "layers": …, "shape": [chunks, n_ctx, n_embd]} and a line feed
+    float32[chunks, n_ctx, n_embd]
+
+`run` is a hash of what the run depends on, `layers` how many layers have made the states.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+
+from quantkit.errors import FormatError
+from quantkit.formats.atomic import writing
+from quantkit.formats.owned import open_own
+from quantkit.inputs import json_input
+
+_MAX_HEADER = 1 << 12  # bytes
+
+
+def save_states(path: Path, run: str, layers: int, hidden: np.ndarray) -> None:
+    """Write float32[chunks, n_ctx, n_embd]; an existing file stays until the new one is complete."""
+    with writing(path, own=True) as file:
+        file.write(json.dumps({"run": run, "layers": layers, "shape": hidden.shape}).encode() + b"\n")
+        for of_chunk in hidden:
+            file.write(np.ascontiguousarray(of_chunk, "<f4").data)
+
+
+def saved_layers(path: Path, run: str, shape: tuple[int, ...]) -> int:
+    """The number of layers that have made the saved states; 0 if there is no file, or one of another run."""
+    try:
+        with os.fdopen(open_own(path), "rb") as file:
+            header = file.readline(_MAX_HEADER)
+            about = json_input.parse(header, str(path))
+            size = len(header) + 4 * int(np.prod(shape, dtype=np.int64))
+            if (about["run"], about["shape"]) != (run, list(shape)) or os.fstat(file.fileno()).st_size != size:
+                return 0
+            return int(about["layers"])
+    except (FileNotFoundError, FormatError, KeyError, TypeError, ValueError):
+        return 0
+
+
+def read_states(path: Path, hidden: np.ndarray) -> None:
+    """Fill float32[chunks, n_ctx, n_embd] with the states of a file that `saved_layers` takes."""
+    with os.fdopen(open_own(path), "rb") as file:
+        file.readline(_MAX_HEADER)
+        for of_chunk in hidden:
+            data = file.read(of_chunk.nbytes)
+            of_chunk[:] = np.frombuffer(data, "<f4").reshape(of_chunk.shape)

@@ -165,12 +165,12 @@ def test_the_command_prints_text_and_conditions(smollm2_q4_1: Path, capsys: pyte
 
 def test_the_command_refuses_what_it_cannot_do(smollm2_q4_1: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(smollm2_q4_1)
-    for args, message in (
-        (["-n", "2"], "one prompt"),
-        (["-p", "x", "-ngl", "4", "--devices", "cpu=8GiB"], "valid devices: CPU"),
-        (["-p", "x", "--system", "y"], "--chat"),
+    for args, message, status in (
+        (["-n", "2"], "one prompt", 2),
+        (["-p", "x", "-ngl", "4", "--devices", "cpu=8GiB"], "valid devices: CPU", 1),
+        (["-p", "x", "--system", "y"], "--chat", 2),
     ):
-        assert cli.main(["generate", path, *args]) == 1
+        assert cli.main(["generate", path, *args]) == status
         assert message in capsys.readouterr().err
 
 

@@ -516,5 +516,5 @@ def test_a_repacked_type_on_a_gpu_without_a_kernel_is_refused(
 @pytest.mark.parametrize("flags", ["--no-such-flag", "-ngl many", "-ot broken", "-ot 'x=CPU"])
 def test_flags_that_do_not_exist(flags: str, source: GGUF, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, _ = run_for(source, tmp_path / "out.gguf", flags, capsys)
-    assert status == 1
+    assert status == 2
     assert not (tmp_path / "out.gguf").exists()

@@ -65,7 +65,8 @@ def test_prompts_and_tokens_of_each_mode(tmp_path: Path, options: dict[str, obje
     exact, fast = (load(path, numerics=numerics, **({"cache_type": "f32"} | options)) for numerics in ("exact", "fast"))
     assert fast.fallback_reason is None
     expected = exact.logits(TOKENS)
-    limit = 1e-5 if "cache_type" not in options else 2e-3
+    # A sum of float32 whose last bit differs, as between BLAS libraries, may be rounded to another f16 in the cache.
+    limit = 1e-5 if "cache_type" not in options else 4e-3
     assert spread(fast.logits(TOKENS), expected) < limit
     assert spread(by_steps(fast, TOKENS), expected) < limit
 

@@ -164,6 +164,12 @@ class BaseReader:
                 f"{path}: offset 8: n_ctx {self.n_ctx}, n_vocab {self.n_vocab}, n_chunk {self.n_chunk}; "
                 "expected at least 4, 2 and 1"
             )
+        least = _HEADER_BYTES + 4 * self.n_chunk * self.n_ctx
+        if size < least:  # before anything is allocated for so many chunks
+            raise FormatError(
+                f"{path}: {size} bytes, but the tokens of {self.n_chunk} chunks of {self.n_ctx} alone take {least}; "
+                "the file is truncated"
+            )
         if scored is not None and scored.mask.shape != (self.n_chunk, self.n_ctx):
             raise DataError(f"{path}: {(self.n_chunk, self.n_ctx)} tokens, of which {scored.mask.shape} are scored")
         self.counts = row_counts(self.n_ctx, self.n_chunk, scored)

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import quantkit
 from benchmarks import records
-from benchmarks.bench_second_moments import CONTEXT, divergence, padded_model, remembered
+from benchmarks.bench_second_moments import CONTEXT, cached, divergence, padded_model
 from benchmarks.records import Column, Table
 from quantkit.evaluate.text import chunked
 from quantkit.formats.imatrix import second_moments
@@ -63,7 +63,7 @@ def main() -> None:
     options.folder.mkdir(parents=True, exist_ok=True)
     model = padded_model(options.folder)
     original = quantkit.load(str(model))
-    base = remembered(original.logits)
+    base = cached(original.logits)
     texts = [chunked(original.tokenizer, text, CONTEXT, options.chunks) for text in (options.calibrate, *options.text)]
     rows: list[dict[str, Any]] = []
 

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import quantkit
 from benchmarks import records
-from benchmarks.bench_second_moments import CONTEXT, Logits, divergence, padded_model
+from benchmarks.bench_second_moments import CONTEXT, Logits, cached, divergence, padded_model
 from benchmarks.records import Column, Table
 from quantkit.evaluate.sensitivity.run import SensitivityOptions, sensitivity
 from quantkit.evaluate.text import Chunks, chunked
@@ -40,7 +40,6 @@ from quantkit.pipelines.api import prepare_quantize
 from quantkit.pipelines.planning import open_model
 from quantkit.placement.allocation import costs as costs_file
 from quantkit.placement.allocation.costs import Costs
-from quantkit.recipe import Plan
 from tests.conformance.ggml import QUANTIZE_TOOL
 from tests.types import data
 
@@ -105,26 +104,13 @@ def prepare(folder: Path, options: Any) -> tuple[Path, Path, Costs]:
     return model, matrix, costs_file.read(path)
 
 
-def predicted(plan: Plan, costs: Costs) -> float | None:
-    """The predicted divergence of a plan; None if a type of it has no costs."""
-    free = [t for t in plan.tensors if t.wanted is not None]
-    found = [costs.cost(t.name, t.shape, t.type, t.source) for t in free]
-    return None if None in found else sum(cost or 0.0 for cost in found)
-
-
 class Measurement:
     """Measures files against the unquantized model, on texts."""
 
     def __init__(self, model: Path, texts: list[Path], chunks: int):
-        self.original = quantkit.load(str(model))
-        self.texts: list[Chunks] = [chunked(self.original.tokenizer, text, CONTEXT, chunks) for text in texts]
-        self._cached: dict[bytes, np.ndarray] = {}
-
-    def base(self, tokens: np.ndarray) -> np.ndarray:
-        key = tokens.tobytes()
-        if key not in self._cached:
-            self._cached[key] = self.original.logits(tokens)
-        return self._cached[key]
+        original = quantkit.load(str(model))
+        self.texts: list[Chunks] = [chunked(original.tokenizer, text, CONTEXT, chunks) for text in texts]
+        self.base = cached(original.logits)
 
     def __call__(self, path: Path) -> list[float]:
         """The mean divergence on each text."""
@@ -168,7 +154,7 @@ class Bench:
         out, options = self.options.folder / "x.gguf", replace(self.quantizing, pure=pure)
         plan = prepare_quantize(self.model, kind, options).plan
         quantkit.quantize(self.model, out, kind, options)
-        self.add(f"{kind} pure" if pure else kind, out, predicted(plan, self.costs))
+        self.add(f"{kind} pure" if pure else kind, out, self.costs.predicted(plan.tensors))
         if self.options.reference and not pure:
             command = [QUANTIZE_TOOL, "--imatrix", self.matrix.with_suffix(".dat"), self.model, out, kind, "2"]
             subprocess.run(list(map(str, command)), check=True, capture_output=True)

@@ -95,7 +95,7 @@ def write(side: str, model: Path, matrix: Path, kind: str, out: Path, options: A
     return time.perf_counter() - begin
 
 
-def remembered(logits: Logits) -> Logits:
+def cached(logits: Logits) -> Logits:
     """The same function; what it has once computed is kept."""
     kept: dict[bytes, np.ndarray] = {}
 
@@ -143,11 +143,11 @@ def main() -> None:
     model, matrix = prepare(options.folder, options.calibrate)
     original = quantkit.load(str(model))
     texts = [chunked(original.tokenizer, text, CONTEXT, options.chunks) for text in options.text]
-    base = remembered(original.logits)
+    base = cached(original.logits)
     base_of_reference = base
     if options.reference:
         with Llama(model, n_ctx=CONTEXT) as llama:
-            base_of_reference = remembered(llama.logits)
+            base_of_reference = cached(llama.logits)
             divergence(texts, base_of_reference, base_of_reference)
 
     rows: list[dict[str, Any]] = []

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import quantkit
 from benchmarks import records, trained
-from benchmarks.bench_second_moments import CONTEXT, SCORED, Logits, divergence, log_softmax, write
+from benchmarks.bench_second_moments import CONTEXT, SCORED, Logits, cached, divergence, log_softmax, write
 from benchmarks.records import Column, Table
 from quantkit.evaluate.text import Chunks, chunked
 from quantkit.formats import imatrix as matrices
@@ -115,19 +115,6 @@ def unigram(ids: list[int]) -> Logits:
     counts = np.maximum(np.bincount(ids, minlength=trained.VOCABULARY), 1)
     shares = np.log(counts / counts.sum())
     return lambda tokens: np.tile(shares, (len(tokens), 1))
-
-
-def cached(logits: Logits) -> Logits:
-    """`logits`, computed once for each array of tokens."""
-    found: dict[bytes, np.ndarray] = {}
-
-    def call(tokens: np.ndarray) -> np.ndarray:
-        key = tokens.tobytes()
-        if key not in found:
-            found[key] = logits(tokens)
-        return found[key]
-
-    return call
 
 
 def compare(shape: str, kind: str, model: Path, measured: dict[str, Path], base: Logits, texts: list[Chunks],

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +27,7 @@ from quantkit.formats.pipeline import Progress
 from quantkit.pipelines import api
 from quantkit.pipelines.allocate import RecipeFit
 from quantkit.pipelines.options import QuantizeOptions
-from quantkit.placement.allocation.costs import Costs, measured_name
+from quantkit.placement.allocation.costs import Costs
 from quantkit.placement.allocation.refine import MeasuredFile, refined
 from quantkit.recipe import Plan, file_types
 from quantkit.recipe.planning.fallback import interleaved_rows
@@ -126,7 +125,7 @@ def rivals(source: Path, found: RecipeFit, costs: Costs, options: QuantizeOption
     size = found.plan.bytes_after
     stock = [rival for rival in _plans(source, options, pure=False) if rival.plan.bytes_after <= size]
     single = [(cost, rival) for rival in _plans(source, options, pure=True) if rival.plan.bytes_after <= size
-              and (cost := _predicted(rival.plan, costs)) is not None]  # fmt: skip
+              and (cost := costs.predicted(rival.plan.tensors)) is not None]  # fmt: skip
     best = [max(stock, key=lambda rival: rival.plan.bytes_after)] if stock else []
     return best + ([min(single, key=lambda pair: pair[0])[1]] if single else [])
 
@@ -147,25 +146,6 @@ def _plans(source: Path, options: QuantizeOptions, pure: bool) -> Iterator[Rival
         except QuantkitError:  # a type that this model's rows or the importance matrix do not allow
             continue
         yield Rival(kind.name, pure, job.plan)
-
-
-def _predicted(plan: Plan, costs: Costs) -> float | None:
-    """The predicted divergence of a plan; None if a type was not measured."""
-    found = _by_type(plan, costs)
-    return None if found is None else sum(found.values())
-
-
-def _by_type(plan: Plan, costs: Costs) -> Mapping[str, float] | None:
-    """The predicted divergence of a plan by names of types; None if a type was not measured."""
-    total: Counter[str] = Counter()
-    for t in plan.tensors:
-        if t.wanted is None:
-            continue
-        cost = costs.cost(t.name, t.shape, t.type, t.source)
-        if cost is None:
-            return None
-        total[measured_name(t.type)] += cost  # type: ignore[assignment]  # a Counter of floats
-    return total
 
 
 def check_allocation(
@@ -205,25 +185,33 @@ def check_allocation(
             "weight, so there is nothing to compare with; omit --verify"
         )
     settings = compare_options or CompareOptions(noise_floor="off")
+
+    def compared(files: list[Path]) -> Comparison:
+        return compare(path, files, text, settings, progress=on_chunk, on_message=on_message, client=client)
+
     with tempfile.TemporaryDirectory(prefix="quantkit-fit-", dir=folder) as name:
         files = _Files(path, Path(name), o, progress, on_message, client)
-        best, known, measured, rounds = None, costs, list[MeasuredFile](), list[Measured]()
-        for _ in range(refine + 1):
-            paths = [files.fitted(found), *map(files.rival, others)]
-            comparison = compare(path, paths, text, settings, progress=on_chunk, on_message=on_message, client=client)
-            check = AllocationCheck(found, comparison, _verdicts(comparison, others), (), known)
-            rounds.append(Measured(found.plan.bits_per_weight, found.cost, check.measured))
-            measured += _measured(comparison, [found.plan, *([] if best else [r.plan for r in others])], costs)
-            known = refined(costs, measured)
-            if best is None or check.measured < best.measured:
-                best = check
-            if refit is None or len(rounds) > refine:
+        comparison = compared([files.fitted(found), *map(files.rival, others)])
+        measured = _measured(comparison, [found.plan, *(rival.plan for rival in others)], costs)
+        checks = [AllocationCheck(found, comparison, _verdicts(comparison, others), (), refined(costs, measured))]
+        while refit is not None and len(checks) <= refine:
+            found = refit(checks[-1].costs)
+            if _types(found) == _types(checks[-1].found):
                 break
-            previous, found = found, refit(known)
-            if [(t.name, t.type) for t in found.tensors] == [(t.name, t.type) for t in previous.tensors]:
-                break
-    assert best is not None
-    return replace(best, rounds=tuple(rounds), costs=known)
+            alone = compared([files.fitted(found)])  # the rivals' figures are known
+            reference, _, *of_rivals = comparison.candidates
+            comparison = replace(comparison, candidates=[reference, alone.candidates[1], *of_rivals])
+            measured += _measured(alone, [found.plan], costs)
+            checks.append(
+                AllocationCheck(found, comparison, _verdicts(comparison, others), (), refined(costs, measured))
+            )
+    rounds = tuple(Measured(c.found.plan.bits_per_weight, c.predicted, c.measured) for c in checks)
+    best = min(checks, key=lambda check: check.measured)
+    return replace(best, rounds=rounds, costs=checks[-1].costs)
+
+
+def _types(found: RecipeFit) -> list[tuple[str, str]]:
+    return [(t.name, t.type.name) for t in found.tensors]
 
 
 def _verdicts(comparison: Comparison, others: list[Rival]) -> tuple[Verdict, ...]:
@@ -235,7 +223,7 @@ def _measured(comparison: Comparison, plans: list[Plan], costs: Costs) -> list[M
     """What the compared files say about costs; those with a type that was not measured say nothing."""
     unrefined, found = replace(costs, factors={}), []
     for plan, candidate in zip(plans, comparison.candidates[1:]):
-        predicted = _by_type(plan, unrefined)
+        predicted = unrefined.by_type(plan.tensors)
         if predicted is not None and candidate.divergence is not None:
             mean = candidate.divergence.mean_kld
             found.append(MeasuredFile(predicted, mean.value, mean.error))
@@ -256,26 +244,25 @@ class _Files:
     ):
         self.source, self.folder, self.options = source, folder, options
         self.progress, self.on_message, self.client = progress, on_message, client
-        self.last: Path | None = None  # the newest file of a recipe
+        self._fits = 0
+        self._last: Path | None = None  # the newest file of a recipe
 
     def fitted(self, found: RecipeFit) -> Path:
         """The file of a recipe."""
-        text, out = self.folder / "fit.recipe", self.folder / f"{FITTED}.gguf"
-        if self.last is not None:
-            out = out.with_name(f"{FITTED}-refined{len(list(self.folder.glob(f'{FITTED}*.gguf')))}.gguf")
+        text = self.folder / "fit.recipe"
+        out = self.folder / f"{FITTED}{f'-refined{self._fits}' if self._fits else ''}.gguf"
         text.write_text(str(found.recipe), encoding="utf-8")
         self._quantize(out, found.plan, found.file_type, replace(self.options, recipe=text))
-        self.last = out
+        self._fits, self._last = self._fits + 1, out
         return out
 
     def rival(self, rival: Rival) -> Path:
-        """The file of a rival, which is made once."""
+        """The file of a rival."""
         out = self.folder / f"{rival.name}.gguf"
-        if not out.exists():
-            self._quantize(out, rival.plan, rival.file_type, replace(self.options, pure=rival.pure))
+        self._quantize(out, rival.plan, rival.file_type, replace(self.options, pure=rival.pure))
         return out
 
     def _quantize(self, out: Path, plan: Plan, file_type: str, options: QuantizeOptions) -> None:
         self.on_message(f"{out.stem}: {plan.bits_per_weight:.3f} bits per weight")
-        reuse = options if self.last is None else replace(options, reuse=self.last)
+        reuse = options if self._last is None else replace(options, reuse=self._last)
         api.quantize(self.source, out, file_type, reuse, progress=self.progress, client=self.client)

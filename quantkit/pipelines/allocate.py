@@ -297,11 +297,7 @@ class _Fit:
         wanted = self.options.constraints.types or tuple(map(types.layout, self.costs.types()))
         for kind in wanted:
             plan = self.plan(parse(f".*={kind.name}"), "Q8_0")
-            costs = [
-                self.costs.cost(t.name, t.shape, t.type, t.source) for t in plan.tensors if t.wanted is not None
-            ]  # fmt: skip
-            if None not in costs:
-                total = sum(cost or 0.0 for cost in costs)
+            if (total := self.costs.predicted(plan.tensors)) is not None:
                 found.append(CurvePoint(plan.bits_per_weight, plan.bytes_after, total, kind.name))
         return sorted(found, key=lambda point: point.nbytes)
 

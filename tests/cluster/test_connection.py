@@ -135,7 +135,8 @@ def test_a_worker_that_dies_during_the_check_is_no_reason_to_refuse(
     run = dask_client.run
     dead = {"tcp://10.0.0.9:1": CommClosedError("Connection reset by peer")}
     monkeypatch.setattr(dask_client, "run", lambda *arguments, **options: run(*arguments, **options) | dead)
-    cluster.require_same(dask_client, [__file__])
+    (found,) = cluster.require_same(dask_client, [__file__])
+    assert found.path == __file__
 
 
 def test_importing_does_not_load_distributed() -> None:

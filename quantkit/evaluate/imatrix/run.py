@@ -224,8 +224,8 @@ def imatrix(
 
 def chunks_of_texts(tokenizer: Tokenizer, texts: Sequence[Path], options: ImatrixOptions) -> list[Chunks]:
     """The chunks of each text that a run with these options measures."""
-    o = options
-    return [chunked(tokenizer, text, o.ctx_size, o.chunks, o.from_chunk, o.chat, o.parse_special) for text in texts]
+    settings = options.ctx_size, options.chunks, options.from_chunk, options.chat, options.parse_special
+    return [chunked(tokenizer, text, *settings) for text in texts]
 
 
 def _plan_moments(

@@ -22,7 +22,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from quantkit import types
 from quantkit.errors import DataError, FormatError
 from quantkit.formats.atomic import writing
 from quantkit.inputs import json_input
+from quantkit.recipe.planning.planned import PlannedTensor
 from quantkit.types import QuantType
 
 SCHEMA = "quantkit.costs/1"
@@ -98,8 +99,32 @@ class Costs:
                 f"{self.where}: {name} has shape {list(tensor.shape)} there and {list(shape)} here; the costs were "
                 "measured on another model"
             )
-        measured, found = measured_name(kind), tensor.of(measured_name(kind))
+        measured = measured_name(kind)
+        found = tensor.of(measured)
         return None if found is None else found * self.factors.get(measured, 1.0)
+
+    def predicted(self, tensors: Iterable[PlannedTensor]) -> float | None:
+        """The divergence that is predicted for a file with these tensors; None if a type was not measured."""
+        priced = self._priced(tensors)
+        return None if priced is None else sum(cost for _, cost in priced)
+
+    def by_type(self, tensors: Iterable[PlannedTensor]) -> dict[str, float] | None:
+        """The same, by the names that types have here."""
+        priced = self._priced(tensors)
+        if priced is None:
+            return None
+        total: dict[str, float] = {}
+        for name, cost in priced:
+            total[name] = total.get(name, 0.0) + cost
+        return total
+
+    def _priced(self, tensors: Iterable[PlannedTensor]) -> list[tuple[str, float]] | None:
+        """Type and cost of each tensor whose type is free; None if a type was not measured."""
+        free = [t for t in tensors if t.wanted is not None]
+        costs = [self.cost(t.name, t.shape, t.type, t.source) for t in free]
+        if None in costs:
+            return None
+        return [(measured_name(t.type), cost or 0.0) for t, cost in zip(free, costs)]
 
     def error(self, name: str, kind: QuantType) -> float:
         """The standard error of a tensor's cost in a type, in nats per token; 0 where it was not measured."""

@@ -81,7 +81,8 @@ def show(
         plot_importance(plot, rows, title)
     if json:
         about = {"chunks": found.chunks, "chunk_size": found.chunk_size, "dataset": found.dataset,
-                 "missing_experts": found.policy or None, "threshold": threshold}  # fmt: skip
+                 "missing_experts": found.policy or None, "token_weights": found.token_weights,
+                 "threshold": threshold}  # fmt: skip
         records = {"tensors": [row.record() for row in rows], "second_moments": [vars(row) for row in inputs]}
         print_json("quantkit.imatrix-show/1", {"path": file, **about, **records})
         return
@@ -134,7 +135,8 @@ def _print_inputs(inputs: Sequence[InputMoments]) -> None:
 def _summary(found: Imatrix) -> str:
     size = f" of {found.chunk_size} tokens" if found.chunk_size else " without token counts"
     policy = f", experts without tokens: {found.policy}" if found.policy else ""
-    return f"{len(found)} entries, {found.chunks} chunks{size}, dataset {found.dataset or 'unnamed'}{policy}"
+    weights = f", tokens weighed by {found.token_weights}" if found.token_weights != "none" else ""
+    return f"{len(found)} entries, {found.chunks} chunks{size}, dataset {found.dataset or 'unnamed'}{policy}{weights}"
 
 
 @shows_progress

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 @in_sections(
     Text=["file", "shares", "chat", "parse_special", "ctx_size", "chunks", "from_chunk"],
     Saving=["output", "output_format", "in_file", "output_frequency", "save_frequency", "restart"],
-    Second_moments=["second_moments", "second_moments_size", "dry_run"],
+    Second_moments=["second_moments", "second_moments_size", "token_weights", "dry_run"],
 )
 @takes_model()
 @from_hub("model")
@@ -133,6 +133,13 @@ def imatrix(
             help="Memory limit for second moments, for example 8G; auto stays within it.",
         ),
     ] = None,
+    token_weights: Annotated[
+        Literal["attention", "none"] | None,
+        typer.Option(
+            help="What weighs tokens in the inputs of queries, keys and values: the attention that they receive, or "
+            "none. Default: attention with --second-moments, else none, as in llama-imatrix."
+        ),
+    ] = None,
     dry_run: Annotated[
         bool,
         typer.Option(
@@ -184,7 +191,7 @@ def imatrix(
         from_chunk=from_chunk, process_output=process_output, missing_experts=missing_experts, no_ppl=no_ppl,
         in_file=tuple(in_file or ()), output_frequency=output_frequency, save_frequency=save_frequency,
         restart=restart, by_layer=by_layer, second_moments=second_moments or "", second_moments_size=limit,
-        batch_size=batch_size, numerics=numerics, threads=threads_batch or threads,
+        token_weights=token_weights or "", batch_size=batch_size, numerics=numerics, threads=threads_batch or threads,
     )  # fmt: skip
     target = _output(output, output_format)
     complete: set[str] = set()  # texts whose perplexity is printed

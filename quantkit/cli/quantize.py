@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 @shows_progress
 @in_sections(
     Calibration=[
-        "calibrate", "calibrate_ctx", "calibrate_chunks", "propagate", "second_moments", "second_moments_size"
+        "calibrate", "calibrate_ctx", "calibrate_chunks", "propagate", "second_moments", "second_moments_size",
+        "token_weights",
     ],
     Shards=["split_max_size", "split_max_tensors", "keep_split"],
     Parts_of_a_model=["only", "individual_tensors", "skip_first_shard"],
@@ -106,6 +107,13 @@ def quantize(
         str | None,
         typer.Option(
             metavar="SIZE", help="Memory limit for the second moments of a layer, for example 8G; auto stays within it."
+        ),
+    ] = None,
+    token_weights: Annotated[
+        Literal["attention", "none"] | None,
+        typer.Option(
+            help="What weighs tokens in the inputs of queries, keys and values that --calibrate measures: the "
+            "attention that they receive (default), or none."
         ),
     ] = None,
     hide_imatrix: Annotated[
@@ -232,7 +240,9 @@ def quantize(
     )
     if calibrate and (only or individual_tensors):
         raise OptionError("--calibrate runs the model over all layers: --only and --individual-tensors need --imatrix")
-    calibration = _calibration(calibrate_ctx, calibrate_chunks, propagate, second_moments, second_moments_size)
+    calibration = _calibration(
+        calibrate_ctx, calibrate_chunks, propagate, second_moments, second_moments_size, token_weights
+    )
     on_message = (lambda line: None) if json else print
     if calibrate:
         from quantkit.evaluate.imatrix import one_pass
@@ -276,11 +286,12 @@ def _calibration(
     propagate: str | None,
     second_moments: str | None,
     second_moments_size: str | None,
+    token_weights: str | None,
 ) -> CalibrationOptions | None:
     """Options of --calibrate; None where none is given."""
     size = parse_size(second_moments_size, "--second-moments-size") if second_moments_size else None
     named = {"ctx_size": ctx_size, "chunks": chunks, "propagate": propagate, "second_moments": second_moments,
-             "second_moments_size": size}  # fmt: skip
+             "second_moments_size": size, "token_weights": token_weights}  # fmt: skip
     given: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
     if not given:
         return None

@@ -41,6 +41,7 @@ class WorkerModel:
 
     open_model   picklable; it is called on the workers
     threads      None: those that dask gives the worker
+    weighs_tokens   of a BlockRunner
     """
 
     open_model: OpenModel
@@ -49,13 +50,16 @@ class WorkerModel:
     threads: int | None
     n_ctx: int | None
     cache_type: CacheType | None = None
+    weighs_tokens: bool = False
 
     def open(self, threads: int) -> Model:
         """The model, on a worker of so many threads."""
-        return self.open_model(
+        opened = self.open_model(
             self.path.absolute(), numerics=self.numerics, threads=self.threads or threads, n_ctx=self.n_ctx,
             cache_type=self.cache_type,
         )  # fmt: skip
+        opened.weighs_tokens = self.weighs_tokens
+        return opened
 
 
 def require_path(model: object, client: object) -> None:

@@ -72,8 +72,8 @@ class MtpHead:
 
     @observer.setter
     def observer(self, observer: Callable[..., None] | None) -> None:
-        """Set the observer."""
-        self._runner.observer = observer
+        """Set the observer, which gets tokens weighed as the model weighs them."""
+        self._runner.observer, self._runner.weighs_tokens = observer, self._model.weighs_tokens
 
     def layer(self, step: int) -> blocks.MtpLayer:
         """The layer of a step, from 0 on: the last one also of all further steps."""

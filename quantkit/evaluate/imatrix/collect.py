@@ -25,7 +25,7 @@ import numpy as np
 
 from quantkit.codegen import jit, thread_pool
 from quantkit.codegen.jit import kernel
-from quantkit.errors import DataError
+from quantkit.errors import DataError, UnknownNameError
 from quantkit.evaluate.chunk_runs import evaluate_chunks
 from quantkit.evaluate.imatrix.mtp import with_mtp_layers
 from quantkit.evaluate.imatrix.second_moments import InputForm, MomentsCollector, MomentsRecorder
@@ -33,7 +33,7 @@ from quantkit.evaluate.models import ChunkModel
 from quantkit.evaluate.nll import negative_log_likelihood
 from quantkit.evaluate.perplexity import Perplexity
 from quantkit.evaluate.text import DEFAULT_BATCH, Chunks
-from quantkit.formats.imatrix import Entry, Imatrix, merge
+from quantkit.formats.imatrix import TOKEN_WEIGHTS, Entry, Imatrix, merge
 from quantkit.formats.kld.scored_tokens import rows_per_chunk, scored_rows
 
 OUTPUT_NAMES = ("output.weight", "token_embd.weight")
@@ -69,11 +69,25 @@ def _is_collected(name: str, process_output: bool) -> bool:
     return name.startswith("blk.") or (process_output and name in OUTPUT_NAMES)
 
 
-class Collector:
-    """Sums of squares by weight, and of products where `moments` is given; set `observe` as the model's observer."""
+def chosen_weights(token_weights: str, with_moments: bool) -> str:
+    """What weighs the tokens, one of TOKEN_WEIGHTS; for "" attention with second moments. OptionError for others."""
+    if not token_weights:
+        return "attention" if with_moments else "none"
+    if token_weights not in TOKEN_WEIGHTS:
+        raise UnknownNameError("choice of --token-weights", token_weights, TOKEN_WEIGHTS)
+    return token_weights
 
-    def __init__(self, process_output: bool = False, moments: MomentsCollector | None = None):
-        self.process_output, self.moments = process_output, moments
+
+class Collector:
+    """Sums of squares by weight, and of products where `moments` is given; set `observe` as the model's observer.
+
+    token_weights   what weighs the tokens that the model passes on (`Model.weighs_tokens`)
+    """
+
+    def __init__(
+        self, process_output: bool = False, moments: MomentsCollector | None = None, token_weights: str = "none"
+    ):
+        self.process_output, self.moments, self.token_weights = process_output, moments, token_weights
         self.chunks = 0
         self.sums: dict[str, np.ndarray] = {}  # float64[matrices, n]
         self.counts: dict[str, np.ndarray] = {}  # int64[matrices]
@@ -122,7 +136,9 @@ class Collector:
             values = np.asarray(sums / np.maximum(counts, 1)[:, None], np.float32)
             entries[name] = Entry(values, counts.copy(), max(1, self.chunks))
         moments = self.moments.result(entries, dataset) if self.moments is not None else {}
-        return Imatrix(entries, self.chunks, dataset, chunk_size, second_moments=moments)
+        return Imatrix(
+            entries, self.chunks, dataset, chunk_size, second_moments=moments, token_weights=self.token_weights
+        )
 
 
 class Recorder:

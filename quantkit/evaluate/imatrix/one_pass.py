@@ -24,7 +24,7 @@ import numpy as np
 
 from quantkit.errors import OptionError, UnknownNameError
 from quantkit.evaluate.chunk_runs import check_context
-from quantkit.evaluate.imatrix.collect import Collector
+from quantkit.evaluate.imatrix.collect import Collector, chosen_weights
 from quantkit.evaluate.imatrix.mtp import mtp_head, observe_batches
 from quantkit.evaluate.imatrix.second_moments import (
     InputForm,
@@ -67,6 +67,7 @@ class CalibrationOptions:
     propagate            what makes the inputs of the next layer: the "original" layer or the "quantized" one
     second_moments       form: "full", "rank:N", "blocks:N" or "auto"; "" measures importance only
     second_moments_size  bytes of memory that the sums of a layer may take; None: no limit
+    token_weights        as of `ImatrixOptions`
     missing_experts      for experts without tokens: "weight-one", "layer-mean" or "error"
     batch_size           tokens per batch, in whole chunks
     """
@@ -76,6 +77,7 @@ class CalibrationOptions:
     propagate: str = "original"
     second_moments: str = "full"
     second_moments_size: int | None = None
+    token_weights: str = ""
     missing_experts: str = "weight-one"
     batch_size: int = DEFAULT_BATCH
 
@@ -126,6 +128,8 @@ def prepare(
     assert opened.file is not None
     _announce_layers(opened.file)
     model = _load(opened.file, options.threads, o.ctx_size)
+    o = replace(o, token_weights=chosen_weights(o.token_weights, form is not None))
+    model.weighs_tokens = o.token_weights == "attention"
     paths = [Path(text) for text in ([texts] if isinstance(texts, (str, os.PathLike)) else texts)]
     chunks = _joined([chunked(model.tokenizer, path, o.ctx_size, o.chunks) for path in paths])
     check_context(model, o.ctx_size)
@@ -207,7 +211,7 @@ class _OnePass:
         form = o.second_moments if self._form is not None else "none"
         return (
             f"{chunks} chunks of {n_ctx} tokens of {self._chunks.source}, second moments {form}, "
-            f"propagate {o.propagate}, missing experts {o.missing_experts}"
+            f"token weights {o.token_weights}, propagate {o.propagate}, missing experts {o.missing_experts}"
         )
 
     @property
@@ -217,7 +221,10 @@ class _OnePass:
         blocks = sorted(
             (layer, {name: form.key for name, form in forms.items()}) for layer, forms in self._forms.items()
         )
-        settings = f"{self._form} {blocks} {o.propagate} {o.missing_experts} {o.batch_size} {self._chunks.inputs.shape}"
+        settings = (
+            f"{self._form} {blocks} {o.propagate} {o.missing_experts} {o.batch_size} {self._chunks.inputs.shape} "
+        )
+        settings += o.token_weights
         digest = hashlib.sha256(settings.encode())
         digest.update(np.ascontiguousarray(self._chunks.inputs, "<i4").data)
         return digest.hexdigest()
@@ -281,7 +288,8 @@ class _OnePass:
         return self._found(collector)
 
     def _collector(self, forms: Mapping[str, InputForm] | None) -> Collector:
-        collector = Collector(moments=MomentsCollector(forms) if forms is not None else None)
+        moments = MomentsCollector(forms) if forms is not None else None
+        collector = Collector(moments=moments, token_weights=self._options.token_weights)
         collector.chunks = len(self._chunks)
         return collector
 

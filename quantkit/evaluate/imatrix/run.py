@@ -8,7 +8,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,15 @@ from quantkit.errors import OptionError, QuantkitError
 from quantkit.evaluate.conditions import Conditions, evaluation_conditions, result_conditions
 from quantkit.evaluate.fingerprint import fingerprint
 from quantkit.evaluate.imatrix.by_layer import CollectByLayer, LayerSaves, describe_memory
-from quantkit.evaluate.imatrix.collect import CollectChunks, CollectOptions, Collector, TextState, collect, pooled
+from quantkit.evaluate.imatrix.collect import (
+    CollectChunks,
+    CollectOptions,
+    Collector,
+    TextState,
+    chosen_weights,
+    collect,
+    pooled,
+)
 from quantkit.evaluate.imatrix.coverage import split_by_matrix
 from quantkit.evaluate.imatrix.layers_on_workers import CollectLayersOnWorkers
 from quantkit.evaluate.imatrix.mtp import with_mtp_layers
@@ -74,6 +82,8 @@ class ImatrixOptions:
                        client, the layers are a pipeline over workers, and nothing is saved on the way
     second_moments     also collect second moments: "full", "rank:N", "blocks:N" or "auto"; "" does not
     second_moments_size  bytes of memory that their sums may take; None: no limit
+    token_weights      what weighs the tokens in the inputs of queries, keys and values: "attention", which the tokens
+                       receive (`runtime.blocks.token_weights`), or "none"; "": attention with second moments
     batch_size         tokens per batch, in whole chunks
     numerics, threads  for a model given by its path: "exact" or "fast", number of threads
     """
@@ -94,6 +104,7 @@ class ImatrixOptions:
     by_layer: bool = False
     second_moments: str = ""
     second_moments_size: int | None = None
+    token_weights: str = ""
     batch_size: int = DEFAULT_BATCH
     numerics: str = "exact"
     threads: int | None = None
@@ -148,6 +159,7 @@ def imatrix(
         raise QuantkitError("imatrix needs a text: pass it with -f FILE")
     files.check_policy(o.missing_experts)
     form = MomentsForm.parse(o.second_moments) if o.second_moments else None
+    token_weights = chosen_weights(o.token_weights, form is not None)
     if form is not None and files.form_of(output) != "gguf":
         raise QuantkitError(f"{output}: only the GGUF form holds second moments; give the output a name in .gguf")
     if o.shares is not None and (len(o.shares) != len(paths) or any(not 0 < share < math.inf for share in o.shares)):
@@ -168,6 +180,12 @@ def imatrix(
         _require_fit(file, matrix, path)
     if isinstance(model, (str, os.PathLike)):
         model = open_model(path, numerics=o.numerics, threads=o.threads, n_ctx=o.ctx_size)
+    weighs = token_weights == "attention"
+    if weighs and not model.placement.is_cpu_only:
+        raise OptionError(
+            "--token-weights attention needs a model that runs on the CPU alone; leave out -ngl and -ot, or take "
+            "--token-weights none"
+        )
     drafts = with_mtp_layers(model, on_message) is not model
     chunk_sets = chunks_of_texts(model.tokenizer, paths, o)
     if o.by_layer:
@@ -180,20 +198,25 @@ def imatrix(
         "batch": o.batch_size, "chat": o.chat, "each": [len(chunks) for chunks in chunk_sets],
         "second moments": o.second_moments, **({"mtp": True} if drafts else {}),
         **({"special": True} if o.parse_special else {}),
+        **({"token weights": token_weights} if weighs else {}),
         **({"by_layer": "here" if client is None else "on workers"} if o.by_layer else {}),
         "blocks": {name: form.key for name, form in forms.items()} if forms is not None else None,
     }  # fmt: skip
     run = fingerprint([*model_paths, *paths, *o.in_file], settings)
-    checkpointer = _Checkpointer(output, run, chunk_sets, before, o, forms, on_message)
+    checkpointer = _Checkpointer(
+        output, run, chunk_sets, before, replace(o, token_weights=token_weights), forms, on_message
+    )
     started = time.monotonic()
     parts: list[Imatrix] = []
     perplexities: dict[str, Perplexity] = {}
     with contextlib.ExitStack() as stack:
+        stack.callback(setattr, model, "weighs_tokens", model.weighs_tokens)
+        model.weighs_tokens = weighs
         runs = None
         collecting: CollectChunks | CollectLayersOnWorkers | CollectOnWorkers | None = None
         if client is not None:
             runs = ClusterRuns(client, on_message)
-            opening = WorkerModel(open_model, path, o.numerics, o.threads, o.ctx_size)
+            opening = WorkerModel(open_model, path, o.numerics, o.threads, o.ctx_size, weighs_tokens=weighs)
             if o.by_layer:
                 collected = CollectOptions(o.process_output, not o.no_ppl, o.batch_size)
                 collecting = CollectLayersOnWorkers(runs, opening, chunk_sets, forms, collected)
@@ -293,7 +316,8 @@ class _Checkpointer:
         """The state of a text, added to the saved run if new."""
         if number == len(self.saved.texts):
             moments = MomentsCollector(self._forms) if self._forms is not None else None
-            self.saved.texts.append(TextState(Collector(self.options.process_output, moments)))
+            collector = Collector(self.options.process_output, moments, self.options.token_weights)
+            self.saved.texts.append(TextState(collector))
         return self.saved.texts[number]
 
     def by_layer(self) -> LayerSaves:

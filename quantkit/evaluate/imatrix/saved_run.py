@@ -28,7 +28,7 @@ from quantkit.formats.atomic import writing
 from quantkit.formats.owned import read_own
 from quantkit.inputs import json_input
 
-_VERSION = 3
+_VERSION = 4
 
 
 @dataclass
@@ -49,7 +49,10 @@ class SavedRun:
         for i, text in enumerate(self.texts):
             names = list(text.collector.sums)
             output = text.collector.process_output
-            about["texts"].append({"done": text.done, "names": names, "process_output": output})
+            about["texts"].append({
+                "done": text.done, "names": names, "process_output": output,
+                "token_weights": text.collector.token_weights,
+            })  # fmt: skip
             if text.collector.moments is not None:
                 about["texts"][-1]["moments"] = _add_moments(arrays, i, text.collector.moments)
             for j, name in enumerate(names):
@@ -102,7 +105,7 @@ def _restored_moments(file: Mapping[str, np.ndarray], index: int, about: dict[st
 
 
 def _restored(file: Mapping[str, np.ndarray], index: int, about: dict[str, Any]) -> TextState:
-    collector = Collector(bool(about["process_output"]))
+    collector = Collector(bool(about["process_output"]), token_weights=str(about["token_weights"]))
     collector.chunks = int(about["done"])
     for j, name in enumerate(about["names"]):
         collector.sums[name] = file[f"sums.{index}.{j}"]

@@ -16,6 +16,7 @@ from quantkit.errors import DataError
 from quantkit.formats.imatrix import gguf_form, legacy_form
 from quantkit.formats.imatrix.matrix import (
     POLICIES,
+    TOKEN_WEIGHTS,
     Entry,
     Imatrix,
     check_policy,
@@ -29,6 +30,7 @@ from quantkit.formats.mapping import map_file
 
 __all__ = [
     "POLICIES",
+    "TOKEN_WEIGHTS",
     "Entry",
     "Imatrix",
     "SecondMoments",

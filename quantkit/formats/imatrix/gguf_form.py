@@ -14,6 +14,8 @@ Second moments (`second_moments`), which other readers skip: NAME.correlations, 
 first weight of each input, or NAME.factors, f16 with dims [rank, columns, matrices]; quantkit.imatrix.second_moments, a
 str[] of "NAME BLOCK TOKENS,…" or "NAME rank:N TOKENS,…" and, for weights with the same input, "NAME = FIRST".
 
+quantkit.imatrix.token_weights, if it is there, says what weighed the tokens (`matrix.TOKEN_WEIGHTS`).
+
 Older files call the sums NAME.sums. Files that were converted from legacy files hold all matrices of a weight as one
 row with one count. Their vectors were not counted: each call is written as a chunk of 512, and
 quantkit.imatrix.counted = false says that the counts are not real.
@@ -32,7 +34,7 @@ from quantkit import types
 from quantkit.errors import DataError, FormatError
 from quantkit.formats import gguf
 from quantkit.formats.gguf import GGUF, Metadata, Tensor, TensorSpec, Writer
-from quantkit.formats.imatrix.matrix import POLICIES, Entry, Imatrix
+from quantkit.formats.imatrix.matrix import POLICIES, TOKEN_WEIGHTS, Entry, Imatrix
 from quantkit.formats.imatrix.second_moments import SecondMoments
 
 DEFAULT_CHUNK = 512  # tokens a call, assumed for legacy files, which have no counts
@@ -42,6 +44,7 @@ _COUNTS = ".counts"
 _CORRELATIONS, _FACTORS = ".correlations", ".factors"
 _RANK = "rank:"
 _MOMENTS = "quantkit.imatrix.second_moments"
+_WEIGHTS = "quantkit.imatrix.token_weights"
 
 
 def read(path: str | os.PathLike[str]) -> Imatrix:
@@ -64,8 +67,11 @@ def read(path: str | os.PathLike[str]) -> Imatrix:
     datasets = file.metadata.get("imatrix.datasets", [])
     dataset = "+".join(map(str, datasets)) if isinstance(datasets, list) else str(datasets)
     policy = file.metadata.get("quantkit.imatrix.missing_experts", "")
+    token_weights = file.metadata.get(_WEIGHTS, "none")
+    if token_weights not in TOKEN_WEIGHTS:
+        raise FormatError(f"{path}: {_WEIGHTS} is {token_weights!r:.60}; known are {', '.join(TOKEN_WEIGHTS)}")
     made = Imatrix(entries, chunks, dataset, chunk_size, policy if policy in POLICIES else "")
-    return replace(made, second_moments=_read_moments(file, entries))
+    return replace(made, second_moments=_read_moments(file, entries), token_weights=str(token_weights))
 
 
 def _read_moments(file: GGUF, entries: dict[str, Entry]) -> dict[str, SecondMoments]:
@@ -193,6 +199,8 @@ def write(path: str | os.PathLike[str], imatrix: Imatrix) -> None:
     filled = [f"{n}:{','.join(map(str, shown))}" for n, e in imatrix.entries.items() if (shown := _not_ones(e))]
     if filled:
         metadata.set("quantkit.imatrix.filled", filled, "str")
+    if imatrix.token_weights != "none":
+        metadata.set(_WEIGHTS, imatrix.token_weights, "str")
     owners = _owners(imatrix)
     if owners:
         metadata.set(_MOMENTS, _lines(imatrix, owners), "str")

@@ -18,6 +18,7 @@ from quantkit.formats.imatrix import second_moments
 from quantkit.formats.imatrix.second_moments import SecondMoments
 
 POLICIES = ("weight-one", "layer-mean", "error")
+TOKEN_WEIGHTS = ("attention", "none")
 DESCRIBED_DATASET = re.compile(r"(.*) \(missing experts: (weight-one|layer-mean)\)", re.DOTALL)
 
 
@@ -55,6 +56,7 @@ class Imatrix:
     dataset     names of the texts, joined by +   policy      what `fill_missing` applied, "" if no values were missing
 
     second_moments   by weight name, for weights that have them; weights that share an input share the object
+    token_weights    what weighed the tokens in the inputs of queries, keys and values: one of TOKEN_WEIGHTS
     """
 
     entries: dict[str, Entry]
@@ -63,6 +65,7 @@ class Imatrix:
     chunk_size: int = 0
     policy: str = ""
     second_moments: dict[str, SecondMoments] = field(default_factory=dict)
+    token_weights: str = "none"
 
     @property
     def described(self) -> str:
@@ -104,8 +107,17 @@ def merge(imatrices: Iterable[Imatrix], weights: Sequence[float] | None = None) 
     policy = min((m.policy for m in matrices if m.policy), key=POLICIES.index, default="")  # independent of their order
     if counted and not any(entry.missing for entry in entries.values()):
         policy = ""  # what one run lacked another saw
+    weights_of_tokens = {m.token_weights for m in matrices}
+    if len(weights_of_tokens) > 1:
+        described = ", ".join(f"{m.dataset or 'an unnamed text'}: {m.token_weights}" for m in matrices)
+        raise DataError(
+            f"importance matrices with different token weights cannot be merged ({described}); measure them with the "
+            "same --token-weights"
+        )
     chunks = sum(m.chunks for m in matrices)
-    made = Imatrix(entries, chunks, "+".join(datasets), max(sizes) if counted else 0, policy)
+    made = Imatrix(
+        entries, chunks, "+".join(datasets), max(sizes) if counted else 0, policy, token_weights=min(weights_of_tokens)
+    )
     return replace(made, second_moments=_merged_moments(list(zip(shares, matrices)), entries))
 
 

@@ -5,7 +5,7 @@ A `Model` is a BlockRunner. So is each worker of a model over several devices (`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +17,7 @@ from quantkit.formats.gguf import Tensor
 from quantkit.runtime.blocks import experts, float_attention, float_linear, float_ops, latent, recurrent
 from quantkit.runtime.blocks.float_attention import AttentionOptions, Heads
 from quantkit.runtime.blocks.spans import Span
+from quantkit.runtime.blocks.token_weights import HeldInput, weighed
 from quantkit.runtime.kv.cache import Cache
 from quantkit.runtime.scale_check import describe_nonfinite
 
@@ -30,6 +31,8 @@ class BlockRunner:
     path       what errors call the file
     observer   called with (name, float32[tokens, n]) for what enters each weight matrix, and of experts with
                (name, float32[tokens, n], expert, experts); None by default
+    weighs_tokens   the observer gets the inputs of queries, keys and values times the square root of the attention that
+                    their tokens receive (`token_weights`); False by default. A model on several devices cannot
     output_observer   called with what leaves each expert, see `experts.run`; None by default. A model on several
                devices, and one that runs as compiled plans, does not call it
     """
@@ -50,6 +53,8 @@ class BlockRunner:
         self.numerics, self.threads, self.attention, self.mla = numerics, threads, attention, mla
         self.expert_reduction, self.tripwire = expert_reduction, tripwire
         self.observer: Observer | None = None
+        self.weighs_tokens = False
+        self._held: HeldInput | None = None
         self.output_observer: experts.ObserveOutputs | None = None
         self._vectors: dict[str, np.ndarray] = {}
         self._linears: dict[blocks.Linear, float_linear.FloatLinear] = {}
@@ -78,6 +83,7 @@ class BlockRunner:
 
     def _attention(self, part: blocks.Attention, layer: int, x: np.ndarray, spans: list[Span]) -> np.ndarray:
         y = self._norm_before(part.norm, x)
+        spans = self.hold(y, [part.q, part.k, part.v], spans)
         projected, k = self.linear(part.q, y), self.linear(part.k, y)
         v = k if part.v == part.k else self.linear(part.v, y)
         gates = None if part.head_gate is None else self.linear(part.head_gate, y)
@@ -93,6 +99,7 @@ class BlockRunner:
         if part.temperature is not None:
             self.scale_queries(q, part.temperature, spans)
         y = self.append_and_attend(part, layer, q, k, v, spans)
+        self.release(spans, part.heads)
         if part.gated:
             self.apply_gates(y, projected, part.head_dim_v)
         if gates is not None:
@@ -256,8 +263,30 @@ class BlockRunner:
 
     def observe(self, name: str, x: np.ndarray, *which: int) -> None:
         """Pass the observer the inputs of a weight, or of its matrix `which`: (number, count)."""
-        if self.observer is not None and self.observes:
-            self.observer(name, x, *which)
+        if self.observer is None or not self.observes:
+            return
+        if self._held is not None and self._held.takes(name, x):
+            return
+        self.observer(name, x, *which)
+
+    def hold(self, x: np.ndarray, linears: Sequence[blocks.Linear], spans: list[Span]) -> list[Span]:
+        """Let the observer wait for x, which enters `linears`, until `release`; spans that count attention.
+
+        Without `weighs_tokens` nothing waits, and the spans are the same.
+        """
+        self._held = None
+        if not (self.weighs_tokens and self.observes):
+            return spans
+        self._held = HeldInput(x, {linear.weight for linear in linears})
+        return [span._replace(received=np.zeros(span.stop - span.start)) for span in spans]
+
+    def release(self, spans: list[Span], heads: int) -> None:
+        """Pass the observer what waits, weighed by the attention that `spans` have counted."""
+        held, self._held = self._held, None
+        if held is not None:
+            x = weighed(held.x, spans, heads)
+            for name in held.names:
+                self.observe(name, x)
 
     def drop_cached(self, names: Iterable[str]) -> None:
         """Drop the vectors and products that are cached of these tensors."""

@@ -117,13 +117,19 @@ def attend(
         for head in range(part.kv_heads)
     ]
 
+    received: list[np.ndarray | None] = [None] * len(work)
+
     def task(begin: int, end: int) -> None:
         with ignore_nonfinite():
-            for item in work[begin:end]:
-                _attend_head(part, layer, q, out, KEY_ROWS if options.flash else max_keys, *item)
+            for number, item in enumerate(work[begin:end], begin):
+                key_rows = KEY_ROWS if options.flash else max_keys
+                received[number] = _attend_head(part, layer, q, out, key_rows, *item)
 
     scores = part.heads * sum((s.stop - s.start) * (s.cache.length + s.stop - s.start) for s in spans)
     thread_pool.over_rows(task, len(work), threads=threads if scores > SERIAL_ELEMENTS else 1)
+    for (span, *_), of_item in zip(work, received):  # in this order, whatever the threads
+        if span.received is not None and of_item is not None:
+            span.received[: len(of_item)] += of_item
     return out
 
 
@@ -148,8 +154,11 @@ def _attend_head(
     head: int,
     first: int,
     stop: int,
-) -> None:
-    """`attend` for tokens first … stop and the query heads that share key/value head `head`, `key_rows` at a time."""
+) -> np.ndarray | None:
+    """`attend` for tokens first … stop and the query heads that share key/value head `head`, `key_rows` at a time.
+
+    Returns the attention that the tokens of the span up to `stop` receive from them, float64, if the span wants it.
+    """
     group = part.heads // part.kv_heads
     tokens, group_heads = stop - first, slice(head * group, (head + 1) * group)
     position = span.cache.length + first - span.start
@@ -164,6 +173,7 @@ def _attend_head(
     maximum = np.zeros(tokens * group, np.float32)
     denominator = np.zeros(tokens * group, np.float32)
     acc = np.zeros((tokens * group, part.head_dim_v), np.float32)
+    exponentials: list[tuple[int, np.ndarray, np.ndarray]] = []  # first key, of each score, maximum so far
     seen = max(0, position + 1 - window) if part.chunk is None else position // part.chunk * part.chunk
     for key in range(seen, position + tokens, key_rows):
         end = min(key + key_rows, position + tokens)
@@ -180,16 +190,39 @@ def _attend_head(
         else:
             values = _decoded(span.cache.v[layer][head, key:end], span.cache.type.v, part.head_dim_v, "values")
         acc += np.matmul(scores, values, out=scratch("products", acc.shape))
+        if span.received is not None:
+            exponentials.append((key, scores.copy(), maximum.copy()))
     if part.sinks is not None:
         sinks = np.tile(part.sinks[group_heads], tokens)
         new = np.maximum(maximum, sinks)
         rescale = np.exp(maximum - new)
         acc *= rescale[:, None]
         denominator = denominator * rescale + np.exp(sinks - new)
+        maximum = new
     acc /= denominator[:, None]
     if rotate_v:
         acc = kv_rounding.rotate(acc, rotate_v)
     out.reshape(len(out), part.heads, -1)[first:stop, group_heads] = acc.reshape(tokens, group, -1)
+    return None if span.received is None else _received(exponentials, maximum, denominator, position, tokens, span)
+
+
+def _received(
+    exponentials: list[tuple[int, np.ndarray, np.ndarray]],
+    maximum: np.ndarray,
+    denominator: np.ndarray,
+    position: int,
+    tokens: int,
+    span: Span,
+) -> np.ndarray:
+    """float64[tokens of the span up to the last query]: the sums of softmax weights over queries, by key.
+
+    exponentials   first key, exp(s - m) float32[queries, keys], and m, by block of keys
+    """
+    found = np.zeros(position + tokens)
+    for key, scores, of_block in exponentials:
+        share = (np.exp(of_block - maximum) / denominator).astype(np.float64)
+        found[key : key + scores.shape[1]] = share @ scores
+    return found[span.cache.length :]
 
 
 def _decoded(rows: np.ndarray, kind: str, dim: int, purpose: str) -> np.ndarray:

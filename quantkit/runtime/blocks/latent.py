@@ -32,6 +32,7 @@ from quantkit.formats.gguf import Tensor
 from quantkit.runtime.blocks import float_attention, float_linear, float_ops, indexer
 from quantkit.runtime.blocks.float_attention import AttentionOptions, Heads
 from quantkit.runtime.blocks.spans import Span
+from quantkit.runtime.blocks.token_weights import weighed
 from quantkit.runtime.kernels import kv_rounding
 from quantkit.runtime.kv.cache import Cache, CacheShape
 from quantkit.runtime.kv.cache_type import CacheType
@@ -82,6 +83,12 @@ class LatentRun(Observed, Protocol):
 
     def check(self, what: str, y: np.ndarray) -> None:
         """Non-finite check of `what`."""
+
+    def hold(self, x: np.ndarray, linears: Sequence[blocks.Linear], spans: list[Span]) -> list[Span]:
+        """As of a BlockRunner: the observer waits for x."""
+
+    def release(self, spans: list[Span], heads: int) -> None:
+        """As of a BlockRunner: the observer gets it."""
 
     def head_projections(self, part: blocks.LatentAttention) -> HeadProjections:
         """The matrices between latents and heads."""
@@ -245,7 +252,7 @@ def attend_expanded(
         keys = _Expanded(*projections.expanded(latents, first, stop), span.cache.length)
         head_queries = np.ascontiguousarray(q[:, first:stop]).reshape(len(q), -1)
         heads = Heads(stop - first, stop - first, part.head_dim_k, part.head_dim_v, part.scale)
-        parts.append(run.attend(heads, 0, head_queries, [Span(0, len(q), keys, span.selected)]))
+        parts.append(run.attend(heads, 0, head_queries, [Span(0, len(q), keys, span.selected, span.received)]))
     return np.concatenate(parts, axis=1)
 
 
@@ -265,6 +272,7 @@ def full(part: blocks.LatentAttention) -> Heads:
 def attention(run: LatentRun, part: blocks.LatentAttention, layer: int, x: np.ndarray, spans: list[Span]) -> np.ndarray:
     """What a latent attention block adds to x float32[tokens, n_embd]."""
     y = run.norm(part.norm, x)
+    spans = run.hold(y, [part.q if part.q_a is None else part.q_a, part.kv_a], spans)
     u = y
     if part.q_a is not None and part.q_a_norm is not None:
         u = run.norm(part.q_a_norm, run.linear(part.q_a, y))
@@ -281,6 +289,7 @@ def attention(run: LatentRun, part: blocks.LatentAttention, layer: int, x: np.nd
     r = np.ascontiguousarray(kv[:, part.kv_lora :])
     run.apply_rope(r, part.rope, part.rope.dim, spans)
     y = run.attend_latents(part, layer, q, np.concatenate([c, r], axis=1), spans)
+    run.release(spans, part.heads)
     run.check(f"attention of blk.{layer} over a cache of {spans[0].cache.cache_type}", y)
     return run.linear(part.out, y)
 
@@ -291,11 +300,12 @@ def attend(
     """float32[tokens, heads * head_dim_v] of queries and latents after rope, as `mla` says."""
     projections = run.head_projections(part)
     if not run.mla:
-        observe(run, part.kv_b, latents[:, : part.kv_lora])
         k, v = (x.transpose(1, 0, 2).reshape(len(q), -1) for x in projections.expanded(latents, 0, part.heads))
         for span in spans:
             float_attention.append_rows(k[span.start : span.stop], v[span.start : span.stop], span.cache, layer)
-        return run.attend(full(part), layer, q.reshape(len(q), -1), spans)
+        y = run.attend(full(part), layer, q.reshape(len(q), -1), spans)
+        observe(run, part.kv_b, weighed(latents[:, : part.kv_lora], spans, part.heads))
+        return y
     for span in spans:
         float_attention.append_rows(latents[span.start : span.stop], None, span.cache, layer)
     out = np.empty((len(q), part.heads * part.head_dim_v), np.float32)
@@ -303,8 +313,8 @@ def attend(
     for span in spans:
         if run.mla > 1 and run.attention.flash and span.stop - span.start >= EXPAND:
             rows = slice(span.start, span.stop)
-            observe(run, part.kv_b, latents[rows, : part.kv_lora])
             out[rows] = attend_expanded(run, part, projections, layer, q[rows], span)
+            observe(run, part.kv_b, weighed(latents[rows, : part.kv_lora], [span], part.heads))
         else:
             absorbed_spans.append(span)
     attention = replace(run.attention, flash=False) if run.mla == 2 else run.attention
@@ -316,7 +326,7 @@ def attend(
             absorbed(part),
             layer,
             projections.queries(span_queries),
-            [Span(0, len(span_queries), span.cache, span.selected)],
+            [Span(0, len(span_queries), span.cache, span.selected, span.received)],
             attention,
         )
         observe(run, part.v_b, attended.reshape(len(span_queries), part.heads, -1))

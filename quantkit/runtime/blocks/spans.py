@@ -14,12 +14,15 @@ class Span(NamedTuple):
     """Rows start … stop of a batch are the next tokens of the sequence that `cache` holds.
 
     selected   bool[stop - start, positions]: the positions that each token attends to; None: all up to its own
+    received   float64[stop - start], to which attention adds what each token receives: the sum of its softmax weights
+               over queries and heads; None: it is not wanted
     """
 
     start: int
     stop: int
     cache: Cache
     selected: np.ndarray | None = None
+    received: np.ndarray | None = None
 
 
 def batches(

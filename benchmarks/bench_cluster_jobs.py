@@ -259,7 +259,7 @@ def _zeros() -> None:
     def encode(task: on_cluster.PieceTask) -> on_cluster.Done:
         nbytes, hashes = int(task.effort), [bytes(32)] * (task.stop - task.first)
         zeros = np.zeros(nbytes, np.uint8)
-        return on_cluster.Done(task.name, task.first, task.stop, hashes, hashes, 0, nbytes, 0.0, zeros)
+        return on_cluster.Done(task.name, task.first, task.stop, hashes, hashes, 0, nbytes, 0.0, zeros, {})
 
     on_cluster.encode_pieces = encode
 

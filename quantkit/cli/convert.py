@@ -135,7 +135,7 @@ def convert(
     when they are done. The hash of every file is checked. To resume an interrupted run, give the same command again.
 
     With --cluster, the workers of a dask cluster read HF_DIR and convert; OUT has the same bytes, and a run is resumed
-    in the same way. Its workers must find HF_DIR under the same name.
+    in the same way. Its workers must find HF_DIR under the same name, or reach the Hub.
     """
     from quantkit.pipelines import api
     from quantkit.pipelines.options import ConvertOptions

@@ -200,7 +200,7 @@ def quantize(
     when they are done. The hash of every file is checked.
 
     With --cluster, the workers of a dask cluster read IN and encode; OUT has the same bytes. Its workers must find IN
-    under the same name.
+    under the same name, or reach the Hub.
 
     To resume an interrupted run, give the same command again. --partial-requant quantizes only tensors whose type,
     source, importance or codec differs from what OUT records, and copies the rest; `quantkit verify` lists them. If OUT

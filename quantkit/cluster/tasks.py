@@ -6,8 +6,9 @@
 
 Each worker has tasks for twice its threads that are submitted and not yet consumed, so neither the coordinator nor the
 scheduler holds a job, and results wait on the workers until they are asked for. A task goes to the worker that has the
-least to do: dask would give the tasks of workers with many threads out in turn. Tasks must be deterministic, because
-one may run twice:
+least to do: dask would give the tasks of workers with many threads out in turn. Tasks in groups (`Grouped`), each of
+which needs something that a worker has to fetch, stay with one worker. Tasks must be deterministic, because one may run
+twice:
 
 - A worker dies: dask gives its tasks to others. A task during which several workers died is submitted anew, up to
   `_MAX_DEATHS` times, since the workers may have been killed from outside.
@@ -110,6 +111,34 @@ def no_fit_worker(refused: Mapping[str, str]) -> QuantkitError:
     return QuantkitError(f"no worker of the cluster can do the job:\n  {listed}")
 
 
+class Grouped(Generic[T]):
+    """Tasks in groups: a worker takes one group after another, and helps with those of others when none is left."""
+
+    def __init__(self, groups: Iterable[Iterable[T]]):
+        self._groups = (iter(group) for group in groups)
+        self._of_worker: dict[str, Iterator[T]] = {}
+
+    def take(self, worker: str) -> T:
+        """The next task for a worker; StopIteration if none is left."""
+        while True:
+            own = self._of_worker.get(worker)
+            if own is None:
+                own = next(self._groups, None)
+                if own is None:
+                    return self._of_others()
+                self._of_worker[worker] = own
+            for task in own:
+                return task
+            del self._of_worker[worker]
+
+    def _of_others(self) -> T:
+        for worker, tasks in list(self._of_worker.items()):
+            for task in tasks:
+                return task
+            del self._of_worker[worker]
+        raise StopIteration
+
+
 @dataclass
 class _Pending(Generic[T]):
     """A task that was submitted: its futures, which are several if it is slow.
@@ -136,7 +165,7 @@ class TaskRun(Generic[T, R]):
         self,
         client: Client,
         function: Callable[[T], R],
-        tasks: Iterable[T],
+        tasks: Iterable[T] | Grouped[T],
         *,
         threads: Callable[[T], int] = lambda task: 1,
         name: str = "",
@@ -144,6 +173,7 @@ class TaskRun(Generic[T, R]):
     ):
         """Prepare a run.
 
+        tasks       in the order in which they are submitted, or in groups
         threads     how many threads of its worker a task takes, if it has as many
         name        what the dashboard shows
         on_message  is told of refused and lost workers
@@ -151,7 +181,8 @@ class TaskRun(Generic[T, R]):
         self.workers: dict[str, int] = {}
         self.refused: dict[str, str] = {}
         self._client, self._function, self._on_message = client, function, on_message
-        self._tasks, self._threads = iter(tasks), threads
+        self._is_grouped, self._threads = isinstance(tasks, Grouped), threads
+        self._tasks = tasks if isinstance(tasks, Grouped) else Grouped([tasks])
         self._key = f"{name or function.__name__}-{uuid.uuid4().hex[:12]}"
         self._numbers, self._submissions = itertools.count(), itertools.count()
         self._pending: dict[int, _Pending[T]] = {}
@@ -186,13 +217,14 @@ class TaskRun(Generic[T, R]):
             worker = min(self.workers, key=lambda address: self._load[address] / self.workers[address])
             if self._load[worker] >= AHEAD * self.workers[worker]:
                 return
-            task = next(self._tasks, self)
-            if task is self:
+            try:
+                task = self._tasks.take(worker)
+            except StopIteration:
                 self._is_exhausted = True
                 return
             number = next(self._numbers)
-            share = min(self._threads(task), self.workers[worker])  # type: ignore[arg-type]
-            self._pending[number] = _Pending(task, worker, share)  # type: ignore[arg-type]
+            share = min(self._threads(task), self.workers[worker])
+            self._pending[number] = _Pending(task, worker, share)
             self._load[worker] += share
             self._submit(number)
 
@@ -202,7 +234,7 @@ class TaskRun(Generic[T, R]):
         if workers is None and self.refused:
             workers = self._fit()
         elif workers is None:
-            workers, loose = [pending.worker], True
+            workers, loose = [pending.worker], not self._is_grouped
         future = self._client.submit(
             _work,
             self._function,

@@ -71,12 +71,16 @@ def differences(files: Sequence[FileIdentity]) -> list[str]:
 
 
 def require_same(
-    client: Client, files: Sequence[str | os.PathLike[str]], workers: Sequence[str] | None = None
+    client: Client,
+    files: Sequence[str | os.PathLike[str]],
+    workers: Sequence[str] | None = None,
+    more: Callable[[], list[str]] | None = None,
 ) -> list[FileIdentity]:
     """QuantkitError unless the scheduler and all workers have this quantkit, and the workers have `files`, as here.
 
     files    paths, which must hold on the workers too: a shared file system, or copies at the same place
     workers  addresses of the workers to check; None: all that are there now
+    more     run on each worker: what else is wrong there
 
     The message names each worker with what is wrong there. Returns the identities of the files, for tasks that workers
     which join later may get.
@@ -94,9 +98,12 @@ def require_same(
         problems = _unless_same(f"worker {worker}", found, mine, remedy)
         wrong += problems
         able += [] if problems else [worker]
-    for worker, found in _on_workers(client, able, differences, identities).items() if able and identities else ():
-        texts = [f"cannot check files: {found}"] if isinstance(found, Exception) else found
-        wrong += [f"worker {worker}: {text}" for text in texts]
+    checks: list[tuple[Any, ...]] = [(differences, identities)] if identities else []
+    checks += [(more,)] if more is not None else []
+    for check in checks if able else ():
+        for worker, found in _on_workers(client, able, *check).items():
+            texts = [f"cannot check files: {found}"] if isinstance(found, Exception) else found
+            wrong += [f"worker {worker}: {text}" for text in texts]
     if wrong:
         raise QuantkitError("the cluster is not fit for this job:\n  " + "\n  ".join(wrong))
     return identities

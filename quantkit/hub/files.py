@@ -130,4 +130,5 @@ class CheckpointFiles:
         """Bytes of the files that have to be there at a time: those of a layer, and any two."""
         repository, paths = self.remote.repository, self.remote.checkpoint.paths
         sizes = {path.name: rounded(repository.file(path.name).size) for path in paths}
-        return max(sum(sorted(sizes.values())[-2:]), *(sum(sizes[name] for name in names) for names in self._groups))
+        of_groups = [sum(sizes[name] for name in names) for names in self._groups]
+        return max([sum(sorted(sizes.values())[-2:]), *of_groups])

@@ -41,3 +41,35 @@ class Arrivals(Protocol):
 
     def close(self) -> None:
         """Stop, after an error too."""
+
+
+class ReadByWorkers:
+    """The arrivals of an input that the workers of a cluster read: here nothing is waited for.
+
+    identities   of the input
+    verified     what workers have checked; they check a file before they use it
+    """
+
+    def __init__(self, identities: Sequence[Sequence[object]]):
+        self.identities = identities
+        self.verified: dict[str, str] = {}
+
+    def begin(self, out: Path, outputs: Mapping[str, Sequence[CheckpointTensor]]) -> list[str]:
+        """The outputs in their order."""
+        return list(outputs)
+
+    def wait(self, output: str, on_wait: Callable[[str], None]) -> None:
+        """Nothing."""
+
+    def release(self, output: str) -> None:
+        """Nothing."""
+
+    def when_verified(self, output: str, action: Callable[[], None]) -> None:
+        """Call `action` now."""
+        action()
+
+    def finish(self) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""

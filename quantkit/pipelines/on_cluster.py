@@ -9,6 +9,9 @@ A task holds no weights. Each worker opens an input once and checks that it is t
 that its encoder gives the bytes of the coordinator's (`provenance.codec`), whatever its CPU. So the output has the
 bytes of a run on one machine.
 
+A checkpoint on the Hub is fetched by the workers (`hub_on_worker`), file by file. Tensors whose first file is the same
+are tasks of one worker, as long as others have files of their own, so that each file is fetched about once.
+
 A worker with a shared output opens the partial file before it encodes, and writes only if the file's header is that of
 the job: a task that outlives its coordinator cannot touch the file of another job. If two workers run the same task,
 both write the same bytes.
@@ -18,6 +21,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,14 +33,18 @@ import numpy as np
 
 from quantkit import cluster, types
 from quantkit.cluster.task_sizes import RETURNED_BYTES, WRITTEN_BYTES, TaskSizes
-from quantkit.cluster.tasks import Finished, TaskRun, UnfitWorker
+from quantkit.cluster.tasks import Finished, Grouped, TaskRun, UnfitWorker
 from quantkit.cluster.workers import FileIdentity
-from quantkit.errors import OptionError, UnsupportedError
+from quantkit.errors import OptionError
 from quantkit.formats import gguf, imatrix, provenance
 from quantkit.formats.atomic import os_errors
 from quantkit.formats.owned import open_own
 from quantkit.formats.pipeline import Bar
 from quantkit.formats.stream import Layout, StreamWriter, partial
+from quantkit.hub.client import HubError
+from quantkit.pipelines import hub_on_worker
+from quantkit.pipelines.conversion.tensor import OutputTensor
+from quantkit.pipelines.hub_on_worker import HubInput
 from quantkit.pipelines.pieces import Piece, QuantizeSource, SourceTensor, TensorProgress
 from quantkit.pipelines.second_moments import PreparedMoments
 from quantkit.recipe import PlannedTensor
@@ -61,10 +69,17 @@ class Input(NamedTuple):
 
     checkpoint  arguments of `plan_conversion` for a checkpoint; None for GGUF: the file of the tensor, and the one with
                 its scales if that is another shard
+    hub         the checkpoint where it is on the Hub; then there are no files
     """
 
     files: tuple[FileIdentity, ...]
     checkpoint: tuple[Any, ...] | None = None
+    hub: HubInput | None = None
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return self.files[0].path if self.hub is None else self.hub.address
 
 
 @dataclass(frozen=True)
@@ -94,13 +109,14 @@ class PieceTask:
     scale: float | None = None
 
     def __str__(self) -> str:
-        return f"{self.input.files[0].path}: {self.name}, pieces {self.first} to {self.stop - 1}"
+        return f"{self.input.name}: {self.name}, pieces {self.first} to {self.stop - 1}"
 
 
 class Done(NamedTuple):
     """What a task gives: hashes of the source and of the bytes of each piece, and the bytes, unless they are written.
 
-    `read` and `nbytes` are the sizes of both in bytes, `seconds` is the time of all threads together.
+    `read` and `nbytes` are the sizes of both in bytes, `seconds` is the time of all threads together. `verified` are
+    the files of the Hub that the worker has fetched, and their hashes.
     """
 
     name: str
@@ -112,10 +128,18 @@ class Done(NamedTuple):
     nbytes: int
     seconds: float
     data: np.ndarray | None
+    verified: Mapping[str, str]
 
 
 def encode_pieces(task: PieceTask) -> Done:
     """Encode the pieces of a task; executed by a worker."""
+    try:
+        return _encode(task)
+    except HubError as error:
+        raise UnfitWorker(str(error)) from error
+
+
+def _encode(task: PieceTask) -> Done:
     tensor = _tensor(task)
     kinds = types.layout(task.source), types.layout(task.type)
     planned = PlannedTensor(task.name, task.shape, *kinds, "", scale=task.scale)
@@ -143,16 +167,25 @@ def encode_pieces(task: PieceTask) -> Done:
             os.close(descriptor)
     read = len(data) * planned.source.row_bytes(task.shape[-1])
     sent = data if task.place is None else None
-    return Done(task.name, task.first, task.stop, list(source), list(hashes), read, data.nbytes, sum(seconds), sent)
+    checked = {} if task.input.hub is None else hub_on_worker.verified(task.input.hub)
+    pieces = task.name, task.first, task.stop, list(source), list(hashes)
+    return Done(*pieces, read, data.nbytes, sum(seconds), sent, checked)
 
 
 def _tensor(task: PieceTask) -> SourceTensor:
     """The task's tensor, of an input that is opened once."""
-    tensor = _opened(task.input).get(task.name)
+    tensor = _tensors(task.input).get(task.name)
     if tensor is None or tuple(tensor.shape) != task.shape or tensor.type.name != task.source:
         found = "is missing" if tensor is None else f"is {tensor.type.name} {tensor.shape}"
-        raise UnfitWorker(f"{task.input.files[0].path}: {task.name} {found} there, {task.source} {task.shape} here")
+        raise UnfitWorker(f"{task.input.name}: {task.name} {found} there, {task.source} {task.shape} here")
     return tensor
+
+
+def _tensors(input: Input) -> Mapping[str, SourceTensor]:
+    if input.hub is not None:
+        assert input.checkpoint is not None
+        return hub_on_worker.tensors(input.hub, input.checkpoint[1:])
+    return _opened(input)
 
 
 @functools.lru_cache(maxsize=64)  # shards of a set are inputs of their own
@@ -243,15 +276,32 @@ class WorkerWork:
     bytes_written: int = 0
 
 
-def require_input(source: QuantizeSource, calibration: object | None) -> None:
-    """An error for an input that workers cannot read, and for calibration, which runs the model on one machine."""
+def require_input(source: QuantizeSource, calibration: object | None, reuses: bool) -> None:
+    """An error for what workers cannot do: run the model, or find what an older file has of a checkpoint on the Hub."""
     if calibration is not None:
         raise OptionError("--calibrate runs the model on this machine: with --cluster, pass --imatrix")
-    if getattr(source, "arrivals", None) is not None:
-        raise UnsupportedError(
-            f"{source.paths[0]}: a checkpoint on the Hub is streamed through one machine; for --cluster fetch it to "
-            "where all workers find it, with `hf download ORG/NAME --local-dir DIR`"
+    stream = getattr(source, "arrivals", None)
+    if stream is None:
+        return
+    if stream.keep:
+        raise OptionError("--keep-shards: the workers of a cluster keep no files; run `hf download`, or drop --cluster")
+    if reuses:
+        raise OptionError(
+            "--reuse and --partial-requant compare the checkpoint with what an older file was made from, and with "
+            "--cluster only workers read it; drop one of them"
         )
+
+
+def by_file(source: QuantizeSource, tensors: Sequence[PlannedTensor]) -> list[list[PlannedTensor]]:
+    """The tensors in groups for `Workers.encode`: for a checkpoint on the Hub, of the same first file."""
+    if getattr(source, "arrivals", None) is None:
+        return [list(tensors)]
+    groups: dict[str, list[PlannedTensor]] = {}
+    for planned in tensors:
+        tensor = source.tensors.get(planned.name)
+        inputs = tensor.inputs if isinstance(tensor, OutputTensor) else ()
+        groups.setdefault(min((t.path.name for t in inputs), default=""), []).append(planned)
+    return list(groups.values())
 
 
 def shared_files(writer: StreamWriter, layouts: Sequence[Layout]) -> dict[str, Place]:
@@ -286,8 +336,11 @@ class Workers:
         self.work: dict[str, WorkerWork] = {}
         self._client, self._source, self._shared, self._on_message = client, source, shared, on_message
         self._checkpoint: tuple[Any, ...] | None = getattr(source, "reopen", ()) or None
-        paths = [*source.paths, *self._config()]
-        identities = cluster.require_same(client, [*paths, imatrix_file] if imatrix_file else paths)
+        stream = getattr(source, "arrivals", None)
+        self._hub = None if stream is None else HubInput.of(stream.remote, stream.disk)
+        paths = [] if self._hub is not None else [*source.paths, *self._config()]
+        more = None if self._hub is None else functools.partial(hub_on_worker.problems, self._hub)
+        identities = cluster.require_same(client, [*paths, imatrix_file] if imatrix_file else paths, more=more)
         self._files = dict(zip(map(str, paths), identities))
         self._imatrix = identities[-1] if imatrix_file else None
 
@@ -295,9 +348,14 @@ class Workers:
         """Files of a checkpoint that decide how its tensors are read, beside those that hold them."""
         return [] if self._checkpoint is None else [Path(self._checkpoint[0]) / "config.json"]
 
+    def close(self) -> None:
+        """Have the workers remove what they have fetched, those that can be reached."""
+        if self._hub is not None and self._client.status == "running":
+            self._client.run(hub_on_worker.forget, on_error="ignore")
+
     def encode(
         self,
-        tensors: Iterable[tuple[TensorProgress, Callable[[int], Piece], provenance.Record]],
+        groups: Iterable[Iterable[tuple[TensorProgress, Callable[[int], Piece], provenance.Record]]],
         pieces: int,
         nbytes: int,
         write: Callable[[Done], None],
@@ -305,16 +363,17 @@ class Workers:
     ) -> None:
         """Encode tensors, each given by its progress, what makes its pieces, and the record that it will have.
 
-        `pieces` are those of all, which the bar shows, and `nbytes` about the bytes, by which tasks are sized. `write`
-        gets the results as they come.
+        Those of a group go to one worker, if the input is on the Hub (`by_file`). `pieces` are those of all, which the
+        bar shows, and `nbytes` about the bytes, by which tasks are sized. `write` gets the results as they come.
         """
         most = RETURNED_BYTES if self._shared is None else WRITTEN_BYTES
         sizes = TaskSizes(nbytes, most)
         self._on_message(f"results of tasks take up to {sizes.worker_bytes / 1e6:.0f} MB of memory on each worker")
+        tasks = (self._tasks(group, sizes, lambda: run.workers) for group in groups)
         run: TaskRun[PieceTask, Done] = TaskRun(
             self._client,
             encode_pieces,
-            self._tasks(tensors, sizes, lambda: run.workers),
+            itertools.chain.from_iterable(tasks) if self._hub is None else Grouped(tasks),
             threads=lambda task: task.stop - task.first,
             name="quantkit-encode",
             on_message=self._on_message,
@@ -395,6 +454,8 @@ class Workers:
         )
 
     def _input(self, tensor: SourceTensor) -> Input:
+        if self._hub is not None:
+            return Input((), self._checkpoint, self._hub)
         if self._checkpoint is None:
             scale = getattr(tensor, "scale", None)
             paths = dict.fromkeys([str(tensor.path), *([] if scale is None else [str(scale.path)])])

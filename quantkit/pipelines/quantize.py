@@ -34,7 +34,7 @@ from quantkit.formats.mapping import is_mapped
 from quantkit.formats.owned import followed
 from quantkit.formats.pipeline import Bar, Job, Progress, pump
 from quantkit.pipelines import on_cluster, resume
-from quantkit.pipelines.arrivals import Arrivals
+from quantkit.pipelines.arrivals import Arrivals, ReadByWorkers
 from quantkit.pipelines.calibration import Calibration, Stage
 from quantkit.pipelines.new_scales import WithNewScales
 from quantkit.pipelines.parts import Part
@@ -145,7 +145,7 @@ def quantize_with_plan(
     effort_level(effort)
     plan.require_codecs()
     if client is not None:
-        on_cluster.require_input(source, calibration)
+        on_cluster.require_input(source, calibration, old is not None or partial_requant)
     elif shared_output:
         raise OptionError("--shared-output is about the workers of a cluster: pass --cluster")
     out = followed(Path(out))
@@ -162,6 +162,8 @@ def quantize_with_plan(
     scaled = WithNewScales(source, plan)
     expected = _expected_records(plan, imatrix, effort, calibration)
     arrivals: Arrivals | None = getattr(source, "arrivals", None)
+    if arrivals is not None and client is not None:
+        arrivals = ReadByWorkers(arrivals.identities)
     job = resume.ResumableJob(
         out,
         source.paths,
@@ -182,13 +184,13 @@ def quantize_with_plan(
     job.find_interrupted(_settings(metadata, source), fresh)
     if partial_requant and (existing := [layout.path for layout in job.layouts if layout.path.exists()]):
         old = resume.open_old_shards(existing)
+    pool: on_cluster.Workers | None = None
     with Writer(out, metadata, specs, *limits, resumable=True, chosen=chosen) as writer:
         try:
             for message in job.find_unchanged(scaled.tensors, plan.tensors, old, threads=threads, progress=progress):
                 on_message(message)
             job.start(writer)
             run = _Run(scaled, plan, effort, job, writer, arrivals)
-            pool = None
             if client is not None:
                 shared = on_cluster.shared_files(writer, job.layouts) if shared_output else None
                 pool = on_cluster.Workers(client, source, imatrix_file, shared, on_message)
@@ -198,7 +200,9 @@ def quantize_with_plan(
                         pump(run.pieces(stage, bar.describe), run.write, bar, threads=threads)
                     else:
                         pump(run.copies(stage), run.write, bar, threads=threads)
-                        pool.encode(run.encodings(stage), run.pieces_left(stage), run.nbytes, run.encoded, bar)
+                        groups = on_cluster.by_file(source, stage.tensors)
+                        encodings = [run.encodings(stage._replace(tensors=group)) for group in groups]
+                        pool.encode(encodings, run.pieces_left(stage), run.nbytes, run.encoded, bar)
                 if arrivals is not None:
                     bar.describe("checking the last file")
                     arrivals.finish()
@@ -211,6 +215,9 @@ def quantize_with_plan(
                 arrivals.close()
             writer.resumable = job.abort()
             raise
+        finally:
+            if pool is not None:
+                pool.close()
         if arrivals is not None:
             arrivals.close()
             for message in job.reuse_summary():
@@ -300,6 +307,8 @@ class _Run:
         """Write consecutive pieces of a tensor, which workers encoded, or count those that they have written."""
         progress = self._in_progress[done.name]
         offset = progress.offset(done.first)
+        if isinstance(self._arrivals, ReadByWorkers):
+            self._arrivals.verified.update(done.verified)
         if done.data is not None:
             self._writer.put(done.name, offset, done.data)
         else:

@@ -18,7 +18,7 @@ import pytest
 
 import quantkit
 from quantkit import cluster, types
-from quantkit.errors import DataError, OptionError, QuantkitError, UnsupportedError
+from quantkit.errors import DataError, OptionError, QuantkitError
 from quantkit.formats import gguf, imatrix, journal
 from quantkit.formats.gguf import TensorSpec, Writer
 from quantkit.formats.imatrix.second_moments import pack
@@ -383,12 +383,5 @@ def test_options_that_do_not_go_together(
     assert "pass --cluster" in refused(capsys, "quantize", model, out, "Q8_0", "--shared-output", status=2)
     assert "write local, local:N" in refused(capsys, "quantize", model, out, "Q8_0", "--cluster", "here", status=2)
     with pytest.raises(OptionError, match="--calibrate"):
-        on_cluster.require_input(quantkit.open(model), object())
-
-    class Streamed:
-        paths = (Path("hf://org/name"),)
-        arrivals = object()
-
-    with pytest.raises(UnsupportedError, match="hf download"):
-        on_cluster.require_input(Streamed(), None)  # type: ignore[arg-type]
+        on_cluster.require_input(quantkit.open(model), object(), False)
     assert QuantizeOptions().shared_output is False

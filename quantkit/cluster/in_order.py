@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantkit.cluster.connection import RECONNECT_SECONDS
+from quantkit.cluster.fetching import fetched
 from quantkit.cluster.tasks import no_fit_worker
 from quantkit.cluster.workers import require_same
 from quantkit.errors import QuantkitError
@@ -175,8 +176,11 @@ class _Flights:
             elif short.done():
                 try:
                     return self._result(short, index)
+                except CancelledError:  # lost with all workers after it had ended
+                    pass
                 finally:
                     short.release()
+                short = None
             elif self._hand_out(index):
                 short = None
 
@@ -321,7 +325,7 @@ class _Flights:
         from distributed import KilledWorker
 
         try:
-            return future.result()
+            return fetched(future.result, lambda: self._hand_out(index))
         except KilledWorker as error:
             task = f"task {index} of {len(self._arguments)}"
             raise killed_workers(task, error.allowed_failures + 1) from None

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING, Any
 
+from quantkit.cluster.fetching import fetched
 from quantkit.cluster.in_order import WAIT_SECONDS, KeptRun, killed_workers, no_workers
 from quantkit.errors import QuantkitError
 
@@ -28,6 +29,10 @@ if TYPE_CHECKING:
 
 _REFRESH_SECONDS = 1.0
 _MAX_RESTARTS = 4  # after all workers have ended
+
+
+class _AllEnded(Exception):
+    """None of the workers is left that have the tasks."""
 
 
 class SummedPipeline:
@@ -49,6 +54,7 @@ class SummedPipeline:
     ):
         self._run, self._function, self._groups, self._stages, self._split = run, function, groups, stages, split
         self._count, self._restarts = sum(map(len, groups)), 0
+        self._seen = time.monotonic()  # when workers were last there
         self._submit_all()
 
     def results(self, group: int) -> Iterator[Any]:
@@ -112,17 +118,24 @@ class SummedPipeline:
 
     def _fetched(self, future_of: Callable[..., Future], *arguments: Any) -> Any:
         """The result of a task, which is handed out again if all workers end. QuantkitError if none comes back."""
-        future, seen = future_of(*arguments), time.monotonic()
-        while not _ends_soon(future):
-            there = self._run.client.nthreads()
-            if there:
-                seen = time.monotonic()
-            elif time.monotonic() - seen > WAIT_SECONDS:
-                raise no_workers(self._run.client)
-            if there and not set(self._workers) & set(there):
+        while True:
+            future, self._seen = future_of(*arguments), time.monotonic()
+            try:
+                while not _ends_soon(future):
+                    self._look()
+                return self._outcome(future)
+            except _AllEnded:
                 self._restart()
-                future = future_of(*arguments)
-        return self._outcome(future)
+
+    def _look(self) -> None:
+        """_AllEnded if none of the workers is left that have the tasks; QuantkitError if no other comes."""
+        there = self._run.client.nthreads()
+        if there:
+            self._seen = time.monotonic()
+        elif time.monotonic() - self._seen > WAIT_SECONDS:
+            raise no_workers(self._run.client)
+        if there and not set(self._workers) & set(there):
+            raise _AllEnded
 
     def _outcome(self, future: Future) -> Any:
         from distributed import KilledWorker
@@ -130,7 +143,7 @@ class SummedPipeline:
         from quantkit.cluster.kept import Unfit
 
         try:
-            return future.result()
+            return fetched(future.result, self._look)
         except Unfit as error:
             raise QuantkitError(
                 f"worker {error.worker} cannot do the job: {error.reason}; end it, and run the same command again"

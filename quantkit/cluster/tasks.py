@@ -37,6 +37,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from quantkit import errors
 from quantkit.cluster import workers as checks
+from quantkit.cluster.fetching import fetched
 from quantkit.cluster.task_sizes import AHEAD
 from quantkit.errors import QuantkitError
 
@@ -351,7 +352,7 @@ class TaskRun(Generic[T, R]):
 
         pending = self._pending[number]
         try:
-            outcome: _Outcome = self._client.gather(future, direct=self._is_direct)
+            outcome: _Outcome = fetched(lambda: self._client.gather(future, direct=self._is_direct), self._look)
         except KilledWorker as error:
             pending.deaths += 1
             if pending.deaths == _MAX_DEATHS:
@@ -380,7 +381,8 @@ class TaskRun(Generic[T, R]):
     def _again(self, number: int, future: Future) -> None:
         """Submit a task anew whose `future` failed, unless it is running elsewhere."""
         pending = self._pending[number]
-        pending.futures.remove(future)
+        if future in pending.futures:  # else `_follow` has submitted it anew
+            pending.futures.remove(future)
         pending.seen = None
         if not pending.futures:
             self._submit(number)

@@ -5,13 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import pytest
 
 import quantkit
 
@@ -96,3 +100,20 @@ def _wait_for_listener(port: int) -> None:
         except OSError:
             assert time.monotonic() < deadline
             time.sleep(0.05)
+
+
+def kill_workers_before(owner: object, name: str, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have all workers killed at the first call of `owner.name`, which gets the result of a task that has ended."""
+    original, killed = getattr(owner, name), threading.Event()
+
+    def wrapped(*args: Any, **options: Any) -> Any:
+        if not killed.is_set():
+            killed.set()
+            before = set(client.nthreads())
+            for pid in client.run(os.getpid).values():
+                os.kill(pid, signal.SIGKILL)
+            while set(client.nthreads()) & before or not client.nthreads():
+                time.sleep(0.05)
+        return original(*args, **options)
+
+    monkeypatch.setattr(owner, name, wrapped)

@@ -15,7 +15,7 @@ import pytest
 from quantkit import cluster
 from quantkit.cluster.in_order import KeptRun
 from quantkit.errors import DataError, QuantkitError
-from tests.cluster.processes import another_worker, first_to, other_version
+from tests.cluster.processes import another_worker, first_to, kill_workers_before, other_version
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -75,6 +75,16 @@ def test_tasks_go_on_when_all_workers_were_killed() -> None:
                 os.kill(pid, signal.SIGKILL)
         threads = sum(client.nthreads().values())
     assert found == [threads * i for i in range(6)]
+
+
+def test_results_that_are_lost_with_all_workers_are_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    import distributed
+
+    with cluster.connect("local:2") as client, KeptRun(client, number_of_threads, []) as run:
+        client.wait_for_workers(2)
+        kill_workers_before(distributed.Future, "result", client, monkeypatch)
+        found = all_parts(run, slowly, range(5))
+    assert [parts[0] for parts in found] == list(range(5))
 
 
 @pytest.mark.parametrize("stages", [0, 2])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,9 +11,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from quantkit import cluster
 from quantkit.cluster import TaskRun, UnfitWorker
+from quantkit.cluster.fetching import fetched
 from quantkit.errors import DataError, QuantkitError
-from tests.cluster.processes import first_to
+from tests.cluster.processes import first_to, kill_workers_before
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -100,6 +103,30 @@ def test_a_slow_task_at_the_end_runs_elsewhere_too(dask_client: Client, tmp_path
     done = list(TaskRun(dask_client, slow_on_one, [(str(tmp_path), i) for i in range(10)]))
     assert sorted(d.result for d in done) == list(range(10))
     assert time.monotonic() - started < 15
+
+
+def test_results_that_are_lost_with_all_workers_are_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    with cluster.connect("local:2") as client:
+        client.wait_for_workers(2)
+        kill_workers_before(client, "gather", client, monkeypatch)
+        found = list(TaskRun(client, square, range(12)))
+    assert sorted(d.result for d in found) == [i * i for i in range(12)]
+
+
+def test_waiting_for_a_result_ends_with_an_exception_of_either() -> None:
+    looks = []
+
+    def look() -> None:
+        looks.append(0)
+        if len(looks) == 2:
+            raise DataError("no worker")
+
+    assert fetched(lambda: 3, look) == 3
+    with pytest.raises(KeyError):
+        fetched(lambda: {}["x"], look)
+    with pytest.raises(DataError):
+        fetched(threading.Event().wait, look)
+    assert len(looks) == 2
 
 
 def test_a_cluster_without_workers_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

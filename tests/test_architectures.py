@@ -188,6 +188,21 @@ OTHERS: dict[str, dict[str, Any]] = {
         "intermediate_size": 64, "intermediate_size_mlp": 160, "num_local_experts": 12, "num_experts_per_tok": 3,
         "interleave_moe_layer_step": 1, "attention_chunk_size": 100, "use_qk_norm": False,
     },
+    "nemotron_h": {
+        "hidden_size": 96, "intermediate_size": 160, "num_attention_heads": 6, "num_key_value_heads": 1, "head_dim": 64,
+        "layers_block_type": ["mlp", "full_attention", "linear_attention", "linear_attention", "mlp", "full_attention",
+                              "linear_attention"],
+        "mamba_num_heads": 12, "mamba_head_dim": 24, "ssm_state_size": 40, "n_groups": 3, "conv_kernel": 3,
+        "attention_bias": True, "mlp_bias": True,
+    },
+    "nemotron_h_moe": {
+        "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16,
+        "layers_block_type": ["moe", "linear_attention", "moe", "full_attention", "linear_attention"],
+        "mamba_num_heads": 6, "mamba_head_dim": 32, "ssm_state_size": 16, "n_groups": 1, "conv_kernel": 2,
+        "n_routed_experts": 12, "num_experts_per_tok": 5, "moe_intermediate_size": 64, "norm_topk_prob": False,
+        "moe_shared_expert_intermediate_size": 96, "n_shared_experts": 2, "n_group": 4, "topk_group": 2,
+        "routed_scaling_factor": 1.0,
+    },
     "nemotron": {
         "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 1, "num_hidden_layers": 3, "head_dim": 32,
         "intermediate_size": 160, "attention_bias": True, "mlp_bias": True,
@@ -281,7 +296,7 @@ MIXTRAL = {
 # Architectures that wheel 0.1.5 does not know, or computes in another way whatever the configuration; see `in_wheel`.
 NOT_IN_WHEEL = frozenset((
     "cohere2_moe", "deepseek32", "exaone4", "glm-dsa", "granitemoe", "hunyuan-dense", "hy_v3", "llama4", "minimax-m3",
-    "nemotron", "olmo2", "olmoe",
+    "nemotron", "nemotron_h", "nemotron_h_moe", "olmo2", "olmoe",
 ))  # fmt: skip
 
 

@@ -9,6 +9,8 @@
     recurrent     conv_kernel - 1 columns and a state of heads * key dim * value dim in float32, for any context
 
 In a model with ssm keys, all layers are recurrent except those that full_attention_interval selects and the MTP layers.
+Where head_count_kv is a list and full_attention_interval is absent, layers with 0 KV heads are recurrent if their
+feed_forward_length is 0 as well, and have no cache otherwise.
 MTP layers have a cache only while they draft: 0 bytes unless `mtp`.
 Sliding windows do not reduce the size: like ik_llama.cpp, the runtime allocates them in full.
 """
@@ -52,12 +54,16 @@ def of_layers(
     heads, interval = number("attention.head_count"), number("full_attention_interval")
     width = number("embedding_length") // heads if heads else 0
     latent = number("attention.kv_lora_rank")
+    listed = isinstance(metadata.get(f"{arch}.attention.head_count_kv"), (list, tuple)) and not interval
     found = []
     for layer in range(layers):
         kv_heads = number("attention.head_count_kv", layer) or heads
         if layer >= main and not mtp:
             found.append(0)
-        elif number("ssm.inner_size") and layer < main and (layer + 1) % (interval or layers + 1):
+        elif listed and not number("attention.head_count_kv", layer):
+            recurrent = number("ssm.inner_size") and not number("feed_forward_length", layer)
+            found.append(4 * _state(number) if recurrent else 0)
+        elif number("ssm.inner_size") and not listed and layer < main and (layer + 1) % (interval or layers + 1):
             found.append(4 * _state(number))
         elif latent and mla:
             index = number("attention.indexer.key_length")

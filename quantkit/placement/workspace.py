@@ -76,6 +76,8 @@ def work_bytes(
             tables.add((part.temperature, 4 if part.temperature else 0))
         elif isinstance(part, blocks.DeltaNet):
             _recurrent(prompt, step, tensors, part, threads)
+        elif isinstance(part, blocks.Mamba2):
+            _mamba2(prompt, step, tensors, part, threads)
         elif isinstance(part, blocks.Experts):
             _experts(prompt, step, tensors, part, threads)
         elif isinstance(part, blocks.FeedForward):
@@ -193,6 +195,25 @@ def _recurrent(
     prompt.private("chunk", kernel_sizes.delta_chunk_bytes(sizes.head_dim_k, sizes.head_dim_v), threads)
     step.private("normed", activation_bytes(embd), threads)
     step.add("gated", activation_bytes(sizes.inner))
+    step.add("added", 4 * embd)
+
+
+def _mamba2(
+    prompt: _Buffers, step: _Buffers, tensors: Mapping[str, TensorInfo], part: blocks.Mamba2, threads: int
+) -> None:
+    embd, sizes = tensors[part.out.weight].shape[0], part.sizes
+    widths = {
+        "mixer inputs": sizes.channels, "mixer gates": sizes.inner, "mixer steps": sizes.value_heads,
+        "mixer out": sizes.inner,
+    }  # fmt: skip
+    for name, width in widths.items():
+        prompt.add(name, 4 * BATCH_TOKENS * width)
+        step.add(name, 4 * width)
+    prompt.add("normed", 4 * BATCH_TOKENS * embd)
+    _read(prompt, [tensors[part.entering.weight]], embd, threads)
+    _read(prompt, [tensors[part.out.weight]], sizes.inner, threads)
+    step.private("normed", activation_bytes(embd), threads)
+    step.add("mixed", activation_bytes(sizes.inner))
     step.add("added", 4 * embd)
 
 

@@ -533,7 +533,9 @@ class Model(BlockRunner, Locked):
         hp = self._cached
         for layer in range(hp.n_layer):
             kind.rotations(*hp.head_dims(layer))
-        self.attention.query_rows(hp.n_head // min(hp.kv_heads_of or (hp.n_head_kv,)), n_ctx or 1, self.threads)
+        self.attention.query_rows(
+            hp.n_head // min(n for n in hp.kv_heads_of or (hp.n_head_kv,) if n), n_ctx or 1, self.threads
+        )
 
     def _check_weights(self) -> None:
         """UnsupportedError for a tensor of a type that cannot be decoded."""

@@ -28,7 +28,7 @@ def written(path: Path, arch: str, *, tokenizer: bool = False, **change: Any) ->
     with gguf.Writer(path, metadata, [gguf.TensorSpec(t.name, t.shape, types.get("f32")) for t in tensors]) as writer:
         for t in tensors:
             x = rng.standard_normal(t.shape, np.float32) * np.float32(t.shape[-1] ** -0.5)
-            if len(t.shape) == 1:
+            if len(t.shape) == 1 or t.name.endswith("ssm_a"):
                 x = 1 + x / 2
             writer.write(t.name, (-x if t.name.endswith("ssm_a") else x).astype(np.float32).reshape(-1).view(np.uint8))
     return path

@@ -76,7 +76,7 @@ class Layer:
         g = self.a * np.logaddexp(0, self.alpha.astype(np.float64) + self.dt)
         beta = 1 / (1 + np.exp(-self.beta.astype(np.float64)))
         for rows, inputs, state in zip(self.spans(), self.inputs, states):
-            reference.short_conv(inputs, self.x[rows], self.taps, mixed[rows])
+            reference.short_conv(inputs, self.x[rows], self.taps, np.zeros(sizes.channels, np.float32), mixed[rows])
             reference.l2_norm_heads(mixed[rows], 0, sizes.key_heads, sizes.head_dim_k, sizes.head_dim_k**-0.5)
             reference.l2_norm_heads(mixed[rows], sizes.keys, sizes.key_heads, sizes.head_dim_k, 1.0)
             out[rows] = plainly(part, mixed[rows], g[rows], beta[rows], state)
@@ -103,11 +103,11 @@ class Layer:
         places = ops.keep(np.array([(i.ctypes.data, s.ctypes.data) for i, s in zip(inputs, states)], np.int64))
         view = ops.record(delta_net.StatesView(places.ctypes.data)).address
         key_dim, value_dim = sizes.head_dim_k, sizes.head_dim_v
-        counter = ops.buffer("next", 8)
+        counter, none = ops.buffer("next", 8), ops.keep(np.zeros(sizes.channels, np.float32))
         convolve = delta_net.ConvolveParameters(
             state=state, qkv=x.ctypes.data, taps=ops.keep(self.taps).ctypes.data, layer_states=view,
-            channels=sizes.channels, keys=sizes.keys, dim_k=key_dim, query_scale=ops.constant(key_dim**-0.5),
-            multiple=key_dim, next_head=counter,
+            channels=sizes.channels, bias=none.ctypes.data, keys=sizes.keys, dim_k=key_dim,
+            query_scale=ops.constant(key_dim**-0.5), multiple=key_dim, next_head=counter,
         )  # fmt: skip
         ops.add(delta_net.convolve(sizes.kernel), convolve, barrier=True)
         fields = delta_net.HeadFields(sizes.key_heads, sizes.value_heads, key_dim, value_dim, int(self.tiled))

@@ -5,6 +5,7 @@ Biases of experts, sinks and scales are drawn so that leaving one out shows.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -143,12 +144,29 @@ LING_1T = {
     "num_nextn_predict_layers": 0, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "rope_theta": 600000.0,
     "partial_rotary_factor": 0.5, "hidden_act": "silu", "tie_word_embeddings": False,
 }  # fmt: skip
+NEMOTRON_NANO_9B: dict[str, Any] = {
+    "architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h", "vocab_size": 131072, "hidden_size": 4480,
+    "intermediate_size": 15680, "num_hidden_layers": 56, "num_attention_heads": 40, "num_key_value_heads": 8,
+    "hybrid_override_pattern": "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-", "head_dim": 128,
+    "mamba_num_heads": 128, "mamba_head_dim": 80, "ssm_state_size": 128, "n_groups": 8, "conv_kernel": 4,
+    "layer_norm_epsilon": 1e-5, "max_position_embeddings": 131072, "mlp_hidden_act": "relu2", "use_bias": False,
+    "mamba_hidden_act": "silu", "use_conv_bias": True, "mamba_proj_bias": False, "tie_word_embeddings": False,
+    "time_step_limit": [0.0, float("inf")], "time_step_min": 0.001, "time_step_max": 0.1, "sliding_window": None,
+}  # fmt: skip
+NEMOTRON_NANO_30B = NEMOTRON_NANO_9B | {
+    "hidden_size": 2688, "intermediate_size": 1856, "num_hidden_layers": 52, "num_attention_heads": 32,
+    "num_key_value_heads": 2, "mamba_num_heads": 64, "mamba_head_dim": 64, "max_position_embeddings": 262144,
+    "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME", "n_routed_experts": 128,
+    "num_experts_per_tok": 6, "moe_intermediate_size": 1856, "moe_shared_expert_intermediate_size": 3712,
+    "n_shared_experts": 1, "routed_scaling_factor": 2.5, "norm_topk_prob": True, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
 FULL_SIZE: dict[str, dict[str, Any]] = {
     "deepseek32": DEEPSEEK_V32, "glm-dsa": GLM_5, "mimo2": MIMO_V2_FLASH,
     "gpt-oss": GPT_OSS_20B, "gemma3": GEMMA3_27B, "glm4moe": GLM45_AIR, "minimax-m2": MINIMAX_M2,
     "hunyuan-moe": HUNYUAN_A13B, "bitnet-b1.58": BITNET_2B, "bitnet": FIRST_BITNET_3B, "mistral3": MINISTRAL3_8B,
     "ernie4_5-moe": ERNIE_21B, "deepseek2": configs.DEEPSEEK_V3, "qwen3moe": configs.QWEN3_235B,
     "qwen35": configs.QWEN35_27B, "gemma4": GEMMA4_26B, "step35": STEP_35_FLASH, "bailingmoe2": LING_1T,
+    "nemotron_h": NEMOTRON_NANO_9B, "nemotron_h_moe": NEMOTRON_NANO_30B,
 }  # fmt: skip
 
 
@@ -182,6 +200,13 @@ def test_published_configurations_are_read() -> None:
     assert keys["mimo2.attention.sliding_window"] == 129
     assert keys["mimo2.rope.dimension_count"] == 64
     assert keys["mimo2.leading_dense_block_count"] == 1
+    for config, weights in ((NEMOTRON_NANO_9B, 8.89e9), (NEMOTRON_NANO_30B, 31.58e9)):
+        count = sum(math.prod(t.shape) for t in archs.from_hf(config).tensors(config))
+        assert abs(count / weights - 1) < 1e-3
+    keys = {key: value for key, (value, _) in archs.get("nemotron_h_moe").metadata(NEMOTRON_NANO_30B).items()}
+    assert keys["nemotron_h_moe.attention.head_count_kv"][:8] == [0, 0, 0, 0, 0, 2, 0, 0]
+    assert keys["nemotron_h_moe.feed_forward_length"][:8] == [0, 1856, 0, 1856, 0, 0, 1856, 0]
+    assert keys["nemotron_h_moe.ssm.inner_size"] == 4096
     keys = {key: value for key, (value, _) in archs.get("step35").metadata(STEP_35_FLASH).items()}
     assert keys["step35.attention.head_count"][:5] == [64, 96, 96, 96, 64]
     assert keys["step35.swiglu_clamp_exp"] == [0.0] * 43 + [7.0, 7.0]
@@ -231,7 +256,7 @@ def test_other_ratios_of_every_architecture(name: str, tmp_path: Path) -> None:
 
 
 SOME = ("gpt-oss", "gemma3", "gemma4", "step35", "hunyuan-moe", "minimax-m2", "bitnet-b1.58", "mistral3", "cohere2",
-        "cohere2_moe", "gemma2", "llama4", "nemotron", "phi3")  # fmt: skip
+        "cohere2_moe", "gemma2", "llama4", "nemotron", "nemotron_h", "nemotron_h_moe", "phi3")  # fmt: skip
 
 
 @pytest.mark.parametrize("threads", [1, 3])

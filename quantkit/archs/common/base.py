@@ -142,6 +142,7 @@ class Arch(ABC):
     | `canonical` | checkpoints that spell names in more than one way |
     | `generated`, `is_generated` | GGUF tensors without a counterpart in the checkpoint |
     | `size_overrides` | a tensor with another shape than the table in `shapes` says |
+    | `shape_overrides` | a tensor with other dimensions than in that table |
     | `mtp` | files that have names for MTP layers |
     | `to_gguf`, `to_hf` | tensors that rules cannot express; call `super()` first or last |
 
@@ -184,6 +185,7 @@ class Arch(ABC):
     rotary_fraction: ClassVar[float | None] = None  # default fraction of a head that gets RoPE; None: always all of it
     mtp: ClassVar[str] = ""  # "keep" or "drop" MTP layers by default; "": files have no names for them
     size_overrides: ClassVar[Mapping[str, Callable[[Sizes], int]]] = {}  # sizes of `shapes.Sizes` that differ here
+    shape_overrides: ClassVar[Mapping[str, str]] = {}  # lines of the table in `shapes` that differ here
     EXAMPLE: ClassVar[dict[str, Any]]  # a tiny config.json
 
     def __init_subclass__(cls, **kwargs: object) -> None:
@@ -222,7 +224,9 @@ class Arch(ABC):
         These are the generated tensors and those that the rules require, with a bias where `has_bias` is true.
         """
         keys = {key: value for key, (value, _) in self.metadata(config).items()}
-        sizes = Sizes(self.name, {f"{self.name}.vocab_size": vocab_size(config)} | keys, self.size_overrides)
+        sizes = Sizes(
+            self.name, {f"{self.name}.vocab_size": vocab_size(config)} | keys, self.size_overrides, self.shape_overrides
+        )
         hp = self.hparams(dict(sizes.metadata))
         tied = is_tied(config, self.ties_by_default)
         rules = [rule for rule in self.rules_of(config) if rule.required or (rule.gguf == "output" and not tied)]
@@ -240,7 +244,9 @@ class Arch(ABC):
     def shapes(self, config: Config, names: Iterable[str]) -> dict[str, Shape]:
         """Shapes of the GGUF tensors among `names` that follow from a config.json."""
         keys = {key: value for key, (value, _) in self.metadata(config).items()}
-        sizes = Sizes(self.name, {f"{self.name}.vocab_size": vocab_size(config)} | keys, self.size_overrides)
+        sizes = Sizes(
+            self.name, {f"{self.name}.vocab_size": vocab_size(config)} | keys, self.size_overrides, self.shape_overrides
+        )
         return {t.name: t.shape for t in expected_tensors((name for name in names if has_shape(name)), sizes)}
 
     def rules_of(self, config: Config) -> tuple[TensorRule, ...]:

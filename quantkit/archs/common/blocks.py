@@ -161,7 +161,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class Recurrence:
-    """The dimensions of layers with a gated delta rule.
+    """The dimensions of recurrent layers: of a gated delta rule, or of Mamba-2.
 
     kernel   width of the causal convolution, in positions; the last one is that of the token itself
     """
@@ -184,7 +184,7 @@ class Recurrence:
 
     @property
     def channels(self) -> int:
-        """Channels of the convolution: queries, keys and values."""
+        """Channels of the convolution: queries, keys and values; of Mamba-2 x, B and C."""
         return 2 * self.keys + self.inner
 
 
@@ -218,6 +218,44 @@ class DeltaNet:
     out: Linear
     sizes: Recurrence
     tiled: bool
+
+
+@dataclass(frozen=True)
+class Mamba2:
+    """A Mamba-2 mixer, a selective state space: x + out(o), causal. A head has a state S [head_dim_k, head_dim_v].
+
+    With y = norm(x), for each position t:
+
+        u, B, C   silu(conv_bias + sum over j of conv[:, j] * entering(y)[t - kernel + 1 + j])
+        dt        softplus(rate(y) + dt): one for each head; a < 0
+        S         e^(a dt) S + dt B u^T
+        o         S^T C + skip u; then times silu(gate(y)), then an RMS norm of the heads of each group together
+
+    In `sizes` the keys are B and C, and values are u: `value_heads` heads of u float32[head_dim_v], in `key_heads`
+    groups of adjacent heads with one B and one C float32[head_dim_k]. u comes first in the convolution, then B, then C.
+    gate, entering and rate are rows of one matrix.
+    """
+
+    norm: Norm
+    gate: Linear
+    entering: Linear
+    rate: Linear
+    conv: str  # tensor float32[channels, kernel]
+    conv_bias: str  # tensor float32[channels]
+    a: str  # tensor float32[value_heads]
+    dt: str  # tensor float32[value_heads]
+    skip: str  # tensor float32[value_heads]
+    out_norm: Norm  # weight float32[inner]
+    out: Linear
+    sizes: Recurrence
+
+    @property
+    def group(self) -> int:
+        """Elements of o that are normed together."""
+        return self.sizes.inner // self.sizes.key_heads
+
+
+RECURRENT = (DeltaNet, Mamba2)  # the parts with a state
 
 
 @dataclass(frozen=True)
@@ -329,6 +367,7 @@ class Experts:
     post_norm     of both together, before the residual addition. The three norms come together
     shared_gate   tensor float32[n_embd]: the output of `shared` is multiplied by sigmoid(shared_gate . y)
 
+    Where gate and up are one matrix, an expert has no gate, as a FeedForward.
     gate, up: weights [count, ff, n_embd], or both halves of one [count, 2 ff, n_embd]; down: [count, n_embd, ff].
     """
 
@@ -361,12 +400,17 @@ class Experts:
         return self.gate.half is not None
 
     @property
+    def ungated(self) -> bool:
+        """Whether gate and up are one matrix, as in a FeedForward without a gate."""
+        return self.gate == self.up
+
+    @property
     def matrices(self) -> tuple[Linear, ...]:
         """One Linear for each tensor of the experts: gate, up and down, or gate (for both) and down."""
-        return (self.gate, self.down) if self.fused else (self.gate, self.up, self.down)
+        return (self.gate, self.down) if self.fused or self.ungated else (self.gate, self.up, self.down)
 
 
-Part = Attention | LatentAttention | DeltaNet | FeedForward | Experts
+Part = Attention | LatentAttention | DeltaNet | Mamba2 | FeedForward | Experts
 
 
 @dataclass(frozen=True)

@@ -172,7 +172,7 @@ _BASE = Real(1, 1e30, open_below=True)
 _TABLE: tuple[tuple[str, str, Bound], ...] = (
     ("num_hidden_layers", "block_count", _LAYERS),
     ("hidden_size", "embedding_length", _WIDTH),
-    ("num_attention_heads num_key_value_heads head_dim", "", Count(1, 1 << 16)),
+    ("num_attention_heads num_key_value_heads head_dim attention_head_dim", "", Count(1, 1 << 16)),
     ("", "attention.head_count attention.head_count_kv attention.key_length attention.value_length "
      "rope.dimension_count", Count(1, 1 << 16, per_layer=True)),
     ("num_global_key_value_heads global_head_dim", "attention.key_length_swa attention.value_length_swa "
@@ -190,7 +190,7 @@ _TABLE: tuple[tuple[str, str, Bound], ...] = (
      Count(0, 1 << 16, per_layer=True)),
     ("intermediate_size intermediate_size_mlp moe_intermediate_size shared_expert_intermediate_size "
      "dense_intermediate_size "
-     "shared_intermediate_size",
+     "shared_intermediate_size moe_shared_expert_intermediate_size",
      "feed_forward_length expert_feed_forward_length expert_shared_feed_forward_length", _SIZE),
     ("q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim rotary_dim", "", Count(0, 1 << 24)),
     ("", "attention.q_lora_rank attention.kv_lora_rank attention.key_length_mla attention.value_length_mla", _SIZE),
@@ -211,10 +211,11 @@ _TABLE: tuple[tuple[str, str, Bound], ...] = (
     ("sliding_window attention_chunk_size", "attention.sliding_window", Count(0, 1 << 31)),
     ("interleave_moe_layer_step", "interleave_moe_layer_step", Count(1, 1 << 12)),
     ("floor_scale", "", _POSITIONS),
-    ("linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads linear_conv_kernel_dim",
+    ("linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads linear_conv_kernel_dim "
+     "mamba_num_heads mamba_head_dim ssm_state_size n_groups mamba_n_groups conv_kernel mamba_d_conv",
      "ssm.conv_kernel ssm.state_size ssm.group_count ssm.time_step_rank ssm.inner_size", _WIDTH),
     ("", "rope.dimension_sections", Numbers(Count(0, 1 << 16))),
-    ("rms_norm_eps layer_norm_eps norm_eps layernorm_epsilon",
+    ("rms_norm_eps layer_norm_eps norm_eps layernorm_epsilon layer_norm_epsilon",
      "attention.layer_norm_rms_epsilon attention.layer_norm_epsilon",
      Real(0, 0.1, open_below=True)),
     ("rope_theta", "", EachLayer(_BASE)),

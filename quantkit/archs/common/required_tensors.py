@@ -38,6 +38,8 @@ def required(
             yield from _latent(part, hp.n_embd, tensors)
         elif isinstance(part, blocks.DeltaNet):
             yield from _delta_net(part, hp.n_embd)
+        elif isinstance(part, blocks.Mamba2):
+            yield from _mamba2(part, hp.n_embd)
         elif isinstance(part, blocks.Experts):
             yield from _experts(part, hp)
         else:
@@ -118,6 +120,19 @@ def _delta_net(part: blocks.DeltaNet, n_embd: int) -> Shapes:
     yield part.a, (sizes.value_heads,)
     yield part.dt, (sizes.value_heads,)
     yield from _norm(part.out_norm, sizes.head_dim_v)
+    yield from _linear(part.out, n_embd, sizes.inner)
+
+
+def _mamba2(part: blocks.Mamba2, n_embd: int) -> Shapes:
+    sizes = part.sizes
+    for linear in (part.gate, part.entering, part.rate):
+        yield from _linear(linear, 0, n_embd)
+    yield part.conv, (sizes.channels, sizes.kernel)
+    yield part.conv_bias, (sizes.channels,)
+    for name in (part.a, part.skip):
+        yield name, (sizes.value_heads, 1)
+    yield part.dt, (sizes.value_heads,)
+    yield part.out_norm.weight, (sizes.key_heads, part.group)
     yield from _linear(part.out, n_embd, sizes.inner)
 
 

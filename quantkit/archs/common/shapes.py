@@ -55,6 +55,8 @@ ssm_conv1d          conv kernel
 ssm_a               rank
 ssm_dt              rank
 ssm_norm            head_v
+ssm_in              ssm_in embd
+ssm_d               rank
 ssm_alpha           rank embd
 ssm_beta            rank embd
 ssm_ba              2*rank embd
@@ -108,12 +110,18 @@ class Sizes:
     """The dimensions in the table above, by name: `sizes["embd"]`. FormatError names a missing key."""
 
     def __init__(
-        self, arch: str, metadata: Mapping[str, object], own: Mapping[str, Callable[[Sizes], int]] | None = None
+        self,
+        arch: str,
+        metadata: Mapping[str, object],
+        own: Mapping[str, Callable[[Sizes], int]] | None = None,
+        shapes: Mapping[str, str] | None = None,
     ):
-        """`own`: how an architecture computes a dimension that differs from the usual one."""
+        """`own`: how an architecture computes a dimension that differs from the usual one; `shapes`: the dimensions of
+        tensors that have others than in the table."""
         self.arch = arch
         self.metadata = metadata
         self._own = own or {}
+        self.shapes = {name: dims.split() for name, dims in (shapes or {}).items()}
         self.layer: int | None = None  # whose entry of a list counts
 
     def key(self, key: str) -> int | None:
@@ -179,6 +187,8 @@ _NUMBERS: dict[str, Callable[[Sizes], int]] = {
     "k_b": lambda s: s["heads"] * s["kv_lora"],
     "head_v": lambda s: s["inner"] // s["rank"],
     "conv": lambda s: s["inner"] + 2 * s["groups"] * s["state"],
+    "ssm_in": lambda s: s["inner"] + s["conv"] + s["rank"],
+    "group": lambda s: s["inner"] // s["groups"],
     "sff": lambda s: s.key("expert_shared_feed_forward_length") or s["eff"] * s.need("expert_shared_count"),
 }
 
@@ -202,6 +212,7 @@ def _dims(name: str) -> tuple[list[str] | None, str]:
 
 def _expected_tensor(name: str, sizes: Sizes) -> ExpectedTensor:
     dims, suffix = _dims(name)
+    dims = sizes.shapes.get(name.split(".")[2] if name.startswith("blk.") else name, dims)
     if dims is None:
         raise UnsupportedError(
             f"{name}: the shape of such a tensor is not known (add it to quantkit/archs/common/shapes.py)"

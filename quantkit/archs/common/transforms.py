@@ -54,6 +54,34 @@ class RowToVector(Transform):
         return RowToVector(self.columns, not self.to_vector)
 
 
+class FoldVector(Transform):
+    """Make a vector of n elements a matrix (n / columns, columns); with `to_matrix=False`, a matrix a vector."""
+
+    copies_rows = False
+
+    def __init__(self, columns: int, to_matrix: bool = True):
+        self.columns, self.to_matrix = columns, to_matrix
+
+    def shape(self, *sources: Shape) -> Shape:
+        n = math.prod(sources[0])
+        if len(sources[0]) != (1 if self.to_matrix else 2) or n % self.columns:
+            expected = "a vector" if self.to_matrix else "a matrix"
+            raise FormatError(
+                f"a tensor of shape {sources[0]}; {expected} with a multiple of {self.columns} elements was expected"
+            )
+        return (n // self.columns, self.columns) if self.to_matrix else (n,)
+
+    def rows(self, sources: Sequence[ReadRows], start: int, stop: int) -> np.ndarray:
+        n = self.columns
+        if self.to_matrix:
+            return np.asarray(sources[0](start * n, stop * n)).reshape(-1, n)
+        first = start // n
+        return np.asarray(sources[0](first, -(-stop // n))).reshape(-1, 1)[start - first * n : stop - first * n]
+
+    def inverse(self) -> Transform:
+        return FoldVector(self.columns, not self.to_matrix)
+
+
 class SqueezeMiddle(Transform):
     """Drop the middle axis of convolution weights (channels, 1, kernel), or insert it (`has_middle=False`)."""
 

@@ -94,7 +94,9 @@ def run(
         inputs, shares = np.ascontiguousarray(x[token]), weights[token, rank][:, None]
         if part.weighs_inputs:
             inputs *= shares
-        hidden = float_ops.activate(part.activation, gate(inputs), up(inputs), threads, part.limit)
+        entering = gate(inputs)
+        both = entering if part.ungated else up(inputs)
+        hidden = float_ops.activate(part.activation, entering, both, threads, part.limit)
         if observe is not None:
             for linear in part.matrices:
                 observe(linear.weight, hidden if linear is part.down else inputs, int(number), part.count)

@@ -16,6 +16,7 @@ are used.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -100,7 +101,28 @@ def _convolved(
     sizes: blocks.Recurrence, x: np.ndarray, before: LayerState, after: LayerState, taps: np.ndarray, threads: int
 ) -> np.ndarray:
     """The convolution of x float32[tokens, channels]: queries, keys and values, with queries and keys normed."""
-    tokens, past = len(x), sizes.kernel - 1
+
+    def norm_heads(out: np.ndarray) -> None:
+        reference.l2_norm_heads(out, 0, sizes.key_heads, sizes.head_dim_k, sizes.head_dim_k**-0.5)
+        reference.l2_norm_heads(out, sizes.keys, sizes.key_heads, sizes.head_dim_k, 1.0)
+
+    return convolved(x, before, after, taps, np.zeros(sizes.channels, np.float32), threads, norm_heads)
+
+
+def convolved(
+    x: np.ndarray,
+    before: LayerState,
+    after: LayerState,
+    taps: np.ndarray,
+    bias: np.ndarray,
+    threads: int,
+    then: Callable[[np.ndarray], None] | None = None,
+) -> np.ndarray:
+    """float32[tokens, channels]: the causal convolution of x, then SiLU; `after` gets the last inputs.
+
+    taps are float32[kernel, channels]; `then` is applied to the rows that a thread has computed.
+    """
+    tokens, past = len(x), len(taps) - 1
     out = np.empty_like(x)
     inputs = np.concatenate([before.inputs, x]) if tokens < past else x[tokens - past :]
     after.inputs[:] = inputs[len(inputs) - past :]
@@ -108,9 +130,9 @@ def _convolved(
     def task(start: int, stop: int) -> None:
         past_inputs = before.inputs[start:] if start < past else before.inputs[:0]
         past_inputs = np.concatenate([past_inputs, x[max(0, start - past) : start]])
-        reference.short_conv(past_inputs, x[start:stop], taps, out[start:stop])
-        reference.l2_norm_heads(out[start:stop], 0, sizes.key_heads, sizes.head_dim_k, sizes.head_dim_k**-0.5)
-        reference.l2_norm_heads(out[start:stop], sizes.keys, sizes.key_heads, sizes.head_dim_k, 1.0)
+        reference.short_conv(past_inputs, x[start:stop], taps, bias, out[start:stop])
+        if then is not None:
+            then(out[start:stop])
 
     thread_pool.over_rows(task, tokens, threads=threads if x.size > float_ops.SERIAL_ELEMENTS else 1, pieces=1)
     return out

@@ -4,7 +4,7 @@ Operations per block, with barriers where | stands:
 
     attention       norm, q, k, v | attention | merge, out, add to x |
     latent          see latent.py
-    recurrent       see delta_net.py
+    recurrent       see delta_net.py and mamba2.py
     feed-forward    norm, gate, up, activation | down, add to x |
     experts         norm, router | select, gate, up, activation | down, add to x | (norm, add | norm, add to x |)
 
@@ -23,7 +23,7 @@ import numpy as np
 from quantkit.archs.common import blocks
 from quantkit.placement import kernel_sizes
 from quantkit.placement.kernel_sizes import activation_bytes, whole_lines
-from quantkit.runtime.compiled import delta_net, latent
+from quantkit.runtime.compiled import delta_net, latent, mamba2
 from quantkit.runtime.compiled.cached_attention import Projected, attend_token
 from quantkit.runtime.compiled.plan_base import (
     SPLIT_ROWS,
@@ -182,6 +182,8 @@ def add_part(
         add_attention(ops, layer, part, shape, normed)
     elif isinstance(part, blocks.DeltaNet):
         delta_net.add_decode(ops, layer, part)
+    elif isinstance(part, blocks.Mamba2):
+        mamba2.add_decode(ops, layer, part)
     elif isinstance(part, blocks.LatentAttention):
         latent.add_decode(ops, layer, part, shape)
     elif isinstance(part, blocks.Experts):
@@ -378,7 +380,7 @@ def add_experts(ops: DecodeOps, part: blocks.Experts, normed: Activations | None
         gate=gate.address,
         gate_bytes=gate.expert_bytes,
         up_product=ops.matvec_function(part.up),
-        up=up.address,
+        up=0 if part.ungated else up.address,
         up_bytes=up.expert_bytes,
         n=ops.n_embd,
         ff=part.ff,

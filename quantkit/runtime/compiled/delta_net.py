@@ -52,7 +52,7 @@ def add_decode(ops: TokenOps, layer: int, part: blocks.DeltaNet) -> None:
     ops.add_barrier()
     multiple = math.lcm(SPLIT_ROWS, sizes.head_dim_v)
     update = delta_net.UpdateParameters(
-        heads=_heads(ops, part),
+        heads=head_fields(ops, part.sizes, tiled=part.tiled),
         rates=_rates(ops, part, buffers),
         qkv=buffers.qkv,
         layer_states=view,
@@ -99,7 +99,7 @@ def add_prefill(ops: BatchOps, layer: int, part: blocks.DeltaNet) -> None:
     scratch, stride = ops.private_buffer("chunk", nbytes)
     attend = delta_net.AttendParameters(
         state=ops.state,
-        heads=_heads(ops, part),
+        heads=head_fields(ops, part.sizes, tiled=part.tiled),
         sizes=ops.record(delta_net.ChunkSizes(sizes.head_dim_k, sizes.head_dim_v, *widths)).address,
         rates=_rates(ops, part, buffers),
         qkv=buffers.qkv,
@@ -166,22 +166,34 @@ def _add_convolution(
         split = delta_net.SplitParameters(
             state=state,
             projected=buffers.projected,
-            heads=_heads(ops, part),
+            heads=head_fields(ops, part.sizes, tiled=part.tiled),
             multiple=multiple,
             qkv=buffers.qkv,
             gates=buffers.gates,
         )
         ops.add(delta_net.split_projection, split)
-    taps = float_linear.vector(ops.model.weights[part.conv]).reshape(sizes.channels, sizes.kernel)
-    columns = ops.keep(np.ascontiguousarray(taps.T))
+    none = ops.keep(np.zeros(sizes.channels, np.float32)).ctypes.data
+    return add_convolution(ops, sizes, part.conv, none, buffers.qkv, state, view, multiple, keys=sizes.keys)
+
+
+def add_convolution(
+    ops: PlanOps, sizes: blocks.Recurrence, conv: str, bias: int, x: int, state: int, view: int, multiple: int, *,
+    keys: int,
+) -> int:  # fmt: skip
+    """Append the convolution of x float32[tokens, channels] with the taps in the tensor `conv`; as `_add_convolution`.
+
+    `keys` is the number of channels of all queries, and of all keys, which are normalized by heads; 0: none is.
+    """
     next_head = ops.buffer("next head", 8)
+    taps = float_linear.vector(ops.model.weights[conv]).reshape(sizes.channels, sizes.kernel)
     convolve = delta_net.ConvolveParameters(
         state=state,
-        qkv=buffers.qkv,
-        taps=columns.ctypes.data,
+        qkv=x,
+        taps=ops.keep(np.ascontiguousarray(taps.T)).ctypes.data,
         layer_states=view,
         channels=sizes.channels,
-        keys=sizes.keys,
+        bias=bias,
+        keys=keys,
         dim_k=sizes.head_dim_k,
         query_scale=ops.constant(sizes.head_dim_k**-0.5),
         multiple=multiple,
@@ -191,15 +203,14 @@ def _add_convolution(
     return next_head
 
 
-def _heads(ops: PlanOps, part: blocks.DeltaNet) -> int:
+def head_fields(ops: PlanOps, sizes: blocks.Recurrence, *, tiled: bool = False) -> int:
     """Address of the HeadFields of a layer."""
-    sizes = part.sizes
     fields = delta_net.HeadFields(
         key_heads=sizes.key_heads,
         value_heads=sizes.value_heads,
         dim_k=sizes.head_dim_k,
         dim_v=sizes.head_dim_v,
-        tiled=int(part.tiled),
+        tiled=int(tiled),
     )
     return ops.record(fields).address
 

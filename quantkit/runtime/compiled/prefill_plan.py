@@ -24,7 +24,7 @@ from quantkit.archs.common import blocks
 from quantkit.placement import kernel_sizes
 from quantkit.placement.kernel_sizes import BATCH_TOKENS, activation_bytes, whole_lines
 from quantkit.runtime.blocks.spans import Span
-from quantkit.runtime.compiled import delta_net, latent
+from quantkit.runtime.compiled import delta_net, latent, mamba2
 from quantkit.runtime.compiled.cached_attention import Projected, attend_batch
 from quantkit.runtime.compiled.plan_base import (
     Array,
@@ -195,6 +195,8 @@ def add_part(ops: PrefillOps, layer: int, part: blocks.Part, shape: PlannedCache
         add_attention(ops, layer, part, shape, normed)
     elif isinstance(part, blocks.DeltaNet):
         delta_net.add_prefill(ops, layer, part)
+    elif isinstance(part, blocks.Mamba2):
+        mamba2.add_prefill(ops, layer, part)
     elif isinstance(part, blocks.LatentAttention):
         latent.add_prefill(ops, layer, part, shape)
     elif isinstance(part, blocks.Experts):
@@ -449,13 +451,16 @@ def _add_gate_up(
     ops: PrefillOps, part: blocks.Experts, assignment: int, entries: int, inputs: tuple[Entries, Entries],
     target: StoredRecord,
 ) -> None:  # fmt: skip
-    """Append act(gate) * up of all entries: one operation, or three where gate and up differ in type."""
+    """Append act(gate) * up of all entries: one operation, or three where gate and up differ in type.
+
+    Without a gate the products with up stand for both.
+    """
     gate, up = ops.experts_of(part.gate), ops.experts_of(part.up)
     if ops.model.expert_options.fused and gate.tensor.type is up.tensor.type:
         gate_up = prefill_experts.GateUpParameters(
             matrix=_expert_matrix(ops, part.gate, assignment, inputs[0]),
             gate=gate.address,
-            up=up.address,
+            up=0 if part.ungated else up.address,
             hidden=target.address,
             activation=ops.activation(part.activation, part.limit),
             gate_bias=ops.expert_biases(part.gate),
@@ -466,9 +471,10 @@ def _add_gate_up(
         )
         ops.add(prefill_experts.gate_up, gate_up, barrier=True)
         return
-    products = [ops.buffer(f"product {i}", 4 * entries * part.ff) for i in range(2)]
+    linears = (part.gate,) if part.ungated else (part.gate, part.up)
+    products = [ops.buffer(f"product {i}", 4 * entries * part.ff) for i in range(len(linears))]
     counters = (prefill_experts.NEXT_GATE, prefill_experts.NEXT_UP)
-    for linear, x, out, counter in zip((part.gate, part.up), inputs, products, counters):
+    for linear, x, out, counter in zip(linears, inputs, products, counters):
         multiply = prefill_experts.MultiplyParameters(
             matrix=_expert_matrix(ops, linear, assignment, x),
             weights=ops.experts_of(linear).address,
@@ -480,7 +486,7 @@ def _add_gate_up(
         ops.add(prefill_experts.multiply, multiply)
     ops.add_barrier()
     activate = prefill_experts.ActivateParameters(
-        assignment=assignment, gate=products[0], up=products[1], ff=part.ff, hidden=target.address,
+        assignment=assignment, gate=products[0], up=products[-1], ff=part.ff, hidden=target.address,
         activation=ops.activation(part.activation, part.limit), experts=part.count,
         weighted=entries if part.weighs_inputs else 0,
     )  # fmt: skip

@@ -30,6 +30,9 @@ def unsupported_feature(weights: Weights, parts: Sequence[blocks.Block], head: b
         elif isinstance(part, blocks.DeltaNet):
             linears += delta_net.matrices(part)
             reason = None
+        elif isinstance(part, blocks.Mamba2):
+            linears += [part.gate, part.entering, part.rate, part.out]
+            reason = None
         else:
             linears += [part.gate, part.up, part.down]
             if isinstance(part, blocks.Experts):
@@ -69,6 +72,8 @@ def _in_latent_attention(part: blocks.LatentAttention) -> str | None:
 
 def _in_experts(part: blocks.Experts) -> str | None:
     # Rows of experts are the columns of another matrix, so `_in_matrix` makes sure that they fill whole units of work.
+    if part.ungated and part.weighs_inputs:
+        return f"no operation weights inputs of experts without a gate ({part.up.weight})"
     for linear in (part.gate, part.up, part.down):
         if linear.bias and part.weighs_inputs:
             return f"no operation adds biases of experts to products of weighted inputs ({linear.bias})"

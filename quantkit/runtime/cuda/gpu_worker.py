@@ -382,6 +382,13 @@ class CudaWorker(Worker):
 
         return gpu_recurrent.delta_net(self, part, layer, x, spans)
 
+    def mamba2(self, part: blocks.Mamba2, layer: int, x: Any, spans: list[Span]) -> Any:
+        """As `gpu_mamba2.mamba2`."""
+
+        from quantkit.runtime.cuda import gpu_mamba2
+
+        return gpu_mamba2.mamba2(self, part, layer, x, spans)
+
     def latent_attention(self, part: blocks.LatentAttention, layer: int, x: Any, spans: list[Span]) -> Any:
         """As `gpu_latent.attention`."""
 

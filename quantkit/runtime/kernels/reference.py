@@ -13,6 +13,7 @@
     l2_norm_heads y = x / sqrt(sum(x^2) + 1e-6), each head
     gate          y = x * sigmoid(gate)
     delta_rule    a head of linear attention, token by token
+    state_space   a head of a Mamba-2 mixer, token by token
 
 All are sequential over rows; `runtime/blocks` calls them on slices of rows from several threads.
 """
@@ -284,16 +285,17 @@ def route(logits, bias, sigmoid, groups, groups_used, used, min_used, min_share,
 
 
 @kernel(fastmath=_SUMS)
-def short_conv(before, x, taps, out):
-    """out[t, c] = silu(sum over j of taps[j, c] * (before then x)[t + j, c]), float32.
+def short_conv(before, x, taps, bias, out):
+    """out[t, c] = silu(bias[c] + sum over j of taps[j, c] * (before then x)[t + j, c]), float32.
 
-    before [kernel - 1, channels], x and out [tokens, channels], taps [kernel, channels].
+    before [kernel - 1, channels], x and out [tokens, channels], taps [kernel, channels], bias [channels].
     """
     tokens, channels = x.shape
     kernel_size = taps.shape[0]
     for t in range(tokens):
         row = out[t]
-        row[:] = np.float32(0)
+        for c in range(channels):
+            row[c] = bias[c]
         for j in range(kernel_size):
             token = t + j - (kernel_size - 1)
             entering = before[t + j] if token < 0 else x[token]
@@ -360,6 +362,31 @@ def delta_rule(x, q_at, k_at, v_at, decay, beta, before, after, out, out_at):
                 new = row_before[j] * decay_now + key * delta[j]
                 row_after[j] = new
                 row[j] += new * query
+        state = after
+
+
+@kernel(fastmath=_SUMS)
+def state_space(x, u_at, b_at, c_at, decay, dt, skip, before, after, out, out_at):
+    """A head of a Mamba-2 mixer (archs.blocks.Mamba2), token by token.
+
+    x        float32[tokens, channels]: u from element u_at on, B from b_at, C from c_at
+    decay    float32[tokens]: e^(a dt); dt float32[tokens]; skip float32
+    before   float32[head_dim_k, head_dim_v], the state before the first token; after: the one after the last
+    out      float32[tokens, n]: the head's own elements are those from out_at on
+    """
+    n_k, n_v = before.shape
+    state = before
+    for t in range(x.shape[0]):
+        row = out[t, out_at : out_at + n_v]
+        for j in range(n_v):
+            row[j] = skip * x[t, u_at + j]
+        for i in range(n_k):
+            entering, leaving = x[t, b_at + i] * dt[t], x[t, c_at + i]
+            row_before, row_after = state[i], after[i]
+            for j in range(n_v):
+                new = row_before[j] * decay[t] + entering * x[t, u_at + j]
+                row_after[j] = new
+                row[j] += new * leaving
         state = after
 
 

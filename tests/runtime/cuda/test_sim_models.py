@@ -214,6 +214,10 @@ def test_steps_of_architectures_are_replayed(arch: str, gpus: int, make: Make) -
         ("llama4", {}),
         ("llama4", {"n_cpu_moe": 5}),
         ("phi3", {}),
+        ("nemotron_h", {}),
+        ("nemotron_h", {"gpu_layers": 2}),
+        ("nemotron_h_moe", {}),
+        ("nemotron_h_moe", {"override_tensor": "_exps=CPU"}),
         ("deepseek2", {"override_tensor": "_exps=CPU"}),
     ],
     ids=str,
@@ -258,7 +262,7 @@ def test_types_of_weights(kind: str, gpus: int, make: Make) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("arch", ["llama", "qwen35moe"])
+@pytest.mark.parametrize("arch", ["llama", "qwen35moe", "nemotron_h"])
 def test_caches_forget_and_go_on(arch: str, gpus: int, make: Make) -> None:
     model = load(make(arch), devices="cuda:0")
     expected = load(make(arch)).logits(TOKENS)

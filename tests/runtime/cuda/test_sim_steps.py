@@ -8,7 +8,7 @@ import pytest
 from quantkit.archs.common import blocks
 from quantkit.runtime.blocks import float_ops
 from quantkit.runtime.kernels import reference
-from quantkit.runtime.kernels.cuda import delta, elementwise, routing
+from quantkit.runtime.kernels.cuda import delta, elementwise, mamba2, routing
 from tests.runtime.cuda.conftest import Run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
@@ -124,4 +124,27 @@ def test_delta_rule(run: Run) -> None:
             right[h] *= np.exp(g[t, h])
             right[h] += np.outer(k[t, h], beta[t, h] * (v[t, h] - right[h].T @ k[t, h]))
             np.testing.assert_allclose(out[t, h], right[h].T @ q[t, h], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(state, right, rtol=1e-5, atol=1e-5)
+
+
+def test_state_space(run: Run) -> None:
+    """Two tokens and then one give what the formulas do, and the state after them; three heads share B and C."""
+    heads, groups, dk, dv, tokens = 6, 2, 5, 7, 3
+    x = normal(tokens, heads * dv + 2 * groups * dk)
+    steps, a, skip = np.abs(normal(tokens, heads, seed=1)), -np.abs(normal(heads, seed=2)), normal(heads, seed=3)
+    start = normal(heads, dk, dv, seed=4)
+    state, out = start.copy(), np.zeros((tokens, heads, dv), np.float32)
+    for first, last in ((0, 2), (2, 3)):
+        part = np.zeros((last - first) * heads * dv, np.float32)
+        each = [rows[first:last].reshape(-1).copy() for rows in (x, steps)]
+        sizes = heads, groups, dk, dv, last - first
+        run(mamba2.step(), (1, heads), mamba2.THREADS, *each, a, skip, *sizes, state.reshape(-1), part)
+        out[first:last] = part.reshape(-1, heads, dv)
+    right = start.astype(np.float64)
+    for t in range(tokens):
+        u, b, c = np.split(x[t].astype(np.float64), [heads * dv, heads * dv + groups * dk])
+        u, b, c = u.reshape(heads, dv), b.reshape(groups, dk), c.reshape(groups, dk)
+        for h in range(heads):
+            right[h] = right[h] * np.exp(a[h] * steps[t, h]) + np.outer(b[h // 3], steps[t, h] * u[h])
+            np.testing.assert_allclose(out[t, h], right[h].T @ c[h // 3] + skip[h] * u[h], rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(state, right, rtol=1e-5, atol=1e-5)

@@ -91,7 +91,7 @@ class GateUpParameters(NamedTuple):
     gate: int
     gate_bytes: int  # from one expert's matrix to the next
     up_product: int
-    up: int
+    up: int  # 0: act(gate x) * (gate x)
     up_bytes: int
     n: int  # columns
     ff: int  # rows
@@ -125,6 +125,7 @@ def gate_up(parameters, thread, threads):
         end = min(ff, begin + last - first)
         expert = load_int(selected + 8 + 8 * i)
         gate = p.products + i * 2 * ff * 4
+        up = gate + ff * 4 if p.up != 0 else gate
         hidden = p.hidden + i * p.hidden_bytes
         if steps & GATE:
             call6(p.gate_product, p.gate + expert * p.gate_bytes, n, begin, end, x, gate)
@@ -132,18 +133,18 @@ def gate_up(parameters, thread, threads):
                 scale_range(gate, begin, end, load_float(p.gate_scales + expert * 4))
             if p.gate_bias != 0:
                 add_range(p.gate_bias + expert * ff * 4, gate, begin, end)
-        if steps & UP:
-            call6(p.up_product, p.up + expert * p.up_bytes, n, begin, end, x, gate + ff * 4)
+        if steps & UP and p.up != 0:
+            call6(p.up_product, p.up + expert * p.up_bytes, n, begin, end, x, up)
             if p.up_scales != 0:
-                scale_range(gate + ff * 4, begin, end, load_float(p.up_scales + expert * 4))
+                scale_range(up, begin, end, load_float(p.up_scales + expert * 4))
             if p.up_bias != 0:
-                add_range(p.up_bias + expert * ff * 4, gate + ff * 4, begin, end)
+                add_range(p.up_bias + expert * ff * 4, up, begin, end)
         if steps & ACTIVATE:
             if p.weighted != 0:
                 weight = load_float(selected + 8 + 8 * p.weighted + 4 * i)
                 scale_range(gate, begin, end, weight)
-                scale_range(gate + ff * 4, begin, end, weight)
-            call6(p.activation, gate, gate + ff * 4, begin, end, hidden, 0)
+                scale_range(up, begin, end, weight)
+            call6(p.activation, gate, up, begin, end, hidden, 0)
             quantize_range(hidden, ff, begin, end)
         first += end - begin
 

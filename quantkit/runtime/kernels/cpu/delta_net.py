@@ -30,6 +30,7 @@ rates, copies and transposes. Both operations take 4 to 6 % of the time of a mod
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -145,9 +146,9 @@ def split_projection(parameters, thread, threads):
 @simd_intrinsic("void")
 def _convolve_columns(
     ir: IrBuilder, kernel_size: int, vectors: int, lanes: int, past: Value, x: Value, stride: Value, tokens: Value,
-    taps: Value,
+    taps: Value, bias: Value,
 ) -> None:  # fmt: skip
-    """Convolve vectors * lanes channels of x float32[tokens], in place, then x * sigmoid(x).
+    """Convolve vectors * lanes channels of x float32[tokens] plus a bias, in place, then x * sigmoid(x).
 
     `past` float32[kernel_size - 1] becomes the last inputs. Rows of past, x and taps are `stride` bytes apart.
     """
@@ -155,13 +156,14 @@ def _convolve_columns(
     columns = [4 * lanes * v for v in range(vectors)]
     rows = range(kernel_size)
     weights = [[ir.load(kind, taps + stride * j + c) for c in columns] for j in rows]
+    biases = [ir.load(kind, bias + c) for c in columns]
     window = [[ir.variable(ir.load(kind, past + stride * j + c)) for c in columns] for j in range(kernel_size - 1)]
     with ir.loop(0, tokens) as t:
         token = x + t * stride
         for v, c in enumerate(columns):
             inputs = [row[v].get() for row in window] + [ir.load(kind, token + c)]
-            total = inputs[0] * weights[0][v]
-            for j in rows[1:]:
+            total = biases[v]
+            for j in rows:
                 total = ir.fma(inputs[j], weights[j][v], total)
             sigmoid = ir.constant(kind, 1.0) / (ir.exp(total * -1.0) + 1.0)
             ir.store(total * sigmoid, token + c)
@@ -189,7 +191,8 @@ class ConvolveParameters(NamedTuple):
     taps: int  # float32[kernel, channels]
     layer_states: int  # address of a StatesView
     channels: int
-    keys: int  # channels of all queries, and of all keys
+    bias: int  # float32[channels]
+    keys: int  # channels of all queries, and of all keys; 0: none is normalized
     dim_k: int
     query_scale: int  # address of a float32
     multiple: int  # channels of a thread's share; a multiple of dim_k
@@ -212,11 +215,17 @@ def convolve(kernel_size: int) -> Callback:
             x = p.qkv + span.start * stride
             pairs, whole = first + (last - first) // 32 * 32, first + (last - first) // 16 * 16
             for c in range(first, pairs, 32):
-                _convolve_columns(kernel_size, 2, 16, past + c * 4, x + c * 4, stride, span.tokens, p.taps + c * 4)
+                _convolve_columns(
+                    kernel_size, 2, 16, past + c * 4, x + c * 4, stride, span.tokens, p.taps + c * 4, p.bias + c * 4
+                )
             for c in range(pairs, whole, 16):
-                _convolve_columns(kernel_size, 1, 16, past + c * 4, x + c * 4, stride, span.tokens, p.taps + c * 4)
+                _convolve_columns(
+                    kernel_size, 1, 16, past + c * 4, x + c * 4, stride, span.tokens, p.taps + c * 4, p.bias + c * 4
+                )
             for c in range(whole, last):
-                _convolve_columns(kernel_size, 1, 1, past + c * 4, x + c * 4, stride, span.tokens, p.taps + c * 4)
+                _convolve_columns(
+                    kernel_size, 1, 1, past + c * 4, x + c * 4, stride, span.tokens, p.taps + c * 4, p.bias + c * 4
+                )
             for t in range(span.tokens):
                 for c in range(first, min(last, 2 * p.keys), p.dim_k):
                     _normalize(x + t * stride + c * 4, p.dim_k, scale if c < p.keys else np.float32(1))
@@ -230,7 +239,7 @@ def convolve(kernel_size: int) -> Callback:
 
 
 @kernel
-def _softplus(x):
+def softplus(x):
     """ln(1 + e^x). With z = e^-|x| and s = z / (2 + z) <= 1/3, ln(1 + z) is 2 artanh(s), here its series."""
     z = exp(-abs(x))
     s = z / (np.float32(2) + z)
@@ -246,7 +255,7 @@ def _decay(rates, token, head):
     """e^g of a token's value head: g = a softplus(alpha + dt)."""
     place = token * rates.row + head // rates.group * rates.stride + head % rates.group
     alpha = load_float(rates.alpha + place * 4)
-    return exp(load_float(rates.a + head * 4) * _softplus(alpha + load_float(rates.dt + head * 4)))
+    return exp(load_float(rates.a + head * 4) * softplus(alpha + load_float(rates.dt + head * 4)))
 
 
 @kernel
@@ -256,6 +265,17 @@ def _beta(rates, token, head):
 
 
 # ----------------------------------------------------------------------------------------------------------- few tokens
+
+
+def by_columns(ir: IrBuilder, n: Value, width: int, columns: Callable[[Value, int, int], None]) -> None:
+    """Emit `columns(first, vectors, lanes)` for n columns: blocks of `width`, then of 16, then single ones."""
+    wide, whole = n & -width, n & -16
+    with ir.loop(0, wide, width) as first:
+        columns(first, width // 16, 16)
+    with ir.loop(wide, whole, 16) as first:
+        columns(first, 1, 16)
+    with ir.loop(whole, n) as first:
+        columns(first, 1, 1)
 
 
 @simd_intrinsic("void")
@@ -292,14 +312,8 @@ def _update_state(
             for offset, delta in zip(offsets, deltas):
                 ir.store(ir.fma(delta, key, ir.load(kind, row + offset) * shrink), row + offset)
 
-    width = 128 if ir.isa.startswith("avx512") else 32  # columns whose sums fit the registers
-    wide, whole = dim_v & -width, dim_v & -16
-    with ir.loop(0, wide, width) as first:
-        columns(first, width // 16, 16)
-    with ir.loop(wide, whole, 16) as first:
-        columns(first, 1, 16)
-    with ir.loop(whole, dim_v) as first:
-        columns(first, 1, 1)
+    # 128 or 32 columns, whose sums fit the registers
+    by_columns(ir, dim_v, 128 if ir.isa.startswith("avx512") else 32, columns)
 
 
 @kernel

@@ -307,7 +307,7 @@ class GateUpParameters(NamedTuple):
 
     matrix: int  # address of an ExpertMatrix that describes gate and up alike
     gate: int
-    up: int
+    up: int  # 0: act(gate x) * (gate x)
     hidden: int  # address of HiddenBuffers
     activation: int  # function of gated_activations.py
     gate_bias: int = 0  # float32[experts, ff], or 0
@@ -326,6 +326,8 @@ def gate_up(parameters, thread, threads):
     blocks, panel_bytes = ff // EXPERT_ROWS, n // 32 * m.panel_bytes
     panels = m.scratch + thread * m.private_stride
     results, result_bytes = panels + 2 * panel_bytes, tokens * EXPERT_ROWS * 4
+    sides = 2 if p.up != 0 else 1
+    to_up = result_bytes if p.up != 0 else 0
     weight_of = _weights_of(m.assignment, m.experts, p.weighted)
     units = _run_count(m.assignment) * blocks
     while True:
@@ -337,7 +339,7 @@ def gate_up(parameters, thread, threads):
         gate, up = p.gate + run.expert * m.expert_bytes, p.up + run.expert * m.expert_bytes
         if run.tokens <= FEW_TOKENS:
             vectors, vector_bytes = m.vectors + i * FEW_TOKENS * m.vector_bytes, m.vector_bytes
-            for side in range(2):
+            for side in range(sides):
                 matrix, out = up if side else gate, results + side * result_bytes
                 _multiply_few(m.matvec, matrix, n, row, run.tokens, vectors, vector_bytes, out, EXPERT_ROWS * 4)
                 bias, scales = (p.up_bias, p.up_scales) if side else (p.gate_bias, p.gate_scales)
@@ -349,16 +351,16 @@ def gate_up(parameters, thread, threads):
                 )
                 if p.weighted != 0:
                     scale_range(result, 0, EXPERT_ROWS, weight_of[run.first + t])
-                    scale_range(result + result_bytes, 0, EXPERT_ROWS, weight_of[run.first + t])
-                call6(p.activation, result, result + result_bytes, 0, EXPERT_ROWS, buffer + row * 4, 0)
+                    scale_range(result + to_up, 0, EXPERT_ROWS, weight_of[run.first + t])
+                call6(p.activation, result, result + to_up, 0, EXPERT_ROWS, buffer + row * 4, 0)
                 quantize_range(buffer, ff, row, row + EXPERT_ROWS)
             continue
-        for side in range(2):
+        for side in range(sides):
             start = (up if side else gate) + row * m.row_bytes
             call3(m.unpack, start, n, panels + side * panel_bytes)
         for entry in range(run.first, run.first + run.tokens, tokens):
             x = m.x + entry * m.entry_bytes
-            for side in range(2):
+            for side in range(sides):
                 out = results + side * result_bytes
                 call6(m.product, panels + side * panel_bytes, n, x, out, EXPERT_ROWS * 4, 0)
                 bias, scales = (p.up_bias, p.up_scales) if side else (p.gate_bias, p.gate_scales)
@@ -367,8 +369,8 @@ def gate_up(parameters, thread, threads):
                 result = results + t * EXPERT_ROWS * 4
                 if p.weighted != 0:
                     scale_range(result, 0, EXPERT_ROWS, weight_of[entry + t])
-                    scale_range(result + result_bytes, 0, EXPERT_ROWS, weight_of[entry + t])
-                call6(p.activation, result, result + result_bytes, 0, EXPERT_ROWS, result, 0)
+                    scale_range(result + to_up, 0, EXPERT_ROWS, weight_of[entry + t])
+                call6(p.activation, result, result + to_up, 0, EXPERT_ROWS, result, 0)
                 _store_hidden(result, target.hidden, ff, entry + t, row, target.tile_tokens)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from quantkit.runtime.kernels.cuda import activations, attention, delta, elementwise, floats, routing, weights
+from quantkit.runtime.kernels.cuda import activations, attention, delta, elementwise, floats, mamba2, routing, weights
 from quantkit.runtime.kernels.cuda.codecs.registry import CODECS
 from quantkit.runtime.kernels.cuda.dispatch import FLOAT_IDS
 from quantkit.runtime.kernels.cuda.kernel import CudaKernel
@@ -38,7 +38,7 @@ def not_of_a_type() -> Iterator[CudaKernel]:
     yield elementwise.rms_norm()
     yield from (elementwise.activate(name) for name in elementwise.ACTIVATIONS)
     yield from (make() for make in (elementwise.add, elementwise.mix, elementwise.rope))
-    yield from (make() for make in (elementwise.argmax, elementwise.sample, delta.step))
+    yield from (make() for make in (elementwise.argmax, elementwise.sample, delta.step, mamba2.step))
     yield from (routing.route(sigmoid, biased) for sigmoid in (False, True) for biased in (False, True))
     yield from (attention.attend(*shape) for shape in ATTENTIONS)
     yield from (attention.merge(sinks) for sinks in (False, True))

@@ -7,8 +7,10 @@
     latent        n_ctx rows of kv_lora_rank + RoPE dims in the key type (`mla` 1 to 3), and with an indexer of its
                   key in the value type; `mla` 0 caches full heads
     recurrent     conv_kernel - 1 columns and a state of heads * key dim * value dim in float32, for any context
+    convolution   shortconv.l_cache - 1 columns of embedding_length in float32
 
 In a model with ssm keys, all layers are recurrent except those that full_attention_interval selects and the MTP layers.
+In one with shortconv.l_cache, layers whose attention.head_count_kv is 0 are convolutions.
 MTP layers have a cache only while they draft: 0 bytes unless `mtp`.
 Sliding windows do not reduce the size: like ik_llama.cpp, the runtime allocates them in full.
 """
@@ -59,6 +61,8 @@ def of_layers(
             found.append(0)
         elif number("ssm.inner_size") and layer < main and (layer + 1) % (interval or layers + 1):
             found.append(4 * _state(number))
+        elif number("shortconv.l_cache") and not number("attention.head_count_kv", layer):
+            found.append(4 * (number("shortconv.l_cache") - 1) * number("embedding_length"))
         elif latent and mla:
             index = number("attention.indexer.key_length")
             rows = _row(keys, latent + number("rope.dimension_count")) + (_row(values, index) if index else 0)

@@ -161,7 +161,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class Recurrence:
-    """The dimensions of layers with a gated delta rule.
+    """The dimensions of layers with a gated delta rule, or of layers with a short convolution only.
 
     kernel   width of the causal convolution, in positions; the last one is that of the token itself
     """
@@ -186,6 +186,11 @@ class Recurrence:
     def channels(self) -> int:
         """Channels of the convolution: queries, keys and values."""
         return 2 * self.keys + self.inner
+
+    @classmethod
+    def of_convolution(cls, kernel: int, channels: int) -> Recurrence:
+        """Of layers whose state is that of the convolution alone: without keys, no head has a state."""
+        return cls(kernel, key_heads=0, value_heads=1, head_dim_k=0, head_dim_v=channels)
 
 
 @dataclass(frozen=True)
@@ -218,6 +223,22 @@ class DeltaNet:
     out: Linear
     sizes: Recurrence
     tiled: bool
+
+
+@dataclass(frozen=True)
+class ShortConv:
+    """A gated short convolution: x + out(c * f), causal.
+
+    With y = norm(x), [b, c, z] = in_proj(y), each float32[n_embd], for each position t:
+
+        f         sum over j of conv[:, j] * (b * z)[t - kernel + 1 + j]
+    """
+
+    norm: Norm
+    in_proj: Linear  # [3 n_embd, n_embd]
+    conv: str  # tensor float32[n_embd, kernel]
+    out: Linear
+    sizes: Recurrence
 
 
 @dataclass(frozen=True)
@@ -366,7 +387,7 @@ class Experts:
         return (self.gate, self.down) if self.fused else (self.gate, self.up, self.down)
 
 
-Part = Attention | LatentAttention | DeltaNet | FeedForward | Experts
+Part = Attention | LatentAttention | DeltaNet | ShortConv | FeedForward | Experts
 
 
 @dataclass(frozen=True)

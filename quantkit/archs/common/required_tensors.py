@@ -38,6 +38,8 @@ def required(
             yield from _latent(part, hp.n_embd, tensors)
         elif isinstance(part, blocks.DeltaNet):
             yield from _delta_net(part, hp.n_embd)
+        elif isinstance(part, blocks.ShortConv):
+            yield from _short_conv(part, hp.n_embd)
         elif isinstance(part, blocks.Experts):
             yield from _experts(part, hp)
         else:
@@ -119,6 +121,12 @@ def _delta_net(part: blocks.DeltaNet, n_embd: int) -> Shapes:
     yield part.dt, (sizes.value_heads,)
     yield from _norm(part.out_norm, sizes.head_dim_v)
     yield from _linear(part.out, n_embd, sizes.inner)
+
+
+def _short_conv(part: blocks.ShortConv, n_embd: int) -> Shapes:
+    yield from _linear(part.in_proj, 3 * n_embd, n_embd)
+    yield part.conv, (n_embd, part.sizes.kernel)
+    yield from _linear(part.out, n_embd, n_embd)
 
 
 def _experts(part: blocks.Experts, hp: blocks.HParams) -> Shapes:

@@ -77,6 +77,8 @@ class BlockRunner:
             return self.latent_attention(part, layer, x, spans)
         if isinstance(part, blocks.DeltaNet):
             return self.delta_net(part, layer, x, spans)
+        if isinstance(part, blocks.ShortConv):
+            return self.short_conv(part, layer, x, spans)
         if isinstance(part, blocks.Experts):
             return self._experts(part, x)
         return self._gated(part, self._norm_before(part.norm, x))
@@ -225,6 +227,10 @@ class BlockRunner:
     def delta_net(self, part: blocks.DeltaNet, layer: int, x: np.ndarray, spans: list[Span]) -> np.ndarray:
         """What a recurrent block adds; see `recurrent.delta_net`."""
         return recurrent.delta_net(self, part, layer, x, spans)
+
+    def short_conv(self, part: blocks.ShortConv, layer: int, x: np.ndarray, spans: list[Span]) -> np.ndarray:
+        """What a gated short convolution adds; see `recurrent.short_conv`."""
+        return recurrent.short_conv(self, part, layer, x, spans)
 
     def is_finite(self, y: np.ndarray) -> bool:
         """Whether y has neither NaN nor Inf; True without looking with `--tripwire off`."""

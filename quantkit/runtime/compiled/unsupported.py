@@ -30,6 +30,9 @@ def unsupported_feature(weights: Weights, parts: Sequence[blocks.Block], head: b
         elif isinstance(part, blocks.DeltaNet):
             linears += delta_net.matrices(part)
             reason = None
+        elif isinstance(part, blocks.ShortConv):
+            linears += [part.in_proj, part.out]
+            reason = None
         else:
             linears += [part.gate, part.up, part.down]
             if isinstance(part, blocks.Experts):

@@ -58,7 +58,7 @@ class CacheLayout:
 
     def device_of(self, block: blocks.Block) -> Device:
         """The device of a block's cache. States of recurrent layers are with their layer, also with `-nkvo`."""
-        recurrent = any(isinstance(part, blocks.DeltaNet) for part in block.parts)
+        recurrent = any(isinstance(part, (blocks.DeltaNet, blocks.ShortConv)) for part in block.parts)
         return self._placement.of_activations(block.layer) if recurrent else self._placement.of_cache(block.layer)
 
     def _device_shares(self) -> dict[str, DeviceShare]:
@@ -71,7 +71,7 @@ class CacheLayout:
                 share.heads[layer] = part.kv_heads
             elif isinstance(part, blocks.LatentAttention):
                 share.heads[layer] = 1 if self._mla else part.heads
-            elif isinstance(part, blocks.DeltaNet):
+            elif isinstance(part, (blocks.DeltaNet, blocks.ShortConv)):
                 share.recurrent[layer] = part.sizes
         return shares
 

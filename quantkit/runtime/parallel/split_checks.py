@@ -51,7 +51,9 @@ def tensor_names(block: blocks.Block) -> Iterator[str]:
 
 def require_known(parts: Sequence[blocks.Block], placement: Placement) -> None:
     """UnsupportedError for a kind of block that only a model on one device can run."""
-    known = (blocks.Attention, blocks.LatentAttention, blocks.DeltaNet, blocks.FeedForward, blocks.Experts)
+    known = (
+        blocks.Attention, blocks.LatentAttention, blocks.DeltaNet, blocks.ShortConv, blocks.FeedForward, blocks.Experts
+    )  # fmt: skip
     for block in parts:
         for part in block.parts:
             if not isinstance(part, known):

@@ -201,7 +201,7 @@ class Worker(BlockRunner):
 
     def run_part(self, part: blocks.Part, layer: int, x: np.ndarray, spans: list[Span]) -> np.ndarray:
         """As `BlockRunner.run_part`; counts the time of recurrent layers."""
-        if not isinstance(part, blocks.DeltaNet):
+        if not isinstance(part, (blocks.DeltaNet, blocks.ShortConv)):
             return super().run_part(part, layer, x, spans)
         begin, counted = time.perf_counter(), self._counted()
         out = super().run_part(part, layer, x, spans)

@@ -246,6 +246,17 @@ OTHERS: dict[str, dict[str, Any]] = {
         "partial_rotary_factor": 0.25, "head_dim": 64, "n_routed_experts": 12, "num_experts_per_tok": 4,
         "n_shared_experts": 2, "first_k_dense_replace": 2, "use_qk_norm": True,
     },
+    "lfm2": {
+        "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 1, "num_hidden_layers": 5,
+        "intermediate_size": 240, "block_auto_adjust_ff_dim": True, "block_ffn_dim_multiplier": 1.3,
+        "block_multiple_of": 32, "layer_types": None, "full_attn_idxs": [0, 3], "conv_L_cache": 5,
+        "tie_word_embeddings": False,
+    },
+    "lfm2moe": {
+        "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "num_hidden_layers": 5,
+        "layer_types": ["full_attention", "conv", "full_attention", "conv", "conv"], "num_dense_layers": 2,
+        "num_experts": 12, "num_experts_per_tok": 5, "moe_intermediate_size": 64, "conv_L_cache": 2,
+    },
     "qwen2": {
         "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 1, "num_hidden_layers": 3,
         "intermediate_size": 160, "tie_word_embeddings": True,
@@ -295,8 +306,8 @@ MIXTRAL = {
 }  # fmt: skip
 # Architectures that wheel 0.1.5 does not know, or computes in another way whatever the configuration; see `in_wheel`.
 NOT_IN_WHEEL = frozenset((
-    "cohere2_moe", "deepseek32", "exaone4", "glm-dsa", "granitemoe", "hunyuan-dense", "hy_v3", "llama4", "minimax-m3",
-    "nemotron", "nemotron_h", "nemotron_h_moe", "olmo2", "olmoe",
+    "cohere2_moe", "deepseek32", "exaone4", "glm-dsa", "granitemoe", "hunyuan-dense", "hy_v3", "lfm2", "lfm2moe",
+    "llama4", "minimax-m3", "nemotron", "nemotron_h", "nemotron_h_moe", "olmo2", "olmoe",
 ))  # fmt: skip
 
 

@@ -32,8 +32,9 @@ from quantkit.recipe.rules.patterns import Advice, advice
 from quantkit.recipe.rules.shadows import OrderedRule, shadow
 
 GIB = 1 << 30
-_KINDS = (("experts", "_exps."), ("attention", ".attn_"), ("recurrent", ".ssm_"), ("shared experts", "_shexp."),
-          ("feed-forward", ".ffn_"), ("embedding", "token_embd"), ("output", "output"))  # fmt: skip
+_KINDS = (("experts", "_exps."), ("attention", ".attn_"), ("recurrent", ".ssm_"), ("recurrent", ".shortconv."),
+          ("shared experts", "_shexp."), ("feed-forward", ".ffn_"), ("embedding", "token_embd"),
+          ("output", "output"))  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,12 @@
     latent        n_ctx rows of kv_lora_rank + RoPE dims in the key type (`mla` 1 to 3), and with an indexer of its
                   key in the value type; `mla` 0 caches full heads
     recurrent     conv_kernel - 1 columns and a state of heads * key dim * value dim in float32, for any context
+    convolution   shortconv.l_cache - 1 columns of embedding_length in float32
 
 In a model with ssm keys, all layers are recurrent except those that full_attention_interval selects and the MTP layers.
-Where head_count_kv is a list and full_attention_interval is absent, layers with 0 KV heads are recurrent if their
-feed_forward_length is 0 as well, and have no cache otherwise.
+In one with shortconv.l_cache, layers whose attention.head_count_kv is 0 are convolutions. Where head_count_kv is a list
+and full_attention_interval is absent, other layers with 0 KV heads are recurrent if their feed_forward_length is 0 as
+well, and have no cache otherwise.
 MTP layers have a cache only while they draft: 0 bytes unless `mtp`.
 Sliding windows do not reduce the size: like ik_llama.cpp, the runtime allocates them in full.
 """
@@ -60,6 +62,8 @@ def of_layers(
         kv_heads = number("attention.head_count_kv", layer) or heads
         if layer >= main and not mtp:
             found.append(0)
+        elif number("shortconv.l_cache") and not number("attention.head_count_kv", layer):
+            found.append(4 * (number("shortconv.l_cache") - 1) * number("embedding_length"))
         elif listed and not number("attention.head_count_kv", layer):
             recurrent = number("ssm.inner_size") and not number("feed_forward_length", layer)
             found.append(4 * _state(number) if recurrent else 0)

@@ -78,6 +78,8 @@ def work_bytes(
             _recurrent(prompt, step, tensors, part, threads)
         elif isinstance(part, blocks.Mamba2):
             _mamba2(prompt, step, tensors, part, threads)
+        elif isinstance(part, blocks.ShortConv):
+            _short_conv(prompt, step, tensors, part, threads)
         elif isinstance(part, blocks.Experts):
             _experts(prompt, step, tensors, part, threads)
         elif isinstance(part, blocks.FeedForward):
@@ -215,6 +217,20 @@ def _mamba2(
     step.private("normed", activation_bytes(embd), threads)
     step.add("mixed", activation_bytes(sizes.inner))
     step.add("added", 4 * embd)
+
+
+def _short_conv(
+    prompt: _Buffers, step: _Buffers, tensors: Mapping[str, TensorInfo], part: blocks.ShortConv, threads: int
+) -> None:
+    channels = part.sizes.channels
+    prompt.add("normed", 4 * BATCH_TOKENS * channels)
+    prompt.add("projected", 4 * BATCH_TOKENS * 3 * channels)
+    prompt.add("convolved", 4 * BATCH_TOKENS * channels)
+    _read(prompt, [tensors[linear.weight] for linear in (part.in_proj, part.out)], channels, threads)
+    step.private("normed", activation_bytes(channels), threads)
+    step.add("projected", 4 * 3 * channels)
+    step.add("gated", activation_bytes(channels))
+    step.add("added", 4 * channels)
 
 
 def _latent_attention(

@@ -161,7 +161,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class Recurrence:
-    """The dimensions of recurrent layers: of a gated delta rule, or of Mamba-2.
+    """The dimensions of recurrent layers: of a gated delta rule, of Mamba-2, or of a short convolution only.
 
     kernel   width of the causal convolution, in positions; the last one is that of the token itself
     """
@@ -186,6 +186,11 @@ class Recurrence:
     def channels(self) -> int:
         """Channels of the convolution: queries, keys and values; of Mamba-2 x, B and C."""
         return 2 * self.keys + self.inner
+
+    @classmethod
+    def of_convolution(cls, kernel: int, channels: int) -> Recurrence:
+        """Of layers whose state is that of the convolution alone: without keys, no head has a state."""
+        return cls(kernel, key_heads=0, value_heads=1, head_dim_k=0, head_dim_v=channels)
 
 
 @dataclass(frozen=True)
@@ -255,7 +260,23 @@ class Mamba2:
         return self.sizes.inner // self.sizes.key_heads
 
 
-RECURRENT = (DeltaNet, Mamba2)  # the parts with a state
+@dataclass(frozen=True)
+class ShortConv:
+    """A gated short convolution: x + out(c * f), causal.
+
+    With y = norm(x), [b, c, z] = in_proj(y), each float32[n_embd], for each position t:
+
+        f         sum over j of conv[:, j] * (b * z)[t - kernel + 1 + j]
+    """
+
+    norm: Norm
+    in_proj: Linear  # [3 n_embd, n_embd]
+    conv: str  # tensor float32[n_embd, kernel]
+    out: Linear
+    sizes: Recurrence
+
+
+RECURRENT = (DeltaNet, Mamba2, ShortConv)  # the parts with a state
 
 
 @dataclass(frozen=True)
@@ -410,7 +431,7 @@ class Experts:
         return (self.gate, self.down) if self.fused or self.ungated else (self.gate, self.up, self.down)
 
 
-Part = Attention | LatentAttention | DeltaNet | Mamba2 | FeedForward | Experts
+Part = Attention | LatentAttention | DeltaNet | Mamba2 | ShortConv | FeedForward | Experts
 
 
 @dataclass(frozen=True)

@@ -184,13 +184,14 @@ _TABLE: tuple[tuple[str, str, Bound], ...] = (
      _POSITIONS),
     ("num_experts n_routed_experts num_local_experts moe_num_experts", "expert_count", _EXPERTS),
     ("num_experts_per_tok top_k_experts n_shared_experts n_group topk_group first_k_dense_replace "
-     "num_nextn_predict_layers num_mtp_layers mtp_num_hidden_layers moe_num_shared_experts moe_layer_start_index",
+     "num_nextn_predict_layers num_mtp_layers mtp_num_hidden_layers moe_num_shared_experts moe_layer_start_index "
+     "num_dense_layers",
      "expert_used_count expert_shared_count expert_group_count expert_group_used_count leading_dense_block_count "
      "nextn_predict_layers expert_gating_func",
      Count(0, 1 << 16, per_layer=True)),
     ("intermediate_size intermediate_size_mlp moe_intermediate_size shared_expert_intermediate_size "
      "dense_intermediate_size "
-     "shared_intermediate_size moe_shared_expert_intermediate_size",
+     "shared_intermediate_size moe_shared_expert_intermediate_size block_ff_dim",
      "feed_forward_length expert_feed_forward_length expert_shared_feed_forward_length", _SIZE),
     ("q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim rotary_dim", "", Count(0, 1 << 24)),
     ("", "attention.q_lora_rank attention.kv_lora_rank attention.key_length_mla attention.value_length_mla", _SIZE),
@@ -214,6 +215,10 @@ _TABLE: tuple[tuple[str, str, Bound], ...] = (
     ("linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads linear_conv_kernel_dim "
      "mamba_num_heads mamba_head_dim ssm_state_size n_groups mamba_n_groups conv_kernel mamba_d_conv",
      "ssm.conv_kernel ssm.state_size ssm.group_count ssm.time_step_rank ssm.inner_size", _WIDTH),
+    ("conv_L_cache", "shortconv.l_cache", Count(2, 64)),
+    ("block_multiple_of", "", _WIDTH),
+    ("block_ffn_dim_multiplier", "", _FACTOR),
+    ("block_auto_adjust_ff_dim", "", Flag()),
     ("", "rope.dimension_sections", Numbers(Count(0, 1 << 16))),
     ("rms_norm_eps layer_norm_eps norm_eps layernorm_epsilon layer_norm_epsilon",
      "attention.layer_norm_rms_epsilon attention.layer_norm_epsilon",

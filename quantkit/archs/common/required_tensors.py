@@ -40,6 +40,8 @@ def required(
             yield from _delta_net(part, hp.n_embd)
         elif isinstance(part, blocks.Mamba2):
             yield from _mamba2(part, hp.n_embd)
+        elif isinstance(part, blocks.ShortConv):
+            yield from _short_conv(part, hp.n_embd)
         elif isinstance(part, blocks.Experts):
             yield from _experts(part, hp)
         else:
@@ -134,6 +136,12 @@ def _mamba2(part: blocks.Mamba2, n_embd: int) -> Shapes:
     yield part.dt, (sizes.value_heads,)
     yield part.out_norm.weight, (sizes.key_heads, part.group)
     yield from _linear(part.out, n_embd, sizes.inner)
+
+
+def _short_conv(part: blocks.ShortConv, n_embd: int) -> Shapes:
+    yield from _linear(part.in_proj, 3 * n_embd, n_embd)
+    yield part.conv, (n_embd, part.sizes.kernel)
+    yield from _linear(part.out, n_embd, n_embd)
 
 
 def _experts(part: blocks.Experts, hp: blocks.HParams) -> Shapes:

@@ -18,6 +18,7 @@ from quantkit.errors import FormatError, UnsupportedError
 
 _TABLE = """
 token_embd          vocab embd
+token_embd_norm     embd
 output_norm         embd
 output              vocab embd
 
@@ -62,6 +63,10 @@ ssm_beta            rank embd
 ssm_ba              2*rank embd
 ssm_out             embd inner
 
+shortconv.in_proj   3*embd embd
+shortconv.conv      embd l_cache
+shortconv.out_proj  embd embd
+
 layer_output_scale  1
 post_ffw_norm       embd
 post_ffw_norm_1     embd
@@ -94,7 +99,7 @@ nextn.shared_head_norm  embd
 """
 _SHAPES = {line.split()[0]: line.split()[1:] for line in _TABLE.splitlines() if line}
 # Tensors that converters store in float32 although they are matrices.
-_FLOAT32 = ("_norm.weight", "ffn_gate_inp.weight", "ssm_conv1d.weight")
+_FLOAT32 = ("_norm.weight", "ffn_gate_inp.weight", "ssm_conv1d.weight", "shortconv.conv.weight")
 
 
 @dataclass(frozen=True)
@@ -168,6 +173,7 @@ _KEYS = {
     "kv_lora": "attention.kv_lora_rank", "rope": "rope.dimension_count", "kernel": "ssm.conv_kernel",
     "index": "attention.indexer.key_length", "index_heads": "attention.indexer.head_count",
     "state": "ssm.state_size", "groups": "ssm.group_count", "rank": "ssm.time_step_rank", "inner": "ssm.inner_size",
+    "l_cache": "shortconv.l_cache",
 }  # fmt: skip
 _NUMBERS: dict[str, Callable[[Sizes], int]] = {
     "kv_heads": lambda s: s.key("attention.head_count_kv") or s["heads"],

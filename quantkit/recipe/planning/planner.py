@@ -55,6 +55,7 @@ _INTEGERS = frozenset(("i8", "i16", "i32", "i64"))
 _KEPT = {
     "_norm.weight": "a norm",
     "ssm_conv1d": "a convolution",
+    "shortconv.conv": "a convolution",
     "ssm_x.weight": "a state-space projection",
     "ssm_dt.weight": "a state-space projection",
     "attn_rel_b.weight": "a position bias",

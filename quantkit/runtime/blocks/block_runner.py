@@ -79,6 +79,8 @@ class BlockRunner:
             return self.delta_net(part, layer, x, spans)
         if isinstance(part, blocks.Mamba2):
             return self.mamba2(part, layer, x, spans)
+        if isinstance(part, blocks.ShortConv):
+            return self.short_conv(part, layer, x, spans)
         if isinstance(part, blocks.Experts):
             return self._experts(part, x)
         return self._gated(part, self._norm_before(part.norm, x))
@@ -231,6 +233,10 @@ class BlockRunner:
     def mamba2(self, part: blocks.Mamba2, layer: int, x: np.ndarray, spans: list[Span]) -> np.ndarray:
         """What a Mamba-2 mixer adds; see `mamba2.mamba2`."""
         return mamba2.mamba2(self, part, layer, x, spans)
+
+    def short_conv(self, part: blocks.ShortConv, layer: int, x: np.ndarray, spans: list[Span]) -> np.ndarray:
+        """What a gated short convolution adds; see `recurrent.short_conv`."""
+        return recurrent.short_conv(self, part, layer, x, spans)
 
     def is_finite(self, y: np.ndarray) -> bool:
         """Whether y has neither NaN nor Inf; True without looking with `--tripwire off`."""

@@ -1,4 +1,5 @@
-"""Recurrent layers (archs.blocks.DeltaNet): linear attention by a gated delta rule, layer by layer.
+"""Recurrent layers, layer by layer: linear attention by a gated delta rule (archs.blocks.DeltaNet), and gated short
+convolutions (archs.blocks.ShortConv).
 
 For one token the rule is `reference.delta_rule`: two passes over the state of a head. A prompt would read and write the
 states once a token, so it is computed in chunks of CHUNK tokens, by matrix products (Yang et al. 2024,
@@ -34,6 +35,8 @@ HEADS = 8  # of a thread, at a time
 SERIAL_ELEMENTS = 1024  # outputs of up to this size are not worth waking threads
 FEW_TOKENS = 2  # up to this many tokens are computed one by one
 
+Convolution = Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray], None]  # of before, x, taps, out
+
 
 class RecurrentRun(Protocol):
     """What this module needs of a BlockRunner."""
@@ -64,11 +67,34 @@ def delta_net(run: RecurrentRun, part: blocks.DeltaNet, layer: int, x: np.ndarra
     for span in spans:
         rows = slice(span.start, span.stop)
         before, after = span.cache.advance(layer, span.stop - span.start)
-        mixed = _convolved(sizes, entering[rows], before, after, taps, run.threads)
+        mixed = _mixed(sizes, entering[rows], before, after, taps, run.threads)
         attend(part, mixed, g[rows], beta[rows], before.heads, after.heads, out[rows], run.threads)
     run.check(f"delta rule of blk.{layer}", out)
     normed = run.norm(part.out_norm, out.reshape(-1, sizes.head_dim_v)).reshape(out.shape)
     return run.linear(part.out, float_ops.activate("swiglu", gates, normed, run.threads))
+
+
+def short_conv(run: RecurrentRun, part: blocks.ShortConv, layer: int, x: np.ndarray, spans: list[Span]) -> np.ndarray:
+    """What a gated short convolution adds to x float32[tokens, n_embd]; advances the states of the spans' caches."""
+    sizes = part.sizes
+    b, gates, z = np.split(run.linear(part.in_proj, run.norm(part.norm, x)), 3, axis=1)
+    with float_ops.ignore_nonfinite():
+        entering = b * z
+    taps = np.ascontiguousarray(run.vector(part.conv).reshape(sizes.channels, sizes.kernel).T)
+    bias = np.zeros(sizes.channels, np.float32)
+
+    def convolution(past: np.ndarray, x: np.ndarray, taps: np.ndarray, out: np.ndarray) -> None:
+        reference.causal_conv(past, x, taps, bias, out)
+
+    out = np.empty_like(x)
+    for span in spans:
+        rows = slice(span.start, span.stop)
+        before, after = span.cache.advance(layer, span.stop - span.start)
+        convolve(convolution, entering[rows], before, after, taps, out[rows], run.threads)
+    with float_ops.ignore_nonfinite():
+        out *= gates
+    run.check(f"convolution of blk.{layer}", out)
+    return run.linear(part.out, out)
 
 
 def _projected(run: RecurrentRun, part: blocks.DeltaNet, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -97,45 +123,59 @@ def _rates(run: RecurrentRun, part: blocks.DeltaNet, y: np.ndarray) -> tuple[np.
     return g, float_ops.sigmoid(b)
 
 
-def _convolved(
+def _mixed(
     sizes: blocks.Recurrence, x: np.ndarray, before: LayerState, after: LayerState, taps: np.ndarray, threads: int
 ) -> np.ndarray:
     """The convolution of x float32[tokens, channels]: queries, keys and values, with queries and keys normed."""
 
-    def norm_heads(out: np.ndarray) -> None:
+    bias = np.zeros(sizes.channels, np.float32)
+
+    def convolution(past: np.ndarray, x: np.ndarray, taps: np.ndarray, out: np.ndarray) -> None:
+        reference.short_conv(past, x, taps, bias, out)
         reference.l2_norm_heads(out, 0, sizes.key_heads, sizes.head_dim_k, sizes.head_dim_k**-0.5)
         reference.l2_norm_heads(out, sizes.keys, sizes.key_heads, sizes.head_dim_k, 1.0)
 
-    return convolved(x, before, after, taps, np.zeros(sizes.channels, np.float32), threads, norm_heads)
+    out = np.empty_like(x)
+    convolve(convolution, x, before, after, taps, out, threads)
+    return out
 
 
 def convolved(
+    x: np.ndarray, before: LayerState, after: LayerState, taps: np.ndarray, bias: np.ndarray, threads: int
+) -> np.ndarray:
+    """float32[tokens, channels]: the causal convolution of x, then SiLU; `after` gets the last inputs.
+
+    taps are float32[kernel, channels].
+    """
+
+    def convolution(past: np.ndarray, x: np.ndarray, taps: np.ndarray, out: np.ndarray) -> None:
+        reference.short_conv(past, x, taps, bias, out)
+
+    out = np.empty_like(x)
+    convolve(convolution, x, before, after, taps, out, threads)
+    return out
+
+
+def convolve(
+    convolution: Convolution,
     x: np.ndarray,
     before: LayerState,
     after: LayerState,
     taps: np.ndarray,
-    bias: np.ndarray,
+    out: np.ndarray,
     threads: int,
-    then: Callable[[np.ndarray], None] | None = None,
-) -> np.ndarray:
-    """float32[tokens, channels]: the causal convolution of x, then SiLU; `after` gets the last inputs.
-
-    taps are float32[kernel, channels]; `then` is applied to the rows that a thread has computed.
-    """
+) -> None:
+    """Compute out, a convolution of x float32[tokens, channels], and the last inputs that the state keeps."""
     tokens, past = len(x), len(taps) - 1
-    out = np.empty_like(x)
     inputs = np.concatenate([before.inputs, x]) if tokens < past else x[tokens - past :]
     after.inputs[:] = inputs[len(inputs) - past :]
 
     def task(start: int, stop: int) -> None:
         past_inputs = before.inputs[start:] if start < past else before.inputs[:0]
         past_inputs = np.concatenate([past_inputs, x[max(0, start - past) : start]])
-        reference.short_conv(past_inputs, x[start:stop], taps, bias, out[start:stop])
-        if then is not None:
-            then(out[start:stop])
+        convolution(past_inputs, x[start:stop], taps, out[start:stop])
 
     thread_pool.over_rows(task, tokens, threads=threads if x.size > float_ops.SERIAL_ELEMENTS else 1, pieces=1)
-    return out
 
 
 def attend(

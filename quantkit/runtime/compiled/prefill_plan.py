@@ -24,7 +24,7 @@ from quantkit.archs.common import blocks
 from quantkit.placement import kernel_sizes
 from quantkit.placement.kernel_sizes import BATCH_TOKENS, activation_bytes, whole_lines
 from quantkit.runtime.blocks.spans import Span
-from quantkit.runtime.compiled import delta_net, latent, mamba2
+from quantkit.runtime.compiled import delta_net, latent, mamba2, short_conv
 from quantkit.runtime.compiled.cached_attention import Projected, attend_batch
 from quantkit.runtime.compiled.plan_base import (
     Array,
@@ -197,6 +197,8 @@ def add_part(ops: PrefillOps, layer: int, part: blocks.Part, shape: PlannedCache
         delta_net.add_prefill(ops, layer, part)
     elif isinstance(part, blocks.Mamba2):
         mamba2.add_prefill(ops, layer, part)
+    elif isinstance(part, blocks.ShortConv):
+        short_conv.add_prefill(ops, layer, part)
     elif isinstance(part, blocks.LatentAttention):
         latent.add_prefill(ops, layer, part, shape)
     elif isinstance(part, blocks.Experts):

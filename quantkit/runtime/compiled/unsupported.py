@@ -33,6 +33,9 @@ def unsupported_feature(weights: Weights, parts: Sequence[blocks.Block], head: b
         elif isinstance(part, blocks.Mamba2):
             linears += [part.gate, part.entering, part.rate, part.out]
             reason = None
+        elif isinstance(part, blocks.ShortConv):
+            linears += [part.in_proj, part.out]
+            reason = None
         else:
             linears += [part.gate, part.up, part.down]
             if isinstance(part, blocks.Experts):

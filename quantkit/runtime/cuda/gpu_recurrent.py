@@ -1,6 +1,6 @@
-"""Recurrent layers (archs.blocks.DeltaNet) on a GPU: `runtime/blocks/recurrent.py` with torch tensors.
+"""Recurrent layers (archs.blocks.DeltaNet, ShortConv) on a GPU: `runtime/blocks/recurrent.py` with torch tensors.
 
-One kernel computes all tokens.
+One kernel computes the delta rule of all tokens.
 """
 
 from __future__ import annotations
@@ -23,13 +23,28 @@ def delta_net(run: GpuContext, part: blocks.DeltaNet, layer: int, x: Any, spans:
     for span in spans:
         rows = slice(span.start, span.stop)
         before, after = span.cache.advance(layer, span.stop - span.start)
-        mixed = _convolved(part, entering[rows], before, after, taps, torch)
+        mixed = _mixed(part, _convolved(entering[rows], before, after, taps, torch), torch)
         after.heads.copy_(before.heads)  # type: ignore[attr-defined]
         outputs.append(_attended(run, part, mixed, g[rows], beta[rows], after.heads))
     out = torch.cat(outputs)
     run.check(f"delta rule of blk.{layer}", out)
     normed = run.norm(part.out_norm, out.view(-1, sizes.head_dim_v)).reshape(len(x), -1)
     return run.linear(part.out, run.activate("swiglu", gates, normed))
+
+
+def short_conv(run: GpuContext, part: blocks.ShortConv, layer: int, x: Any, spans: list[Span]) -> Any:
+    """What a gated short convolution adds to x float32[tokens, n_embd]; advances the states of the spans' caches."""
+    torch = run.gpu.torch
+    projected: Any = run.linear(part.in_proj, run.norm(part.norm, x))
+    b, gates, z = projected.split(part.sizes.channels, dim=1)
+    entering, taps = b * z, run.vector(part.conv).view(part.sizes.channels, part.sizes.kernel)
+    outputs = []
+    for span in spans:
+        before, after = span.cache.advance(layer, span.stop - span.start)
+        outputs.append(_convolved(entering[span.start : span.stop], before, after, taps, torch))
+    out = torch.cat(outputs) * gates
+    run.check(f"convolution of blk.{layer}", out)
+    return run.linear(part.out, out)
 
 
 def _projected(run: GpuContext, part: blocks.DeltaNet, y: Any) -> tuple[Any, Any]:
@@ -56,12 +71,17 @@ def _rates(run: GpuContext, part: blocks.DeltaNet, y: Any) -> tuple[Any, Any]:
     return run.vector(part.a) * run.gpu.torch.nn.functional.softplus(a + run.vector(part.dt)), run.sigmoid(b)
 
 
-def _convolved(part: blocks.DeltaNet, x: Any, before: Any, after: Any, taps: Any, torch: Any) -> Any:
-    """The convolution of x float32[tokens, channels]: queries, keys and values, with queries and keys normed."""
-    sizes, tokens = part.sizes, len(x)
-    inputs = torch.cat([before.inputs, x])
+def _convolved(x: Any, before: Any, after: Any, taps: Any, torch: Any) -> Any:
+    """The convolution of x float32[tokens, channels] with taps [channels, kernel]; the last inputs are kept."""
+    tokens, inputs = len(x), torch.cat([before.inputs, x])
     after.inputs.copy_(inputs[tokens:])
-    mixed = torch.nn.functional.silu(sum(taps[:, j] * inputs[j : j + tokens] for j in range(sizes.kernel)))
+    return sum(taps[:, j] * inputs[j : j + tokens] for j in range(taps.shape[1]))
+
+
+def _mixed(part: blocks.DeltaNet, convolved: Any, torch: Any) -> Any:
+    """Queries, keys and values of a convolution's output float32[tokens, channels], with queries and keys normed."""
+    sizes, tokens = part.sizes, len(convolved)
+    mixed = torch.nn.functional.silu(convolved)
     heads = mixed[:, : 2 * sizes.keys].view(tokens, 2, sizes.key_heads, sizes.head_dim_k)
     heads = heads * (heads.square().sum(dim=3, keepdim=True) + 1e-6).rsqrt()
     heads[:, 0] *= sizes.head_dim_k**-0.5

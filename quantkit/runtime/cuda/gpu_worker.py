@@ -389,6 +389,13 @@ class CudaWorker(Worker):
 
         return gpu_mamba2.mamba2(self, part, layer, x, spans)
 
+    def short_conv(self, part: blocks.ShortConv, layer: int, x: Any, spans: list[Span]) -> Any:
+        """As `gpu_recurrent.short_conv`."""
+
+        from quantkit.runtime.cuda import gpu_recurrent
+
+        return gpu_recurrent.short_conv(self, part, layer, x, spans)
+
     def latent_attention(self, part: blocks.LatentAttention, layer: int, x: Any, spans: list[Span]) -> Any:
         """As `gpu_latent.attention`."""
 

@@ -9,7 +9,8 @@
     soft_cap      y = c tanh(x / c)
     softmax_step  one block of keys of the streaming softmax
     route         which experts a token goes to, and their weights
-    short_conv    a causal convolution over the last few tokens, each channel by itself, then x * sigmoid(x)
+    causal_conv   a causal convolution over the last few tokens, each channel by itself
+    short_conv    the same, then x * sigmoid(x)
     l2_norm_heads y = x / sqrt(sum(x^2) + 1e-6), each head
     gate          y = x * sigmoid(gate)
     delta_rule    a head of linear attention, token by token
@@ -285,8 +286,8 @@ def route(logits, bias, sigmoid, groups, groups_used, used, min_used, min_share,
 
 
 @kernel(fastmath=_SUMS)
-def short_conv(before, x, taps, bias, out):
-    """out[t, c] = silu(bias[c] + sum over j of taps[j, c] * (before then x)[t + j, c]), float32.
+def causal_conv(before, x, taps, bias, out):
+    """out[t, c] = bias[c] + sum over j of taps[j, c] * (before then x)[t + j, c], float32.
 
     before [kernel - 1, channels], x and out [tokens, channels], taps [kernel, channels], bias [channels].
     """
@@ -301,6 +302,15 @@ def short_conv(before, x, taps, bias, out):
             entering = before[t + j] if token < 0 else x[token]
             for c in range(channels):
                 row[c] += taps[j, c] * entering[c]
+
+
+@kernel
+def short_conv(before, x, taps, bias, out):
+    """As `causal_conv`, then silu of each element."""
+    causal_conv(before, x, taps, bias, out)
+    tokens, channels = out.shape
+    for t in range(tokens):
+        row = out[t]
         for c in range(channels):
             row[c] = row[c] / (np.float32(1) + exp(-row[c]))
 

@@ -90,9 +90,15 @@ class Lfm2(Decoder):
 
     # ------------------------------------------------------------------------------------------------ checkpoint side
 
+    @staticmethod
+    def intermediate_size(config: Config) -> int:
+        """The setting, one number for all layers."""
+        need(config, "intermediate_size")
+        return integer(config, "intermediate_size")
+
     def feed_forward_length(self, config: Config) -> int:
         """Columns of a dense feed-forward, from config.json."""
-        width = integer(config, "block_ff_dim") or int(need(config, "intermediate_size"))
+        width = integer(config, "block_ff_dim") or self.intermediate_size(config)
         if not config.get("block_auto_adjust_ff_dim", True):
             return width
         multiple = integer(config, "block_multiple_of", 256)

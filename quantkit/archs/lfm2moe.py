@@ -48,7 +48,7 @@ class Lfm2MoE(Lfm2):
     }
 
     def feed_forward_length(self, config: Config) -> int:
-        return int(need(config, "intermediate_size"))
+        return self.intermediate_size(config)
 
     def metadata(self, config: Config) -> Entries:
         for key in ("use_expert_bias", "norm_topk_prob"):

@@ -19,6 +19,7 @@ both write the same bytes.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import itertools
@@ -32,6 +33,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from quantkit import cluster, types
+from quantkit.cluster.fetching import fetched
 from quantkit.cluster.task_sizes import RETURNED_BYTES, WRITTEN_BYTES, TaskSizes
 from quantkit.cluster.tasks import Finished, Grouped, TaskRun, UnfitWorker
 from quantkit.cluster.workers import FileIdentity
@@ -51,6 +53,8 @@ from quantkit.recipe import PlannedTensor
 
 if TYPE_CHECKING:
     from distributed import Client
+
+_CLOSING_SECONDS = 10.0
 
 # ------------------------------------------------------------------------------------------------------------ the tasks
 
@@ -349,9 +353,17 @@ class Workers:
         return [] if self._checkpoint is None else [Path(self._checkpoint[0]) / "config.json"]
 
     def close(self) -> None:
-        """Have the workers remove what they have fetched, those that can be reached."""
-        if self._hub is not None and self._client.status == "running":
-            self._client.run(hub_on_worker.forget, on_error="ignore")
+        """Have the workers remove what they have fetched, those that answer within _CLOSING_SECONDS."""
+        if self._hub is None or self._client.status != "running":
+            return
+        deadline = time.monotonic() + _CLOSING_SECONDS
+
+        def look() -> None:
+            if time.monotonic() > deadline:
+                raise TimeoutError
+
+        with contextlib.suppress(OSError):  # TimeoutError is one; else the scheduler is gone
+            fetched(lambda: self._client.run(hub_on_worker.forget, on_error="ignore"), look)
 
     def encode(
         self,

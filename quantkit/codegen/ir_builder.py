@@ -243,8 +243,9 @@ class IrBuilder:
         return Value(self, self.builder.icmp_unsigned("!=", masked.ir, self.zero(v.type).ir))
 
     def less(self, a: Value, b: Value) -> Value:
-        """A mask for `choose`: a < b, of signed integers."""
-        return Value(self, self.builder.icmp_signed("<", a.ir, b.ir))
+        """A mask for `choose`: a < b, of signed integers or floats; 0 where one is NaN."""
+        compare = self.builder.fcmp_ordered if element_of(a.type) == F32 else self.builder.icmp_signed
+        return Value(self, compare("<", a.ir, b.ir))
 
     def below(self, v: Value, bound: int) -> Value:
         """A mask for `choose`: v < bound, of unsigned integers."""

@@ -44,6 +44,8 @@ class Ladder(NamedTuple):
     below: np.ndarray  # uint8[2^bits] of the value before
     up: np.ndarray  # float32[2^bits]
     down: np.ndarray  # float32[2^bits]
+    position: np.ndarray  # float32[2^bits]: units from the smallest value of all codes
+    rungs: np.ndarray  # uint8[n]: a code of each value that is written, rising
 
 
 class Codes(NamedTuple):
@@ -62,23 +64,25 @@ def codes_of(kind: Codec) -> Codes | None:
     bits = _bits(kind)
     if bits is None:
         return None
-    values = np.stack([_with_codes(kind, bits, code) for code in range(1 << bits.shape[1])])
-    order = np.argsort(values[:, 0], kind="stable")
-    ladder = values[order, 0].astype(np.float64)
+    decoded = np.stack([_with_codes(kind, bits, code) for code in range(1 << bits.shape[1])])
+    order = np.argsort(decoded[:, 0], kind="stable")
+    ladder = decoded[order, 0].astype(np.float64)
     span = ladder[-1] - ladder[0]
-    if not span or not _are_affine(values[order], (ladder - ladder[0]) / span):
+    if not span or not _are_affine(decoded[order], (ladder - ladder[0]) / span):
         return None
     above, below = np.empty((2, len(order)), np.uint8)
-    up, down = np.empty((2, len(order)), np.float32)
+    up, down, position = np.empty((3, len(order)), np.float32)
     written = order != kind.unwritten_code
     rungs, codes = ladder[written], order[written]
     higher = np.minimum(np.searchsorted(rungs, ladder, "right"), len(rungs) - 1)  # equal values are one step
     lower = np.maximum(np.searchsorted(rungs, ladder, "left") - 1, 0)
     above[order], below[order] = codes[higher], codes[lower]
     up[order], down[order] = (rungs[higher] - ladder) / span, (rungs[lower] - ladder) / span
+    position[order] = (ladder - ladder[0]) / span
+    own = codes[np.append(True, np.diff(rungs) > 0)].astype(np.uint8)
     runs = _runs(bits)
     low = int(runs[0, 0, 2]).bit_length()
-    tables = (jit.readonly(table) for table in (above, below, up, down))
+    tables = (jit.readonly(table) for table in (above, below, up, down, position, own))
     return Codes(kind.row_meta_bytes, kind.block_bytes, jit.readonly(runs), low, Ladder(*tables))
 
 

@@ -60,19 +60,32 @@ def minimum_of(kind: Codec) -> SubBlockNumber | None:
 
 
 @functools.cache
+def table_of(kind: Codec) -> SubBlockNumber | None:
+    """The bit that chooses one of two tables for a sub-block, the second a shift of the first; None without one."""
+    scale = scale_of(kind)
+    if scale is None:
+        return None
+    found = []
+    for i in range(len(scale.bits)):
+        inside = _bits_within(kind, scale.size, i)
+        flat = [bits for bits, is_flat in _proportional(kind, inside, i * scale.size, scale.size) if is_flat]
+        if len(flat) != 1 or len(flat[0]) != 1:
+            return None
+        found.append(flat[0])
+    two = np.arange(2)
+    arrays = (jit.readonly(a) for a in (np.array(found, np.int64), two.astype(np.float32), two, two))
+    return SubBlockNumber(scale.header, scale.block_bytes, scale.size, *arrays)
+
+
+@functools.cache
 def _numbers(kind: Codec) -> list[tuple[np.ndarray, bool]]:
     """Of each number of the sub-blocks its bits int64[sub-blocks, width], and whether it is a minimum.
 
     The widest scale first, then the widest minimum. Numbers of one bit are left out: they choose tables.
     """
-    changed = changed_elements(kind)
-    first, last = changed.argmax(axis=1), changed.shape[1] - 1 - changed[:, ::-1].argmax(axis=1)
-    within = np.array([min((s for s in _SIZES if a // s == b // s), default=0) for a, b in zip(first, last)])
-    within[changed.sum(axis=1) < 2] = 0
     for size in [s for s in _SIZES if s <= kind.block_size]:
         groups = [
-            _proportional(kind, np.flatnonzero((within == size) & (first // size == i)), i * size, size)
-            for i in range(kind.block_size // size)
+            _proportional(kind, _bits_within(kind, size, i), i * size, size) for i in range(kind.block_size // size)
         ]
         found: list[tuple[np.ndarray, bool]] = []
         for is_minimum in (False, True):
@@ -84,6 +97,15 @@ def _numbers(kind: Codec) -> list[tuple[np.ndarray, bool]]:
         if found:
             return found
     return []
+
+
+def _bits_within(kind: Codec, size: int, i: int) -> np.ndarray:
+    """Addresses of the bits that change two elements or more, all of them in sub-block `i` and in no smaller one."""
+    changed = changed_elements(kind)
+    first, last = changed.argmax(axis=1), changed.shape[1] - 1 - changed[:, ::-1].argmax(axis=1)
+    within = np.array([min((s for s in _SIZES if a // s == b // s), default=0) for a, b in zip(first, last)])
+    found: np.ndarray = np.flatnonzero((changed.sum(axis=1) > 1) & (within == size) & (first // size == i))
+    return found
 
 
 def _proportional(kind: Codec, bits: np.ndarray, start: int, size: int) -> list[tuple[list[int], bool]]:

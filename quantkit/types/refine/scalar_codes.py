@@ -3,10 +3,11 @@
     error  e^T H e of a row, e = decoded row - row, H the second moment of the input (`moments`)
 
 Codes are chosen anew first, in the order of the columns, each against the errors of those before it (`feedback`: GPTQ,
-Frantar et al., 2022). Then a code moves to the next larger or smaller value of its block if that lowers the error: a
-step s of element j changes it by 2 s r_j + s^2 H_jj, r = e H. Panels of columns are taken in turn: r of a panel comes
-from one product with all of e; within the panel, r is updated after each move. Where no code moves any more, scales and
-minima of sub-blocks do (`sub_block_scales`), then pairs of codes (`code_pairs`).
+Frantar et al., 2022), and with them the scales of their sub-blocks (`sub_block_search`). Then a code moves to the next
+larger or smaller value of its block if that lowers the error: a step s of element j changes it by 2 s r_j + s^2 H_jj,
+r = e H. Panels of columns are taken in turn: r of a panel comes from one product with all of e; within the panel, r is
+updated after each move. Where no code moves any more, scales and minima of sub-blocks do (`sub_block_scales`), then
+pairs of codes (`code_pairs`).
 
 Source of the descent: QuantEase (Behdin et al., 2023).
 """
@@ -18,10 +19,11 @@ from typing import NamedTuple
 import numpy as np
 
 from quantkit.codegen.jit import kernel, subkernel
-from quantkit.types.families.code_bits import Codec, Codes, Ladder, read_codes, write_codes
+from quantkit.types.families.code_bits import Codec, Codes, Ladder, write_codes
 from quantkit.types.families.scale_bits import minimum_of, scale_of, write_numbers
-from quantkit.types.refine import feedback, sub_block_scales
+from quantkit.types.refine import feedback, sub_block_scales, sub_block_search
 from quantkit.types.refine.code_pairs import DOWN, UP, best_partner, least_partners
+from quantkit.types.refine.coded_rows import read_rows
 from quantkit.types.refine.moments import PANEL, Moments, gradient
 from quantkit.types.refine.panel_rows import add_scaled, weigh_steps
 from quantkit.types.refine.sub_block_scales import Numbers, move_numbers
@@ -37,52 +39,28 @@ def refine(
 
     found: `codes_of(kind)`; rounds: one of ROUNDS
     """
-    rows, n = x.shape
-    codes, others = np.empty((2, rows, n), np.uint8)
-    read_codes(data, found, codes)
-    decoded = kind.dequantize(data, n, threads=1)
-    e = moments.padded_zeros(rows)
-    np.subtract(decoded, x, out=e[:rows, :n])
-    moved = data.copy()
-    _neighbours(codes, found.ladder, others)
-    write_codes(others, found, moved)
-    unit = kind.dequantize(moved, n, threads=1)
-    _units(codes, found.ladder, decoded, unit)
-    before = e.copy(), codes.copy()
-    factors = feedback.factors(moments, 1)
-    feed_back(e, codes, unit, found.ladder, factors, rows)
-    feedback.keep_lower((e, codes), before, factors, 1, rows)
     scale, minimum = (scale_of(kind), minimum_of(kind)) if any(rounds) else (None, None)
-    if scale is not None or minimum is not None:  # their directions are those of the codes that are chosen now
-        write_codes(codes, found, data)
-        decoded = kind.dequantize(data, n, threads=1)
-    scales, minima = (sub_block_scales.read(kind, number, data, decoded) for number in (scale, minimum))
+    factors = feedback.factors(moments, 1)
+    coded = read_rows(kind, found, x, data, moments)
+    before = coded.e.copy(), data.copy()
+    if scale is not None:
+        sub_block_search.search(kind, found, scale, x, data, coded, factors)
+    else:
+        feed_back(coded.e, coded.codes, coded.unit, found.ladder, factors, len(x))
+        write_codes(coded.codes, found, data)
+    feedback.keep_lower((coded.e, data), before, factors, 1, len(x))
+    coded = read_rows(kind, found, x, data, moments)
+    scales, minima = (sub_block_scales.read(kind, number, data, coded.decoded) for number in (scale, minimum))
     for count in rounds:
-        if not descend(e, codes, unit, found.ladder, scales, minima, moments.panels, rows, INNER, count) and count:
+        moves = descend(
+            coded.e, coded.codes, coded.unit, found.ladder, scales, minima, moments.panels, len(x), INNER, count
+        )
+        if not moves and count:
             break
-    write_codes(codes, found, data)
+    write_codes(coded.codes, found, data)
     for number, numbers in ((scale, scales), (minimum, minima)):
         if number is not None:
             write_numbers(number.codes[numbers.places], number, data)
-
-
-@kernel
-def _neighbours(codes: np.ndarray, ladder: Ladder, out: np.ndarray) -> None:
-    """out uint8[rows, n] = the code of the next value of each element, of the last one for the largest value."""
-    for row in range(len(codes)):
-        for j in range(codes.shape[1]):
-            code = codes[row, j]
-            out[row, j] = ladder.above[code] if ladder.up[code] != 0 else ladder.below[code]
-
-
-@kernel
-def _units(codes: np.ndarray, ladder: Ladder, decoded: np.ndarray, unit: np.ndarray) -> None:
-    """Make units of the ladder of unit float32[rows, n], the values of `_neighbours`; decoded: those of the codes."""
-    for row in range(len(codes)):
-        for j in range(codes.shape[1]):
-            code = codes[row, j]
-            step = ladder.up[code] if ladder.up[code] != 0 else ladder.down[code]
-            unit[row, j] = (unit[row, j] - decoded[row, j]) / step
 
 
 @kernel

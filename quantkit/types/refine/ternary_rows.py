@@ -25,6 +25,8 @@ _LADDER = Ladder(  # of codes t + 1 under the unit d
     np.array([0, 0, 1], np.uint8),
     np.array([1, 1, 0], np.float32),
     np.array([0, -1, -1], np.float32),
+    np.array([0, 1, 2], np.float32),
+    np.array([0, 1, 2], np.uint8),
 )
 ROUNDS = ((0,), (1, 1), (1, 2, 2, 2, 2, 2))  # by effort: for each sweep over all columns, rounds of pairs
 

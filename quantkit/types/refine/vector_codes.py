@@ -3,9 +3,10 @@
     group of G elements     y = a * s * V[p]      p a point of the codebook V, s signs, a the scale of the group
     error                   e^T H e of a row, as in `scalar_codes`
 
-Points are chosen anew first, each against the errors of the groups before it (`feedback`). Then a group moves to one of
-the NEAR points nearest to its own, or one sign changes (two, where a type stores the parity of eight signs in place of
-the last), if that lowers the error: a change d of the elements g changes it by
+Points are chosen anew first, each against the errors of the groups before it (`feedback`), under the scale of the
+sub-block and those next to it. Then a group moves to one of the NEAR points nearest to its own, or one sign changes
+(two, where a type stores the parity of eight signs in place of the last), if that lowers the error: a change d of the
+elements g changes it by
 
     2 d . r_g + d^T H_gg d,   r = e H
 
@@ -33,6 +34,7 @@ from quantkit.types.refine.sub_block_scales import Decoder, Numbers, move_number
 
 NEAR = 32  # neighbours of a point
 WALK = 8  # steps from a point to the best of its neighbours, at most, where errors are fed back
+REACH = 1  # next larger and smaller scales that are weighed for a sub-block
 INNER = 2  # sweeps of a panel
 SCALES = (
     (False,),
@@ -212,10 +214,11 @@ def refine(
     flips = 0 if not len(codes.sign_bits) else 2 if (codes.sign_bits < 0).any() else 1
     number = number if any(moves_scales) else None
     numbers = sub_block_scales.read(kind, number, data, decoded)
-    before = e.copy(), points.copy(), signs.copy()
+    chosen = e, points, signs, scales, numbers.places[:rows]
+    before = [array.copy() for array in chosen]
     factors = feedback.factors(moments, size)
-    feed_back(e, points, signs, table, scales, codes, factors, rows, flips)
-    feedback.keep_lower((e, points, signs), before, factors, size, rows)
+    feed_back(e, points, signs, table, scales, numbers, codes, factors, rows, flips)
+    feedback.keep_lower(chosen, before, factors, size, rows)
     for moves in moves_scales:
         own = numbers if moves else sub_block_scales.NONE
         moved = descend(e, points, signs, table, scales, own, codes, moments.panels, rows, flips, INNER)
@@ -233,18 +236,27 @@ def feed_back(
     signs: np.ndarray,
     tables: np.ndarray,
     scales: np.ndarray,
+    numbers: Numbers,
     codes: VectorCodes,
     factors: np.ndarray,
     rows: int,
     flips: int,
 ) -> None:
     """Choose each group's point against the errors of the groups before it (`feedback`), walking from its own point to
-    the best of its neighbours until none is better. Parameters as in `descend`; factors: of `feedback.factors`.
+    the best of its neighbours until none is better; with `numbers` also the scale of each sub-block, among the REACH
+    next smaller and larger ones. Parameters as in `descend`; factors: of `feedback.factors`.
     """
     size, n = codes.values.shape[2], points.shape[1] * codes.values.shape[2]
     r = np.empty((len(e), PANEL), np.float32)
-    step, gains = np.empty((size, NEAR), np.float32), np.empty(NEAR, np.float32)
-    own = np.empty((2, size), np.float32)
+    work = (
+        np.empty((size, NEAR), np.float32),
+        np.empty(NEAR, np.float32),
+        np.empty(size, np.float32),
+        np.empty(size, np.float32),
+    )
+    first_choice = Choice(np.empty((4, PANEL), np.float32), np.empty(PANEL, np.int64))
+    best = Choice(np.empty((4, PANEL), np.float32), np.empty(PANEL, np.int64))
+    no_places = np.empty(0, np.int64)
     for p in range(len(factors)):
         first = p * PANEL
         last = min(first + PANEL, n)
@@ -255,19 +267,98 @@ def feed_back(
         a = factors[p, first : first + PANEL]
         groups = slice(first // size, last // size)
         for row in range(rows):
+            places = numbers.places[row, first // numbers.size : last // numbers.size] if numbers.size else no_places
             part = Part(e[row, first:last], r[row], a, signs[row, first:last], points[row, groups],
-                        tables[row, groups], scales[row, groups], np.empty(0, np.int64))  # fmt: skip
-            _choose_points(part, codes, flips, step, gains, own)
+                        tables[row, groups], scales[row, groups], places)  # fmt: skip
+            if numbers.size:
+                for block in range(len(places)):
+                    _choose_sub_block(part, codes, numbers, block, flips, work, first_choice, best)
+            else:
+                _choose_points(part, codes, flips, work, 0, len(part.points))
+
+
+class Choice(NamedTuple):
+    """What is chosen for a sub-block of a part, and what that feeds back.
+
+    floats float32[4, PANEL]: e, signs, scales (of groups) and g; points int64[PANEL] (of groups)
+    """
+
+    floats: np.ndarray
+    points: np.ndarray
+
+
+@subkernel
+def _save(part: Part, start: int, stop: int, size: int, choice: Choice) -> None:
+    """Keep the choice for elements `start` to `stop` of a part."""
+    for j in range(start, stop):
+        choice.floats[0, j], choice.floats[1, j] = part.e[j], part.signs[j]
+    for group in range(start // size, stop // size):
+        choice.floats[2, group], choice.points[group] = part.scales[group], part.points[group]
+    for j in range(PANEL):
+        choice.floats[3, j] = part.g[j]
+
+
+@subkernel
+def _restore(part: Part, start: int, stop: int, size: int, choice: Choice) -> None:
+    """Make a kept choice that of the part."""
+    for j in range(start, stop):
+        part.e[j], part.signs[j] = choice.floats[0, j], choice.floats[1, j]
+    for group in range(start // size, stop // size):
+        part.scales[group], part.points[group] = choice.floats[2, group], choice.points[group]
+    for j in range(PANEL):
+        part.g[j] = choice.floats[3, j]
+
+
+@subkernel
+def _rescale(part: Part, codes: VectorCodes, start: int, stop: int, ratio: np.float32) -> None:
+    """Multiply the scales of elements `start` to `stop` by `ratio`."""
+    size = codes.values.shape[2]
+    for group in range(start // size, stop // size):
+        change = (ratio - np.float32(1)) * part.scales[group]
+        for i in range(size):
+            value = np.float32(codes.values[part.tables[group], part.points[group], i])
+            part.e[group * size + i] += change * part.signs[group * size + i] * value
+        part.scales[group] *= ratio
+
+
+@subkernel
+def _choose_sub_block(
+    part: Part, codes: VectorCodes, numbers: Numbers, block: int, flips: int, work: tuple[np.ndarray, ...],
+    first: Choice, best: Choice,
+) -> None:  # fmt: skip
+    """Choose the scale and the points of a sub-block: those with the smallest sum of d^T D d.
+
+    first, best: work space
+    """
+    size, start, stop = codes.values.shape[2], block * numbers.size, (block + 1) * numbers.size
+    place = part.places[block]
+    _save(part, start, stop, size, first)
+    least = _choose_points(part, codes, flips, work, start // size, stop // size)
+    _save(part, start, stop, size, best)
+    for other in range(max(place - REACH, 0), min(place + REACH + 1, len(numbers.values))):
+        if other == place or not numbers.values[other] * numbers.values[place] > 0:
+            continue
+        _restore(part, start, stop, size, first)
+        _rescale(part, codes, start, stop, numbers.values[other] / numbers.values[place])
+        total = _choose_points(part, codes, flips, work, start // size, stop // size)
+        if total < least:
+            least, part.places[block] = total, other
+            _save(part, start, stop, size, best)
+    _restore(part, start, stop, size, best)
 
 
 @subkernel
 def _choose_points(
-    part: Part, codes: VectorCodes, flips: int, step: np.ndarray, gains: np.ndarray, own: np.ndarray
-) -> None:
-    """Choose the points of a part, whose h is a panel of factors; own float32[2, size]: work space."""
+    part: Part, codes: VectorCodes, flips: int, work: tuple[np.ndarray, ...], start: int, stop: int
+) -> np.float32:
+    """Choose the points of groups `start` to `stop` of a part, whose h is a panel of factors; their sum of d^T D d.
+
+    work: space float32[size, NEAR], float32[NEAR], float32[size], float32[size]
+    """
     e, fed, a, size = part.e, part.g, part.h, codes.values.shape[2]
-    factors, slopes = own
-    for group in range(len(part.points)):
+    step, gains, factors, slopes = work
+    total = np.float32(0)
+    for group in range(start, stop):
         at = group * size
         if part.scales[group] != 0:
             if flips == 1:
@@ -287,8 +378,11 @@ def _choose_points(
                     e[at + i] += step[i, best]
                     for k in range(size):
                         slopes[k] += step[i, best] * a[at + i, at + k]
+            for i in range(size):
+                total += (e[at + i] + fed[at + i]) * slopes[i]
         for i in range(size):  # to the columns behind the group; those of the group itself are not read any more
             add_scaled(e[at + i], a[at + i].ctypes.data, fed.ctypes.data)
+    return total
 
 
 @subkernel

@@ -10,6 +10,7 @@ from quantkit.types.families.code_bits import codes_of, read_codes, write_codes
 from quantkit.types.refine import Moments, feedback, prepare, scalar_codes
 from quantkit.types.refine.feedback import keep_lower, row_errors
 from quantkit.types.refine.moments import TILE_ROWS
+from quantkit.types.refine.sub_block_scales import NONE
 from quantkit.types.refine.vector_codes import WALK, feed_back, read_fields
 from tests.types.data import second_moments
 
@@ -72,7 +73,7 @@ def test_points_against_the_plain_formula(name: str) -> None:
     start, start_signs = points[0].copy(), signs[0].copy()
     e = moments.padded_zeros(1)
     e[:1, :n] = y - x
-    feed_back(e, points, signs, tables, scales, codes, feedback.factors(moments, size), 1, flips)
+    feed_back(e, points, signs, tables, scales, NONE, codes, feedback.factors(moments, size), 1, flips)
     error = e[0, :n].astype(np.float64)
 
     a, d = factored(moments, size)

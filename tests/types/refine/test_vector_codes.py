@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 
 from quantkit import types
-from quantkit.types.refine import prepare
+from quantkit.types.families.scale_bits import scale_of, write_numbers
+from quantkit.types.refine import feedback, prepare, sub_block_scales
 from quantkit.types.refine.moments import PANEL, TILE_ROWS
 from quantkit.types.refine.sub_block_scales import NONE
-from quantkit.types.refine.vector_codes import NEAR, descend, nearest_points, read_fields, write_fields
+from quantkit.types.refine.vector_codes import NEAR, descend, feed_back, nearest_points, read_fields, write_fields
 from tests.types.data import second_moments, tame_bytes
+from tests.types.refine.test_feedback import factored
 from tests.types.refine.test_scalar_codes import errors
 
 GRIDS = ("iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s")
@@ -38,6 +40,45 @@ def test_the_error_falls(name: str, rank: int) -> None:
     a, b = errors(t, x, before, h), errors(t, x, after, h)
     assert (b <= a * (1 + 1e-5)).all()
     assert b.sum() < 0.9 * a.sum()
+
+
+@pytest.mark.parametrize("name", ["iq3_kt", "iq2_xxs", "iq3_s", "iq2_kl"])
+def test_the_best_scale_of_a_sub_block_is_taken(name: str) -> None:
+    """Among its own and the two next to it: the one whose choice of points has the least error."""
+    t, n, rows = types.get(name), 256, 16
+    number, codes = scale_of(t), t.vector_codes
+    size = codes.values.shape[2]
+    moments = prepare(second_moments(0, n, 400), n)
+    factors, (a, d) = feedback.factors(moments, size), factored(moments, size)
+    x = np.random.default_rng(8).standard_normal((rows, n)).astype(np.float32)
+    data = t.quantize(x, moments.importance)
+    x *= np.float32(1.1)  # so that larger scales suit some sub-blocks better
+    places = sub_block_scales.read(t, number, data, t.dequantize(data, n)).places
+    flips = 0 if not len(codes.sign_bits) else 2 if (codes.sign_bits < 0).any() else 1
+
+    def chosen(numbers: sub_block_scales.Numbers, change: int) -> tuple[np.ndarray, np.ndarray]:
+        """Sums of d^T D d of the first sub-block of each row, and the places of its scale."""
+        moved, own = data.copy(), places.copy()
+        other = np.clip(own[:, 0] + change, 0, len(number.values) - 1)
+        own[:, 0] = np.where(number.values[other] * number.values[own[:, 0]] > 0, other, own[:, 0])
+        write_numbers(number.codes[own], number, moved)
+        y = t.dequantize(moved, n)
+        points, signs, tables = fields_of(t, moved, n)
+        tables = np.repeat(tables, 32 // size, axis=1)
+        values = (codes.values[tables, points].reshape(rows, n) * signs).reshape(rows, -1, size)
+        scales = ((y.reshape(values.shape) * values).sum(2) / (values * values).sum(2)).astype(np.float32)
+        e = moments.padded_zeros(rows)
+        e[:rows, :n] = y - x
+        feed_back(e, points, signs, tables, scales, numbers, codes, factors, rows, flips)
+        apart = (e[:rows, :n] @ (np.eye(n) + a))[:, : number.size]
+        return (apart @ d[: number.size, : number.size] * apart).sum(axis=1), numbers.places[:, :1]
+
+    alone = {change: chosen(sub_block_scales.NONE, change)[0] for change in (-1, 0, 1)}
+    numbers = sub_block_scales.read(t, number, data, t.dequantize(data, n))
+    found, taken = chosen(numbers, 0)
+    least = np.min(list(alone.values()), axis=0)
+    np.testing.assert_allclose(found, least, rtol=1e-3)
+    assert (taken != places[:, :1]).any()
 
 
 @pytest.mark.parametrize("name", [*GRIDS, *TRELLISES, *SHIFTED])

@@ -34,6 +34,11 @@ GLM_FLASH = {
     "mlp_layer_types": ["dense", "dense", "sparse", "sparse"], "first_k_dense_replace": None,
 }  # fmt: skip
 OTHERS: dict[str, dict[str, Any]] = {
+    "apertus": {
+        "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 1, "num_hidden_layers": 3, "head_dim": 32,
+        "intermediate_size": 160, "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
     "deepseek32": {
         "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 6, "num_hidden_layers": 2,
         "q_lora_rank": 96, "kv_lora_rank": 32, "qk_nope_head_dim": 64, "qk_rope_head_dim": 16, "v_head_dim": 32,
@@ -306,8 +311,8 @@ MIXTRAL = {
 }  # fmt: skip
 # Architectures that wheel 0.1.5 does not know, or computes in another way whatever the configuration; see `in_wheel`.
 NOT_IN_WHEEL = frozenset((
-    "cohere2_moe", "deepseek32", "exaone4", "glm-dsa", "granitemoe", "hunyuan-dense", "hy_v3", "lfm2", "lfm2moe",
-    "llama4", "minimax-m3", "nemotron", "nemotron_h", "nemotron_h_moe", "olmo2", "olmoe",
+    "apertus", "cohere2_moe", "deepseek32", "exaone4", "glm-dsa", "granitemoe", "hunyuan-dense", "hy_v3", "lfm2",
+    "lfm2moe", "llama4", "minimax-m3", "nemotron", "nemotron_h", "nemotron_h_moe", "olmo2", "olmoe",
 ))  # fmt: skip
 
 
@@ -406,6 +411,7 @@ V2 = OTHERS["deepseek2"]
 @pytest.mark.parametrize(
     ("arch", "change"),
     [("qwen3", {"attention_bias": True}), ("qwen3moe", {"norm_topk_prob": False}), ("deepseek2", GROUPS),
+     ("apertus", {"attention_bias": True, "head_dim": 64}),
      ("smollm3", {"attention_bias": True, "mlp_bias": True}),
      ("cohere2", {"attention_bias": True, "tie_word_embeddings": False}),
      ("cohere2_moe", {"attention_bias": True, "tie_word_embeddings": False, "norm_topk_prob": False}),

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import os
 import shutil
 import threading
@@ -200,6 +201,8 @@ class CheckpointStream:
                 position = tensor.offset + tensor.nbytes
                 if tensor.name in self._uses:
                     self._store(tensor, pieces)
+                elif tensor.name in self.remote.early:
+                    self._compare(tensor, pieces)
                 else:
                     pieces.pass_to(tensor.nbytes, None)
             pieces.pass_to(file.size - position, None)
@@ -232,15 +235,25 @@ class CheckpointStream:
         with os_errors(path, "write"), open(path, "xb") as stream:
             pieces.pass_to(tensor.nbytes, stream)
         found = map_file(path) if tensor.nbytes else np.empty(0, np.uint8)
-        early = self.remote.early.get(tensor.name)
-        if early is not None and not np.array_equal(early, found):
-            raise HubError(f"{self._address(tensor.path.name)}: tensor {tensor.name} changed while it was read")
+        self._require_same(tensor, found)
         with self._change:
             self.remote.streamed[tensor.name] = found
             self._arrived.add(tensor.name)
             self._change.notify_all()
             if self._closing:
                 raise _Closed
+
+    def _compare(self, tensor: CheckpointTensor, pieces: _Pieces) -> None:
+        """Pass a tensor that only the plan has read: its bytes are those of the file that is checked."""
+        stream = io.BytesIO()
+        pieces.pass_to(tensor.nbytes, stream)
+        self._require_same(tensor, np.frombuffer(stream.getvalue(), np.uint8))
+
+    def _require_same(self, tensor: CheckpointTensor, found: np.ndarray) -> None:
+        """HubError if a tensor that was fetched alone has other bytes now."""
+        early = self.remote.early.get(tensor.name)
+        if early is not None and not np.array_equal(early, found):
+            raise HubError(f"{self._address(tensor.path.name)}: tensor {tensor.name} changed while it was read")
 
     # ------------------------------------------------------------------------------------------------------- the files
 

@@ -48,7 +48,8 @@ class Export:
         directory  the output directory
         files      contents of the text files, by name
         specs      name, shape and dtype of each output tensor, in order
-        pieces     for each of `specs`: its source tensors and the transform that makes it from them
+        pieces     for each of the first `specs`: its source tensors and the transform that makes it from them
+        scalars    values of the other ones, which are keys of the GGUF
         paths      the files; empty until they are written
     """
 
@@ -57,6 +58,7 @@ class Export:
     files: dict[str, str]
     specs: list[CheckpointSpec]
     pieces: list[Piece]
+    scalars: dict[str, np.ndarray] = field(default_factory=dict)
     paths: list[Path] = field(default_factory=list)
 
     @property
@@ -71,6 +73,8 @@ class Export:
             step = math.lcm(piece.transform.row_multiple, *(tensor.type.interleave for tensor in sources))
             for start, stop in row_ranges(spec.shape, step):
                 yield spec.name, functools.partial(_decode, spec, piece, sources, start, stop)
+        for name, value in self.scalars.items():
+            yield name, functools.partial(_bytes_of, value)
 
 
 def export_gguf(
@@ -119,6 +123,7 @@ def plan_export(source: GGUF, directory: str | os.PathLike[str], dtype: str = "a
         pieces = arch.to_hf(hparams, fused_experts.separate_shapes(shapes))
         pieces = fused_experts.read_fused(pieces, shapes)
         config = arch.config(source.metadata, source.tensors)
+        scalars = arch.scalar_tensors(hparams, source.metadata)
         tokenizer = hf_tokenizer.tokenizer_json(source.metadata)
     except (FormatError, DataError, UnsupportedError) as error:
         raise type(error)(f"{source.path}: {error}") from None
@@ -126,6 +131,7 @@ def plan_export(source: GGUF, directory: str | os.PathLike[str], dtype: str = "a
     specs = [
         CheckpointSpec(piece.name, piece.shape, _dtype(source.tensors[piece.sources[0]], target)) for piece in pieces
     ]
+    specs += [CheckpointSpec(name, value.shape, "F32") for name, value in scalars.items()]
     main = next((spec.dtype for spec in specs if len(spec.shape) >= 2), target)
     ids = {f"{name}_token_id": hf_tokenizer.special_id(source.metadata, name) for name in ("bos", "eos", "pad")}
     rows = source.tensors["token_embd.weight"].shape[0]  # may be padded beyond the number of tokens
@@ -139,7 +145,7 @@ def plan_export(source: GGUF, directory: str | os.PathLike[str], dtype: str = "a
         vocab.METADATA_FILE: _general_keys(source),
     }
     files = {name: json.dumps(content, ensure_ascii=False, indent=2) + "\n" for name, content in contents.items()}
-    return Export(source, Path(directory), files, specs, pieces)
+    return Export(source, Path(directory), files, specs, pieces, scalars)
 
 
 def _dtype(tensor: Tensor, quantized: str) -> str:
@@ -173,6 +179,11 @@ def _row_reader(tensor: Tensor, raw: bool) -> ReadRows:
     if len(tensor.shape) > 1:
         return rows
     return lambda start, stop: rows(0, 1).reshape(tensor.shape[0], -1)[start:stop]
+
+
+def _bytes_of(value: np.ndarray) -> np.ndarray:
+    """The bytes of a tensor of one element."""
+    return value.reshape(1).view(np.uint8)
 
 
 def _decode(spec: CheckpointSpec, piece: Piece, sources: list[Tensor], start: int, stop: int) -> np.ndarray:

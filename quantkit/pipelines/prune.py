@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from quantkit import archs
 from quantkit.archs.common import blocks, validate
 from quantkit.archs.common.tensors import split_name
 from quantkit.errors import DataError, FormatError, UnsupportedError
@@ -136,8 +137,9 @@ def _metadata(source: Metadata, hp: blocks.HParams, stay: Sequence[int], keep: M
     ):
         if key == "block_count" or f"{a}.{key}" in metadata:
             metadata.set(f"{a}.{key}", number, "u32")
+    scalars = {scalar.key for scalar in archs.get(a).layer_scalars}
     for key, value in source.items():
-        if key.startswith(f"{a}.") and isinstance(value, list) and len(value) == hp.n_layer:
+        if (key.startswith(f"{a}.") or key in scalars) and isinstance(value, list) and len(value) == hp.n_layer:
             metadata.set(key, [value[layer] for layer in stay], source.kind(key))
     return metadata
 

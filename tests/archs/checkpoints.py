@@ -113,6 +113,8 @@ def tiny(directory: Path, dtype: str = "float32", arch: str = "llama", **config:
                 parameter += torch.rand_like(parameter) - 0.5  # from 1, or where it is stored less 1 from 0
             elif name.endswith(("bias", "sinks", "scale")):
                 parameter.uniform_(0.5, 1.5)
+            elif name.endswith((".alpha_p", ".alpha_n")):
+                parameter += torch.rand_like(parameter) - 0.5
             elif parameter.ndim >= 2:
                 parameter.normal_(0, parameter.shape[-1] ** -0.5)
         for name, buffer in model.named_buffers():
@@ -120,6 +122,10 @@ def tiny(directory: Path, dtype: str = "float32", arch: str = "llama", **config:
                 buffer.uniform_(0, 0.3)
             elif name.endswith("layer_scalar"):
                 buffer.uniform_(0.5, 1.5)
+            elif name.endswith("act_fn.beta"):
+                buffer.uniform_(0.3, 0.7)
+            elif name.endswith("act_fn.eps"):
+                buffer.uniform_(-0.2, -0.1)
     model = model.to(getattr(torch, dtype))
     model.save_pretrained(directory)
     found = archs.from_hf(archs.language_model(json.loads((directory / "config.json").read_text(encoding="utf-8"))))

@@ -21,7 +21,9 @@ from quantkit.errors import OptionError, QuantkitError
 from quantkit.formats.journal import read as read_journal
 from quantkit.hub import checkpoint as hub_checkpoint
 from quantkit.hub.address import parse
+from quantkit.hub.client import HubError
 from quantkit.hub.stream import CheckpointStream
+from quantkit.pipelines.conversion.remote import plan_remote
 from tests.archs.checkpoints import tiny
 from tests.archs.quantized import quantized
 from tests.hub.conftest import sharded
@@ -99,6 +101,27 @@ def test_stacked_experts_and_codes_with_scales(hub: FakeHub, tmp_path: Path, arc
     quantkit.quantize(directory, tmp_path / "local.gguf", "Q8_0")
     quantkit.quantize("hf://org/Experts", tmp_path / "hub.gguf", "Q8_0")
     assert (tmp_path / "hub.gguf").read_bytes() == (tmp_path / "local.gguf").read_bytes()
+
+
+def test_numbers_of_layers_are_fetched_before_the_header_is_written(hub: FakeHub, tmp_path: Path) -> None:
+    """Tensors that become GGUF keys: fetched alone, and compared when their file is streamed."""
+    directory = tmp_path / "Apertus"
+    tiny(directory, "bfloat16", arch="apertus")
+    sharded(directory, 100_000)
+    hub.add("org/Apertus", directory)
+    quantkit.quantize(directory, tmp_path / "local.gguf", "Q8_0")
+    quantkit.quantize("hf://org/Apertus", tmp_path / "hub.gguf", "Q8_0")
+    assert (tmp_path / "hub.gguf").read_bytes() == (tmp_path / "local.gguf").read_bytes()
+    planned = plan_remote(parse("hf://org/Apertus"), "bf16", ConvertOptions(), "auto")
+    stream, name = planned.arrivals, "model.layers.1.mlp.act_fn.alpha_n"
+    assert isinstance(stream, CheckpointStream)
+    stream.remote.early[name] = stream.remote.early[name] ^ 1
+    stream.begin(tmp_path / "x.gguf", {key: tensor.inputs for key, tensor in planned.tensors.items()})
+    try:
+        with pytest.raises(HubError, match=f"tensor {name} changed while it was read"):
+            stream.finish()
+    finally:
+        stream.close()
 
 
 @pytest.mark.parametrize("kind", ["gptq", "nvfp4", "nf4"])

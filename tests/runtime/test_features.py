@@ -16,12 +16,14 @@ import pytest
 
 from quantkit import archs
 from quantkit.archs.common import blocks
+from quantkit.codegen.jit import kernel
 from quantkit.formats import gguf
 from quantkit.recipe import from_config
 from quantkit.runtime.blocks import float_ops
 from quantkit.runtime.compiled.unsupported import unsupported_feature
+from quantkit.runtime.kernels import reference
 from quantkit.runtime.kernels.cpu import decode_norms, decode_ops
-from quantkit.runtime.kernels.cpu.gated_activations import ACTIVATIONS, activation
+from quantkit.runtime.kernels.cpu.gated_activations import ACTIVATIONS, activation, xielu
 from quantkit.runtime.kernels.cpu.op_list import OpList
 from quantkit.runtime.loading import load
 from quantkit.runtime.model import Model
@@ -256,7 +258,7 @@ def test_other_ratios_of_every_architecture(name: str, tmp_path: Path) -> None:
 
 
 SOME = ("gpt-oss", "gemma3", "gemma4", "step35", "hunyuan-moe", "minimax-m2", "bitnet-b1.58", "mistral3", "cohere2",
-        "cohere2_moe", "gemma2", "llama4", "nemotron", "nemotron_h", "nemotron_h_moe", "phi3")  # fmt: skip
+        "cohere2_moe", "gemma2", "llama4", "nemotron", "nemotron_h", "nemotron_h_moe", "phi3", "apertus")  # fmt: skip
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -364,22 +366,72 @@ def test_scaled_products(kind: str, tmp_path: Path) -> None:
     assert spread(load(path).logits(TOKENS), load(source).logits(TOKENS)) > 0.1
 
 
+def run_activation(kind: blocks.Activation, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+    """act(gate) * up as the operation of a decode plan computes it, from the functions that plans take."""
+    ops = OpList(1)
+    is_xielu = isinstance(kind, blocks.Xielu)
+    numbers = ops.keep(kind.numbers).ctypes.data if is_xielu else 0
+    function = xielu if is_xielu else activation(kind)
+    parameters = decode_ops.GatedParameters(
+        activation=function.address, gate=ops.keep(gate).ctypes.data, up=ops.keep(up).ctypes.data, n=gate.size,
+        multiple=32, buffer=ops.buffer("hidden", 12 * gate.size), numbers=numbers,
+    )  # fmt: skip
+    ops.add(decode_ops.gated, parameters)
+    ops.run()
+    return ops._buffers["hidden", 12 * gate.size].view(np.float32)[: gate.size].reshape(gate.shape).copy()
+
+
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activations_are_the_plain_ones(name: str, rng: np.random.Generator) -> None:
     gate, up = rng.standard_normal((2, 5, 64), np.float32) * 8
     gate[0, :4], up[1, :2] = [-1e9, 1e9, 300, -300], [100, -100]
     gate[2, 3], up[3, 5] = np.nan, np.nan
     expected = float_ops.activate(name, gate.copy(), up, 1)
-    out, ops = np.zeros_like(gate), OpList(1)
-    parameters = decode_ops.GatedParameters(
-        activation=activation(name).address, gate=ops.keep(gate).ctypes.data, up=ops.keep(up).ctypes.data, n=gate.size,
-        multiple=32, buffer=ops.buffer("hidden", 12 * gate.size),
-    )  # fmt: skip
-    ops.add(decode_ops.gated, parameters)
-    ops.run()
-    out.reshape(-1)[:] = ops._buffers["hidden", 12 * gate.size].view(np.float32)[: gate.size]
+    out = run_activation(name, gate, up)
     np.testing.assert_allclose(out, expected, rtol=2e-6)
     assert np.isnan(out[[2, 3], [3, 5]]).all()
+
+
+@pytest.mark.parametrize("kind", [blocks.Xielu(0.8, 0.9, 0.5, -1e-6), blocks.Xielu(1.3, 0.6, 0.4, -0.3)])
+def test_xielu(kind: blocks.Xielu, rng: np.random.Generator) -> None:
+    """The plain kernel against float64, the operation against it; numbers near 0, where e^x - 1 would be inexact."""
+    x = (rng.standard_normal((5, 64)) * 10.0 ** rng.uniform(-7, 1, (5, 64))).astype(np.float32)
+    x[0, :6] = [0, -0.0, -100, 100, -1e4, 1e4]
+    x[2, 3] = np.nan
+    z, (p, n, b, e) = x.astype(np.float64), kind.numbers.astype(np.float64)
+    expected = np.where(z > 0, p * z * z + b * z, n * (np.expm1(np.minimum(z, e)) - z) + b * z)
+    plain = float_ops.activate(kind, x.copy(), x, 1)
+    np.testing.assert_allclose(plain, expected, rtol=3e-6, atol=3e-7 * -e)
+    np.testing.assert_allclose(run_activation(kind, x, x), plain, rtol=2e-6, atol=3e-7 * -e)
+    assert np.isnan(plain[2, 3])
+
+
+def test_expm1_is_exact_everywhere() -> None:
+    """Within 3 units in the last place, over all exponents."""
+    x = np.concatenate([sign * np.geomspace(1e-30, 87, 100_000) for sign in (-1, 1)]).astype(np.float32)
+    out = np.empty_like(x)
+    expm1_of(x, out)
+    exact = np.expm1(x.astype(np.float64))
+    assert np.abs((out - exact) / np.spacing(np.abs(exact).astype(np.float32))).max() < 3
+    special = np.array([0, -200, -np.inf, np.nan], np.float32)
+    out = np.empty_like(special)
+    expm1_of(special, out)
+    np.testing.assert_array_equal(out, np.array([0, -1, -1, np.nan], np.float32))
+
+
+@kernel
+def expm1_of(x, out):
+    for i in range(len(x)):
+        out[i] = reference.expm1(x[i])
+
+
+def test_xielu_of_experts_runs_layer_by_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    xielu = blocks.Xielu(0.8, 0.9, 0.5, -1e-6)
+    with_blocks(monkeypatch, "qwen3moe", "feed_forward", lambda part, i: replace(part, activation=xielu))
+    path = written(tmp_path / "m.gguf", "qwen3moe")
+    exact, fast = (load(path, numerics=kind, cache_type="f32") for kind in ("exact", "fast"))
+    assert fast.fallback_reason == "no operation computes xIELU of experts (blk.0.ffn_up_exps.weight)"
+    assert spread(fast.logits(TOKENS), exact.logits(TOKENS)) < 1e-4
 
 
 def test_activations_are_those_that_blocks_name() -> None:
@@ -389,7 +441,8 @@ def test_activations_are_those_that_blocks_name() -> None:
         hparams = arch.hparams(metadata, {spec.name for spec in specs})
         for part in (part for block in arch.blocks(hparams) for part in block.parts):
             if isinstance(part, (blocks.FeedForward, blocks.Experts)):
-                assert part.activation in ACTIVATIONS
+                assert isinstance(part.activation, blocks.Xielu) or part.activation in ACTIVATIONS
+                assert part.gate == part.up or not isinstance(part.activation, blocks.Xielu)
 
 
 @pytest.mark.parametrize("fused", [True, False])

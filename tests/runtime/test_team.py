@@ -257,14 +257,14 @@ def test_threads_do_not_write_one_buffer() -> None:
 
 def test_parameters_must_be_complete() -> None:
     """A field that is missing or unknown is an error when the plan is built; stored ones are changed by name."""
-    fields = {"activation": 0, "gate": 1, "up": 2, "n": 3, "multiple": 4, "buffer": 5}
+    fields = {"activation": 0, "gate": 1, "up": 2, "n": 3, "multiple": 4, "buffer": 5, "numbers": 6}
     stored = OpList(1).add(decode_ops.gated, decode_ops.GatedParameters(**fields))
     for wrong in ({"bufer": 5}, {"out": 6}):
         with pytest.raises(TypeError):
             decode_ops.GatedParameters(**{name: fields[name] for name in fields if name != "buffer"}, **wrong)
     stored.set(n=7)
-    values = np.ctypeslib.as_array(ctypes.cast(stored.address, ctypes.POINTER(ctypes.c_int64)), (6,))
-    np.testing.assert_array_equal(values, [0, 1, 2, 7, 4, 5])
+    values = np.ctypeslib.as_array(ctypes.cast(stored.address, ctypes.POINTER(ctypes.c_int64)), (7,))
+    np.testing.assert_array_equal(values, [0, 1, 2, 7, 4, 5, 6])
     with pytest.raises(ValueError, match="not in tuple"):
         stored.set(m=7)
 

@@ -15,9 +15,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from quantkit.archs.common import checked, wrapper
+from quantkit.archs.common import checked, layer_scalars, wrapper
 from quantkit.archs.common import mtp as mtp_layers
 from quantkit.archs.common.blocks import Block, Head, HParams, MtpLayer
+from quantkit.archs.common.layer_scalars import LayerScalar
 from quantkit.archs.common.shapes import ExpectedTensor, Sizes, expected_tensors, has_shape
 from quantkit.archs.common.tensors import (
     LazyTensor,
@@ -141,6 +142,7 @@ class Arch(ABC):
     | `has_bias` | biases under another condition than attention_bias and mlp_bias |
     | `canonical` | checkpoints that spell names in more than one way |
     | `generated`, `is_generated` | GGUF tensors without a counterpart in the checkpoint |
+    | `layer_scalars` | numbers of layers that are tensors of a checkpoint and GGUF keys |
     | `size_overrides` | a tensor with another shape than the table in `shapes` says |
     | `shape_overrides` | a tensor with other dimensions than in that table |
     | `mtp` | files that have names for MTP layers |
@@ -186,6 +188,7 @@ class Arch(ABC):
     mtp: ClassVar[str] = ""  # "keep" or "drop" MTP layers by default; "": files have no names for them
     size_overrides: ClassVar[Mapping[str, Callable[[Sizes], int]]] = {}  # sizes of `shapes.Sizes` that differ here
     shape_overrides: ClassVar[Mapping[str, str]] = {}  # lines of the table in `shapes` that differ here
+    layer_scalars: ClassVar[tuple[LayerScalar, ...]] = ()  # numbers of layers; `metadata` gives the initial ones
     EXAMPLE: ClassVar[dict[str, Any]]  # a tiny config.json
 
     def __init_subclass__(cls, **kwargs: object) -> None:
@@ -213,6 +216,18 @@ class Arch(ABC):
     def generated(self, config: Config) -> dict[str, np.ndarray]:
         """GGUF tensors, float32 by name, that follow from config.json alone."""
         return {}
+
+    def scalar_keys(self, config: Config, tensors: Mapping[str, LazyTensor]) -> Entries:
+        """The GGUF keys that a checkpoint's tensors say, and not its config.json: those of `layer_scalars`."""
+        if not self.layer_scalars:
+            return {}
+        layers = int(need(config, "num_hidden_layers"))
+        found = {self.canonical(name): tensor for name, tensor in tensors.items()}
+        return layer_scalars.read(self.layer_scalars, found, layers)
+
+    def scalar_tensors(self, hparams: HParams, metadata: Mapping[str, object]) -> dict[str, np.ndarray]:
+        """The tensors of a checkpoint, float32 by name, that a GGUF file has as keys: the inverse of `scalar_keys`."""
+        return layer_scalars.written(self.layer_scalars, metadata, hparams.n_layer)
 
     def is_generated(self, name: str) -> bool:
         """Whether the GGUF tensor `name` has no counterpart in a checkpoint."""
@@ -320,6 +335,8 @@ class Arch(ABC):
                 "a shard is missing or config.json is wrong"
             )
         hparams = self.hparams({key: value for key, (value, _) in self.metadata(config).items()})
+        for name in (name for scalar in self.layer_scalars for name in scalar.names(hparams.n_layer)):
+            stored.pop(name, None)
         rules = self.rules_of(config)
         _check_experts(rules, stored, hparams)
         found = pieces(rules, {name: shapes[stored[name]] for name in stored}, hparams, to_gguf=True)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 
 @dataclass(frozen=True)
 class Yarn:
@@ -350,17 +352,39 @@ class LatentAttention:
 
 
 @dataclass(frozen=True)
+class Xielu:
+    """The activation xIELU, which takes the place of act(z) z.
+
+    positive z^2 + linear z for z > 0, else negative (e^min(z, limit) - 1 - z) + linear z
+    """
+
+    positive: float
+    negative: float
+    linear: float
+    limit: float
+
+    @property
+    def numbers(self) -> np.ndarray:
+        """float32[4], in the order of the fields, as kernels take them."""
+        return np.array([self.positive, self.negative, self.linear, self.limit], np.float32)
+
+
+Activation = str | Xielu  # a name, or an activation with numbers of its own
+
+
+@dataclass(frozen=True)
 class FeedForward:
     """x + down(act(gate(y)) * up(y)) with y = norm(x), or y = x without a norm.
 
-    Where gate and up are one matrix, the feed-forward has no gate, and its activation is act(z) z with z = up(y).
+    Where gate and up are one matrix, the feed-forward has no gate, and its activation is act(z) z with z = up(y), or
+    `Xielu` of z, which is never gated.
     """
 
     norm: Norm | None
     gate: Linear
     up: Linear
     down: Linear
-    activation: str = "swiglu"  # act is x * sigmoid(x); "geglu": GELU in its tanh form
+    activation: Activation = "swiglu"  # act is x * sigmoid(x); "geglu": GELU in its tanh form
     # "reglu": max(x, 0)
     # "relu2": max(x, 0)^2
     # "swiglu_oai": (1 + up) * gate * sigmoid(1.702 gate), gate clamped to at most 7, up to -7 … 7
@@ -402,7 +426,7 @@ class Experts:
     ff: int
     normalise: bool
     scale: float = 1.0
-    activation: str = "swiglu"
+    activation: Activation = "swiglu"
     limit: float | None = None  # as in FeedForward
     gating: str = "softmax"
     choice_bias: str | None = None

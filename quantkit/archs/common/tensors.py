@@ -25,6 +25,11 @@ ReadRows = Callable[[int, int], np.ndarray]  # (start, stop) -> rows, as numbers
 class LazyTensor(Protocol):
     """A tensor of a file whose values are decoded only when they are needed."""
 
+    @property
+    def shape(self) -> Shape:
+        """The shape in numpy's order."""
+        ...
+
     def dequantize(self) -> np.ndarray:
         """The values, float32, in the tensor's shape."""
         ...

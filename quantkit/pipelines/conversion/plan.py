@@ -218,7 +218,7 @@ def plan_conversion(
         pieces = arch.to_gguf(config, {name: tensor.shape for name, tensor in checkpoint.tensors.items()})
         generated = arch.generated(config)
         left_out = arch.dropped_tensors(config, names)
-        keys = arch.metadata(config)
+        keys = arch.metadata(config) | arch.scalar_keys(config, checkpoint.tensors)
         tokenizer = vocab.read(directory, config, pre)
         if mtp == "only":
             pieces = [piece for piece in pieces if in_head_file(piece.name, integer(config, "num_hidden_layers"))]

@@ -191,7 +191,9 @@ class BlockRunner:
         """x minus the mean of each row."""
         return float_ops.centre(x)
 
-    def activate(self, name: str, gate: np.ndarray, up: np.ndarray, limit: float | None = None) -> np.ndarray:
+    def activate(
+        self, name: blocks.Activation, gate: np.ndarray, up: np.ndarray, limit: float | None = None
+    ) -> np.ndarray:
         """act(gate) * up, clamped at a limit; overwrites `gate`."""
         return float_ops.activate(name, gate, up, self.threads, limit)
 

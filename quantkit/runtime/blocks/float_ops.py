@@ -74,8 +74,14 @@ ACTIVATIONS = {
 }
 
 
-def activate(name: str, gate: np.ndarray, up: np.ndarray, threads: int, limit: float | None = None) -> np.ndarray:
+def activate(
+    name: blocks.Activation, gate: np.ndarray, up: np.ndarray, threads: int, limit: float | None = None
+) -> np.ndarray:
     """act(gate) * up as blocks name it, with their limit; overwrites `gate`, which may be `up`."""
+    if isinstance(name, blocks.Xielu):
+        p, n, b, e = name.numbers
+        _over_tokens(lambda first, last: reference.xielu(gate[first:last], p, n, b, e), gate, threads)
+        return gate
     if limit is not None:
         assert name == "swiglu", f"{name} with a limit of {limit:g}"
         _over_tokens(lambda a, b: reference.swiglu_limited(gate[a:b], up[a:b], np.float32(limit)), gate, threads)

@@ -335,6 +335,7 @@ def add_gated(
         n=n_ff,
         multiple=SPLIT_ROWS,
         buffer=hidden.address,
+        numbers=ops.activation_numbers(part.activation),
     )
     ops.add(decode_ops.gated, gated, barrier=True)
     entering = ops.sub_norm(part.sub_norm, hidden, n_ff)

@@ -73,7 +73,7 @@ def add_decode(ops: TokenOps, layer: int, part: blocks.DeltaNet) -> None:
     hidden = ops.buffer("gated", activation_bytes(sizes.inner))
     gate = decode_ops.GatedParameters(
         activation=ops.activation("swiglu"), gate=buffers.gates, up=buffers.out, n=sizes.inner, multiple=multiple,
-        buffer=hidden,
+        buffer=hidden, numbers=0,
     )  # fmt: skip
     ops.add(decode_ops.gated, gate, barrier=True)
     ops.add_to_residual(part.out, Activations(hidden, 0))
@@ -122,7 +122,7 @@ def add_prefill(ops: BatchOps, layer: int, part: blocks.DeltaNet) -> None:
     ops.add(prefill_ops.head_norm, norm)
     gate = prefill_ops.GatedParameters(
         state=ops.state, activation=ops.activation("swiglu"), gate=buffers.gates, up=buffers.out, n=sizes.inner,
-        out=buffers.out,
+        out=buffers.out, numbers=0,
     )  # fmt: skip
     ops.add(prefill_ops.gated, gate)
     ops.add_to_residual(part.out, ops.quantize(buffers.out, sizes.inner, (part.out,)))

@@ -169,9 +169,16 @@ class PlanOps(OpList):
         """Address of a norm's weight float32[n]; ones where it has none."""
         return self.vector(norm.weight) if norm.weight else self.keep(np.ones(n, np.float32)).ctypes.data
 
-    def activation(self, name: str, limit: float | None = None) -> int:
+    def activation(self, name: blocks.Activation, limit: float | None = None) -> int:
         """Address of the function of kernels/cpu/gated_activations.py for the activation of a block."""
+        if isinstance(name, blocks.Xielu):
+            assert limit is None, f"xIELU with a limit of {limit}"
+            return gated_activations.xielu.address
         return gated_activations.activation(name, limit).address
+
+    def activation_numbers(self, kind: blocks.Activation) -> int:
+        """Address of the numbers that the function of an activation reads, or 0."""
+        return self.keep(kind.numbers).ctypes.data if isinstance(kind, blocks.Xielu) else 0
 
     def matvec_function(self, linear: blocks.Linear) -> int:
         """Address of the function of kernels/cpu/matvec.py for a matrix."""

@@ -317,8 +317,9 @@ def add_gated(
         )
         ops.add(gates.gate_batch_shared, gate_shared)
     gated = prefill_ops.GatedParameters(
-        state=ops.state, activation=ops.activation(part.activation, part.limit), gate=gate, up=up, n=n_ff, out=gate
-    )
+        state=ops.state, activation=ops.activation(part.activation, part.limit), gate=gate, up=up, n=n_ff, out=gate,
+        numbers=ops.activation_numbers(part.activation),
+    )  # fmt: skip
     ops.add(prefill_ops.gated, gated)
     ops.sub_norm(part.sub_norm, gate, n_ff)
     entering = ops.quantize(gate, n_ff, (part.down,))

@@ -75,6 +75,8 @@ def _in_latent_attention(part: blocks.LatentAttention) -> str | None:
 
 def _in_experts(part: blocks.Experts) -> str | None:
     # Rows of experts are the columns of another matrix, so `_in_matrix` makes sure that they fill whole units of work.
+    if isinstance(part.activation, blocks.Xielu):
+        return f"no operation computes xIELU of experts ({part.up.weight})"
     if part.ungated and part.weighs_inputs:
         return f"no operation weights inputs of experts without a gate ({part.up.weight})"
     for linear in (part.gate, part.up, part.down):

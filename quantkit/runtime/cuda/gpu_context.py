@@ -62,7 +62,9 @@ class GpuContext(Protocol):
     def linear(self, linear: blocks.Linear, x: Any) -> Any:
         """The product with a weight matrix."""
 
-    def activate(self, name: str, gate: torch.Tensor, up: torch.Tensor, limit: float | None = None) -> torch.Tensor:
+    def activate(
+        self, name: blocks.Activation, gate: torch.Tensor, up: torch.Tensor, limit: float | None = None
+    ) -> torch.Tensor:
         """act(gate) * up; overwrites `gate`."""
 
     def sigmoid(self, x: torch.Tensor) -> torch.Tensor:

@@ -236,11 +236,14 @@ class CudaWorker(Worker):
         """As `BlockRunner.centre`."""
         return x - x.mean(-1, keepdim=True)
 
-    def activate(self, name: str, gate: Any, up: Any, limit: float | None = None) -> Any:
-        """As `BlockRunner.activate`, by a kernel; reglu, relu2 and what is clamped by torch."""
+    def activate(self, name: blocks.Activation, gate: Any, up: Any, limit: float | None = None) -> Any:
+        """As `BlockRunner.activate`, by a kernel; reglu, relu2, xIELU and what is clamped by torch."""
 
         from quantkit.runtime.kernels.cuda import elementwise
 
+        if isinstance(name, blocks.Xielu):
+            below = (gate.clamp(max=name.limit).expm1() - gate) * name.negative
+            return self.gpu.torch.where(gate > 0, name.positive * gate * gate, below) + name.linear * gate
         if limit is not None:
             assert name == "swiglu"
             return self.gpu.torch.nn.functional.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)

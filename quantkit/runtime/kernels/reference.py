@@ -5,6 +5,7 @@
     swiglu        y = gate * sigmoid(gate) * up
     geglu         y = gelu(gate) * up, gelu in its tanh form
     swiglu_oai    y = gate * sigmoid(1.702 gate) * (1 + up), both clamped
+    xielu         y = p x^2 + b x for x > 0, else n (e^min(x, e) - 1 - x) + b x
     rope          rotates pairs of elements of each head by the angles of their positions
     soft_cap      y = c tanh(x / c)
     softmax_step  one block of keys of the streaming softmax
@@ -34,6 +35,12 @@ _SUMS = {"reassoc", "contract"}
 def exp(ir: IrBuilder, x: float) -> Value:
     """e^x of a float32, as `IrBuilder.exp` computes it for vectors; no calls, no branches: loops over it vectorise."""
     return ir.exp(x)  # type: ignore[arg-type]  # float is what kernels pass
+
+
+@simd_intrinsic("float32")
+def expm1(ir: IrBuilder, x: float) -> Value:
+    """e^x - 1 of a float32, exact near 0 too, as `IrBuilder.expm1` computes it for vectors."""
+    return ir.expm1(x)  # type: ignore[arg-type]
 
 
 @kernel(fastmath=_SUMS)
@@ -129,6 +136,22 @@ def swiglu_oai(gate, up):
             if u < np.float32(-7):
                 u = np.float32(-7)
             gate[t, i] = g / (np.float32(1) + exp(np.float32(-1.702) * g)) * (np.float32(1) + u)
+
+
+@kernel
+def xielu(x, p, n, b, e):
+    """p x^2 + b x for x > 0, else n (e^min(x, e) - 1 - x) + b x, element by element, in place; float32[tokens, n].
+
+    p, n, b, e are float32. NaN stays NaN.
+    """
+    tokens, columns = x.shape
+    for t in range(tokens):
+        for i in range(columns):
+            z = x[t, i]
+            if z > np.float32(0):
+                x[t, i] = p * z * z + b * z
+            else:
+                x[t, i] = n * (expm1(e if z > e else z) - z) + b * z
 
 
 @kernel

@@ -216,6 +216,7 @@ def test_steps_of_architectures_are_replayed(arch: str, gpus: int, make: Make) -
         ("llama4", {}),
         ("llama4", {"n_cpu_moe": 5}),
         ("phi3", {}),
+        ("apertus", {}),
         ("nemotron_h", {}),
         ("nemotron_h", {"gpu_layers": 2}),
         ("nemotron_h_moe", {}),

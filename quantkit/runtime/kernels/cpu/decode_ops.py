@@ -188,6 +188,7 @@ class GatedParameters(NamedTuple):
     n: int
     multiple: int
     buffer: int  # activation buffer
+    numbers: int  # those of the activation, or 0
 
 
 @callback(OPERATION)
@@ -195,5 +196,5 @@ def gated(parameters, thread, threads):
     """Write the thread's rows of act(gate) * up, quantized, to an activation buffer that threads share."""
     p = load_record(GatedParameters, parameters)
     first, last = split(p.n, p.multiple, thread, threads), split(p.n, p.multiple, thread + 1, threads)
-    call6(p.activation, p.gate, p.up, first, last, p.buffer, 0)
+    call6(p.activation, p.gate, p.up, first, last, p.buffer, p.numbers)
     quantize_range(p.buffer, p.n, first, last)

@@ -1,9 +1,10 @@
 """Activations of gated feed-forwards, act(gate) * up: for each a C function for elements first .. last - 1,
 
-    void(gate, up, first, last, out, 0)     out[i] = act(gate[i]) * up[i], float32; out may be gate
+    void(gate, up, first, last, out, numbers)     out[i] = act(gate[i]) * up[i], float32; out may be gate
 
-`first` and `last` are multiples of 16. All arguments are int64; addresses are integers. Operations take the address of
-the function of a block's activation. The formulas are those of kernels/reference.py; NaN stays NaN.
+`first` and `last` are multiples of 16. All arguments are int64; addresses are integers. `numbers` is the address of
+those of an xIELU, which differ between layers and use the same code; others do not read it. Operations take the address
+of the function of a block's activation. The formulas are those of kernels/reference.py; NaN stays NaN.
 """
 
 from __future__ import annotations
@@ -87,15 +88,32 @@ def activate_range(
         ir.store(result, out + i * 4)
 
 
+@simd_intrinsic("void")
+def xielu_range(ir: IrBuilder, x: Value, first: Value, last: Value, out: Value, numbers: Value) -> None:
+    """out = xIELU(x) for elements first .. last - 1, multiples of 16; `numbers` is the address of float32[4]."""
+    p, n, b, e = (ir.splat(ir.load(F32, numbers + i * 4), 16) for i in range(4))
+    with ir.loop(first, last, 16) as i:
+        z = ir.load(_FLOATS16, x + i * 4)
+        above, below = p * z * z, (ir.expm1(ir.min(z, e)) - z) * n
+        positive = ir.builder.fcmp_ordered(">", z.ir, ir.zero(_FLOATS16).ir)
+        ir.store(Value(ir, ir.builder.select(positive, above.ir, below.ir)) + b * z, out + i * 4)
+
+
+@callback(SIGNATURE)
+def xielu(gate, up, first, last, out, numbers):
+    """out = xIELU(gate), ungated; numbers float32[4] are p, n, b, e of `reference.xielu`."""
+    xielu_range(gate, first, last, out, numbers)
+
+
 @functools.cache
 def activation(name: str, limit: float | None = None) -> Callback:
-    """The compiled function of an activation, by what blocks.FeedForward and blocks.Experts say of it."""
+    """The compiled function of an activation with a name, by what blocks.FeedForward and blocks.Experts say of it."""
     assert limit is None or (name == "swiglu" and limit > 0), f"{name} with a limit of {limit}"
     number = _NAMES.index(name)
     bits = 0 if limit is None else struct.unpack("<i", struct.pack("<f", limit))[0]
 
     @callback(SIGNATURE)
-    def run(gate, up, first, last, out, unused):
+    def run(gate, up, first, last, out, numbers):
         activate_range(number, bits, gate, up, first, last, out)
 
     return run

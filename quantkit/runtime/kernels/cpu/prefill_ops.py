@@ -101,6 +101,7 @@ class GatedParameters(NamedTuple):
     up: int  # float32[tokens, n]
     n: int
     out: int  # float32[tokens, n]; may be gate
+    numbers: int  # those of the activation, or 0
 
 
 @callback(OPERATION)
@@ -108,7 +109,7 @@ def gated(parameters, thread, threads):
     """out = act(gate) * up."""
     p = load_record(GatedParameters, parameters)
     first, last = token_share(load_record(BatchState, p.state).tokens, thread, threads)
-    call6(p.activation, p.gate, p.up, first * p.n, last * p.n, p.out, 0)
+    call6(p.activation, p.gate, p.up, first * p.n, last * p.n, p.out, p.numbers)
 
 
 class RopeParameters(NamedTuple):

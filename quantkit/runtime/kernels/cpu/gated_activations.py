@@ -95,8 +95,7 @@ def xielu_range(ir: IrBuilder, x: Value, first: Value, last: Value, out: Value, 
     with ir.loop(first, last, 16) as i:
         z = ir.load(_FLOATS16, x + i * 4)
         above, below = p * z * z, (ir.expm1(ir.min(z, e)) - z) * n
-        positive = ir.builder.fcmp_ordered(">", z.ir, ir.zero(_FLOATS16).ir)
-        ir.store(Value(ir, ir.builder.select(positive, above.ir, below.ir)) + b * z, out + i * 4)
+        ir.store(ir.choose(ir.less(ir.zero(_FLOATS16), z), above, below) + b * z, out + i * 4)
 
 
 @callback(SIGNATURE)

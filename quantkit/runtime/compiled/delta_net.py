@@ -11,6 +11,7 @@ In files where one matrix gives queries, keys, values and gates (no `gate`), its
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -173,19 +174,20 @@ def _add_convolution(
         )
         ops.add(delta_net.split_projection, split)
     none = ops.keep(np.zeros(sizes.channels, np.float32)).ctypes.data
-    return add_convolution(ops, sizes, part.conv, none, buffers.qkv, state, view, multiple, keys=sizes.keys)
+    return add_convolution(ops, sizes, (part.conv,), none, buffers.qkv, state, view, multiple, keys=sizes.keys)
 
 
 def add_convolution(
-    ops: PlanOps, sizes: blocks.Recurrence, conv: str, bias: int, x: int, state: int, view: int, multiple: int, *,
-    keys: int,
+    ops: PlanOps, sizes: blocks.Recurrence, convs: Sequence[str], bias: int, x: int, state: int, view: int,
+    multiple: int, *, keys: int,
 ) -> int:  # fmt: skip
-    """Append the convolution of x float32[tokens, channels] with the taps in the tensor `conv`; as `_add_convolution`.
+    """Append the convolution of x float32[tokens, channels]; as `_add_convolution`. The tensors `convs` have the taps.
 
     `keys` is the number of channels of all queries, and of all keys, which are normalized by heads; 0: none is.
     """
     next_head = ops.buffer("next head", 8)
-    taps = float_linear.vector(ops.model.weights[conv]).reshape(sizes.channels, sizes.kernel)
+    taps = np.concatenate([float_linear.vector(ops.model.weights[name]) for name in convs])
+    taps = taps.reshape(sizes.channels, sizes.kernel)
     convolve = delta_net.ConvolveParameters(
         state=state,
         qkv=x,

@@ -61,23 +61,8 @@ def add_decode(ops: TokenOps, layer: int, part: blocks.DeltaNet) -> None:
         out=buffers.out,
     )
     ops.add(delta_net.update, update)
-    norm = decode_ops.HeadNormParameters(
-        x=buffers.out,
-        weight=ops.vector(part.out_norm.weight),
-        rows=sizes.inner,
-        dim=sizes.head_dim_v,
-        eps=ops.constant(part.out_norm.eps),
-        multiple=multiple,
-        out=buffers.out,
-    )
-    ops.add(decode_ops.head_norm, norm)
-    hidden = ops.buffer("gated", activation_bytes(sizes.inner))
-    gate = decode_ops.GatedParameters(
-        activation=ops.activation("swiglu"), gate=buffers.gates, up=buffers.out, n=sizes.inner, multiple=multiple,
-        buffer=hidden,
-    )  # fmt: skip
-    ops.add(decode_ops.gated, gate, barrier=True)
-    ops.add_to_residual(part.out, Activations(hidden, 0))
+    hidden = gate_token(ops, sizes, part.out_norm, "swiglu", buffers.gates, buffers.out)
+    ops.add_to_residual(part.out, hidden)
 
 
 def add_prefill(ops: BatchOps, layer: int, part: blocks.DeltaNet) -> None:
@@ -111,22 +96,52 @@ def add_prefill(ops: BatchOps, layer: int, part: blocks.DeltaNet) -> None:
         private_stride=stride,
     )
     ops.add(delta_net.attend, attend, barrier=True)
-    norm = prefill_ops.HeadNormParameters(
+    gate_batch(ops, sizes, part.out_norm, "swiglu", buffers.gates, buffers.out)
+    ops.add_to_residual(part.out, ops.quantize(buffers.out, sizes.inner, (part.out,)))
+
+
+def gate_token(
+    ops: TokenOps, sizes: blocks.Recurrence, norm: blocks.Norm, activation: str, gates: int, x: int
+) -> Activations:
+    """Append the norm of each head of x float32[inner], in place, and act(gates) * x, quantized, with a barrier.
+
+    Each thread takes the heads whose x it may have computed.
+    """
+    multiple = math.lcm(SPLIT_ROWS, sizes.head_dim_v)
+    heads = decode_ops.HeadNormParameters(
+        x=x,
+        weight=ops.vector(norm.weight),
+        rows=sizes.inner,
+        dim=sizes.head_dim_v,
+        eps=ops.constant(norm.eps),
+        multiple=multiple,
+        out=x,
+    )
+    ops.add(decode_ops.head_norm, heads)
+    hidden = ops.buffer("gated", activation_bytes(sizes.inner))
+    gate = decode_ops.GatedParameters(
+        activation=ops.activation(activation), gate=gates, up=x, n=sizes.inner, multiple=multiple, buffer=hidden
+    )
+    ops.add(decode_ops.gated, gate, barrier=True)
+    return Activations(hidden, 0)
+
+
+def gate_batch(ops: BatchOps, sizes: blocks.Recurrence, norm: blocks.Norm, activation: str, gates: int, x: int) -> None:
+    """Append x = act(gates) * norm(x), the norm of each head, for a batch."""
+    heads = prefill_ops.HeadNormParameters(
         state=ops.state,
-        x=buffers.out,
-        weight=ops.vector(part.out_norm.weight),
+        x=x,
+        weight=ops.vector(norm.weight),
         heads=sizes.value_heads,
         dim=sizes.head_dim_v,
-        eps=ops.constant(part.out_norm.eps),
-        out=buffers.out,
+        eps=ops.constant(norm.eps),
+        out=x,
     )
-    ops.add(prefill_ops.head_norm, norm)
+    ops.add(prefill_ops.head_norm, heads)
     gate = prefill_ops.GatedParameters(
-        state=ops.state, activation=ops.activation("swiglu"), gate=buffers.gates, up=buffers.out, n=sizes.inner,
-        out=buffers.out,
-    )  # fmt: skip
+        state=ops.state, activation=ops.activation(activation), gate=gates, up=x, n=sizes.inner, out=x
+    )
     ops.add(prefill_ops.gated, gate)
-    ops.add_to_residual(part.out, ops.quantize(buffers.out, sizes.inner, (part.out,)))
 
 
 def matrices(part: blocks.DeltaNet) -> list[blocks.Linear]:

@@ -16,10 +16,10 @@ from typing import NamedTuple
 import numpy as np
 
 from quantkit.archs.common import blocks
-from quantkit.placement.kernel_sizes import BATCH_TOKENS, activation_bytes
-from quantkit.runtime.compiled.delta_net import add_convolution, head_fields
+from quantkit.placement.kernel_sizes import BATCH_TOKENS
+from quantkit.runtime.compiled.delta_net import add_convolution, gate_batch, gate_token, head_fields
 from quantkit.runtime.compiled.plan_base import SPLIT_ROWS, Activations, BatchOps, PlanOps, TokenOps
-from quantkit.runtime.kernels.cpu import decode_ops, kimi_delta, prefill_ops
+from quantkit.runtime.kernels.cpu import kimi_delta, prefill_ops
 
 
 class _Buffers(NamedTuple):
@@ -55,23 +55,7 @@ def add_decode(ops: TokenOps, layer: int, part: blocks.KimiDelta) -> None:
         heads=head_fields(ops, sizes), fields=_rule_fields(ops, part, buffers), layer_states=view, multiple=multiple
     )
     ops.add(kimi_delta.update, update)
-    norm = decode_ops.HeadNormParameters(
-        x=buffers.out,
-        weight=ops.vector(part.out_norm.weight),
-        rows=sizes.inner,
-        dim=sizes.head_dim_v,
-        eps=ops.constant(part.out_norm.eps),
-        multiple=multiple,
-        out=buffers.out,
-    )
-    ops.add(decode_ops.head_norm, norm)
-    hidden = ops.buffer("gated", activation_bytes(sizes.inner))
-    gate = decode_ops.GatedParameters(
-        activation=ops.activation("sigmoid"), gate=buffers.gates, up=buffers.out, n=sizes.inner, multiple=multiple,
-        buffer=hidden,
-    )  # fmt: skip
-    ops.add(decode_ops.gated, gate, barrier=True)
-    ops.add_to_residual(part.out, Activations(hidden, 0))
+    ops.add_to_residual(part.out, gate_token(ops, sizes, part.out_norm, "sigmoid", buffers.gates, buffers.out))
 
 
 def add_prefill(ops: BatchOps, layer: int, part: blocks.KimiDelta) -> None:
@@ -102,21 +86,7 @@ def add_prefill(ops: BatchOps, layer: int, part: blocks.KimiDelta) -> None:
         next_head=next_head,
     )
     ops.add(kimi_delta.attend, attend, barrier=True)
-    norm = prefill_ops.HeadNormParameters(
-        state=ops.state,
-        x=buffers.out,
-        weight=ops.vector(part.out_norm.weight),
-        heads=sizes.value_heads,
-        dim=sizes.head_dim_v,
-        eps=ops.constant(part.out_norm.eps),
-        out=buffers.out,
-    )
-    ops.add(prefill_ops.head_norm, norm)
-    gate = prefill_ops.GatedParameters(
-        state=ops.state, activation=ops.activation("sigmoid"), gate=buffers.gates, up=buffers.out, n=sizes.inner,
-        out=buffers.out,
-    )  # fmt: skip
-    ops.add(prefill_ops.gated, gate)
+    gate_batch(ops, sizes, part.out_norm, "sigmoid", buffers.gates, buffers.out)
     ops.add_to_residual(part.out, ops.quantize(buffers.out, sizes.inner, (part.out,)))
 
 

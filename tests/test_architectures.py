@@ -251,6 +251,14 @@ OTHERS: dict[str, dict[str, Any]] = {
         "partial_rotary_factor": 0.25, "head_dim": 64, "n_routed_experts": 12, "num_experts_per_tok": 4,
         "n_shared_experts": 2, "first_k_dense_replace": 2, "use_qk_norm": True,
     },
+    "kimi-linear": {
+        "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 6, "num_hidden_layers": 6,
+        "kv_lora_rank": 32, "qk_nope_head_dim": 64, "qk_rope_head_dim": 16, "v_head_dim": 64, "num_experts": 12,
+        "num_experts_per_token": 4, "num_shared_experts": 2, "moe_renormalize": False, "routed_scaling_factor": 1.0,
+        "num_expert_group": 4, "topk_group": 2, "first_k_dense_replace": 2, "linear_attn_config": {},
+        "linear_head_dim": 96, "linear_num_heads": 6, "linear_conv_kernel_dim": 3,
+        "layer_types": ["full_attention", *["linear_attention"] * 3, "full_attention", "linear_attention"],
+    },
     "lfm2": {
         "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 1, "num_hidden_layers": 5,
         "intermediate_size": 240, "block_auto_adjust_ff_dim": True, "block_ffn_dim_multiplier": 1.3,
@@ -311,8 +319,8 @@ MIXTRAL = {
 }  # fmt: skip
 # Architectures that wheel 0.1.5 does not know, or computes in another way whatever the configuration; see `in_wheel`.
 NOT_IN_WHEEL = frozenset((
-    "apertus", "cohere2_moe", "deepseek32", "exaone4", "glm-dsa", "granitemoe", "hunyuan-dense", "hy_v3", "lfm2",
-    "lfm2moe", "llama4", "minimax-m3", "nemotron", "nemotron_h", "nemotron_h_moe", "olmo2", "olmoe",
+    "apertus", "cohere2_moe", "deepseek32", "exaone4", "glm-dsa", "granitemoe", "hunyuan-dense", "hy_v3", "kimi-linear",
+    "lfm2", "lfm2moe", "llama4", "minimax-m3", "nemotron", "nemotron_h", "nemotron_h_moe", "olmo2", "olmoe",
 ))  # fmt: skip
 
 

@@ -181,6 +181,16 @@ def half_rules(*, stacked: bool = False) -> tuple[TensorRule, ...]:
     return tuple(rule(part, half) for part, half in halves)
 
 
+def split_rules(rules: Iterable[TensorRule]) -> tuple[TensorRule, ...]:
+    """The rules of files with attn_k_b and attn_v_b, of three dimensions, and without attn_kv_b."""
+    halves = {rule.gguf: rule for rule in half_rules(stacked=True)}
+    return tuple(
+        replace(halves[rule.gguf], layers=rule.layers) if rule.gguf in halves else rule
+        for rule in rules
+        if rule.gguf != "blk.N.attn_kv_b"
+    )
+
+
 ATTENTION_RULES = (
     TensorRule("blk.N.attn_norm", "model.layers.N.input_layernorm", f32=True),
     TensorRule("blk.N.attn_q", "model.layers.N.self_attn.q_proj", layers=_has_direct_q),

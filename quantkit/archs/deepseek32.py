@@ -20,7 +20,7 @@ from quantkit.archs.common.base import EMBEDDING_RULES, OUTPUT_RULES, Config, Ke
 from quantkit.archs.common.blocks import HParams, Indexer, LatentAttention, Norm
 from quantkit.archs.common.shapes import ExpectedTensor, Sizes
 from quantkit.archs.common.tensors import LazyTensor, Shape, TensorRule
-from quantkit.archs.deepseek2 import ATTENTION_RULES, DeepSeek2, LatentHParams, half_rules
+from quantkit.archs.deepseek2 import ATTENTION_RULES, DeepSeek2, LatentHParams, split_rules
 from quantkit.formats.gguf.metadata import Entries
 
 _KEY_EPS = 1e-6
@@ -85,8 +85,7 @@ class DeepSeek32(DeepSeek2):
     # ------------------------------------------------------------------------------------------------ checkpoint side
 
     def rules_of(self, config: Config) -> tuple[TensorRule, ...]:
-        halves = {rule.gguf: rule for rule in half_rules(stacked=True)}
-        return tuple(halves.get(rule.gguf, rule) for rule in self.rules if rule.gguf != "blk.N.attn_kv_b")
+        return split_rules(self.rules)
 
     def tensors(self, config: Config) -> list[ExpectedTensor]:
         found = super().tensors(config)

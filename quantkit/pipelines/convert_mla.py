@@ -227,15 +227,21 @@ def _type(
 
 
 def _metadata(source: GGUF, layout: str, sizes: HeadSizes, changes: list[RelayoutTensor]) -> Metadata:
-    """The metadata with the layout's head keys, and provenance records only of the copied tensors."""
+    """The metadata with the layout's head keys, and provenance records only of the copied tensors.
+
+    Where head_count_kv is a list, other layers have 0, and llama.cpp needs the keys of the heads in every layout.
+    """
     metadata, name = source.metadata.copy(), source.metadata["general.architecture"]
+    listed = metadata.get(f"{name}.attention.head_count_kv")
     key, latent = sizes.nope + sizes.rope, layout == "k_b+v_b"
+    kv_heads = 1 if latent else sizes.heads
     numbers = {
-        "head_count_kv": 1 if latent else sizes.heads,
+        "head_count_kv": [kv_heads if n else 0 for n in listed] if isinstance(listed, list) else kv_heads,
         "key_length": sizes.latent + sizes.rope if latent else key,
         "value_length": sizes.latent if latent else sizes.v,
     }
-    numbers |= {"key_length_mla": key, "value_length_mla": sizes.v} if latent else {}
+    if latent or isinstance(listed, list):
+        numbers |= {"key_length_mla": key, "value_length_mla": sizes.v}
     for part in ("key_length_mla", "value_length_mla"):
         metadata.pop(f"{name}.attention.{part}", None)
     for part, number in numbers.items():

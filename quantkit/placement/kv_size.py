@@ -6,13 +6,14 @@
                   that sliding_window_pattern lists, of key_length_swa and value_length_swa if there are such keys
     latent        n_ctx rows of kv_lora_rank + RoPE dims in the key type (`mla` 1 to 3), and with an indexer of its
                   key in the value type; `mla` 0 caches full heads
+    KDA           as recurrent layers, with as many heads as attention.head_count, all dims kda.head_dim
     recurrent     conv_kernel - 1 columns and a state of heads * key dim * value dim in float32, for any context
     convolution   shortconv.l_cache - 1 columns of embedding_length in float32
 
 In a model with ssm keys, all layers are recurrent except those that full_attention_interval selects and the MTP layers.
-In one with shortconv.l_cache, layers whose attention.head_count_kv is 0 are convolutions. Where head_count_kv is a list
-and full_attention_interval is absent, other layers with 0 KV heads are recurrent if their feed_forward_length is 0 as
-well, and have no cache otherwise.
+In one with shortconv.l_cache, layers whose attention.head_count_kv is 0 are convolutions; in one with kda.head_dim,
+they have KDA. Where head_count_kv is a list and full_attention_interval is absent, other layers with 0 KV heads are
+recurrent if their feed_forward_length is 0 as well, and have no cache otherwise.
 MTP layers have a cache only while they draft: 0 bytes unless `mtp`.
 Sliding windows do not reduce the size: like ik_llama.cpp, the runtime allocates them in full.
 """
@@ -64,6 +65,9 @@ def of_layers(
             found.append(0)
         elif number("shortconv.l_cache") and not number("attention.head_count_kv", layer):
             found.append(4 * (number("shortconv.l_cache") - 1) * number("embedding_length"))
+        elif number("kda.head_dim") and not number("attention.head_count_kv", layer):
+            inner = heads * number("kda.head_dim")
+            found.append(4 * ((number("ssm.conv_kernel") - 1) * 3 * inner + inner * number("kda.head_dim")))
         elif listed and not number("attention.head_count_kv", layer):
             recurrent = number("ssm.inner_size") and not number("feed_forward_length", layer)
             found.append(4 * _state(number) if recurrent else 0)

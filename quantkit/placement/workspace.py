@@ -76,6 +76,8 @@ def work_bytes(
             tables.add((part.temperature, 4 if part.temperature else 0))
         elif isinstance(part, blocks.DeltaNet):
             _recurrent(prompt, step, tensors, part, threads)
+        elif isinstance(part, blocks.KimiDelta):
+            _kimi_delta(prompt, step, tensors, part, threads)
         elif isinstance(part, blocks.Mamba2):
             _mamba2(prompt, step, tensors, part, threads)
         elif isinstance(part, blocks.ShortConv):
@@ -197,6 +199,32 @@ def _recurrent(
     prompt.private("chunk", kernel_sizes.delta_chunk_bytes(sizes.head_dim_k, sizes.head_dim_v), threads)
     step.private("normed", activation_bytes(embd), threads)
     step.add("gated", activation_bytes(sizes.inner))
+    step.add("added", 4 * embd)
+
+
+def _kimi_delta(
+    prompt: _Buffers, step: _Buffers, tensors: Mapping[str, TensorInfo], part: blocks.KimiDelta, threads: int
+) -> None:
+    embd, sizes = tensors[part.out.weight].shape[0], part.sizes
+    dim, inner = sizes.head_dim_k, sizes.inner
+    widths = {
+        "qkv": sizes.channels, "kda rates": inner, "kda gates": inner, "beta": sizes.value_heads, "low rates": dim,
+        "low gates": dim, "delta": inner,
+    }  # fmt: skip
+    for name, width in widths.items():
+        prompt.add(name, 4 * BATCH_TOKENS * width)
+        step.add(name, 4 * width)
+    for name in ("kda q", "kda k", "kda v"):
+        prompt.add(name, 4 * BATCH_TOKENS * inner)
+    prompt.add("normed", 4 * BATCH_TOKENS * embd)
+    for n, linears in (
+        (embd, (part.q, part.k, part.v, part.f_a, part.g_a, part.beta)), (dim, (part.f_b, part.g_b)),
+        (inner, (part.out,)),
+    ):  # fmt: skip
+        _read(prompt, [tensors[linear.weight] for linear in linears], n, threads)
+    step.private("normed", activation_bytes(embd), threads)
+    step.private("low rank", activation_bytes(dim), threads)
+    step.add("gated", activation_bytes(inner))
     step.add("added", 4 * embd)
 
 

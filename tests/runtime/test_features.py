@@ -28,6 +28,7 @@ from quantkit.runtime.kernels.cpu.op_list import OpList
 from quantkit.runtime.loading import load
 from quantkit.runtime.model import Model
 from tests.archs.files import written
+from tests.archs.test_kimi_linear import KIMI_LINEAR_48B
 from tests.recipe import configs
 from tests.runtime.conftest import rewrite
 from tests.runtime.test_step import TOKENS, by_steps, changed, spread
@@ -169,6 +170,7 @@ FULL_SIZE: dict[str, dict[str, Any]] = {
     "ernie4_5-moe": ERNIE_21B, "deepseek2": configs.DEEPSEEK_V3, "qwen3moe": configs.QWEN3_235B,
     "qwen35": configs.QWEN35_27B, "gemma4": GEMMA4_26B, "step35": STEP_35_FLASH, "bailingmoe2": LING_1T,
     "nemotron_h": NEMOTRON_NANO_9B, "nemotron_h_moe": NEMOTRON_NANO_30B,
+    "kimi-linear": KIMI_LINEAR_48B,
 }  # fmt: skip
 
 
@@ -258,7 +260,8 @@ def test_other_ratios_of_every_architecture(name: str, tmp_path: Path) -> None:
 
 
 SOME = ("gpt-oss", "gemma3", "gemma4", "step35", "hunyuan-moe", "minimax-m2", "bitnet-b1.58", "mistral3", "cohere2",
-        "cohere2_moe", "gemma2", "llama4", "nemotron", "nemotron_h", "nemotron_h_moe", "phi3", "apertus")  # fmt: skip
+        "cohere2_moe", "gemma2", "llama4", "nemotron", "nemotron_h", "nemotron_h_moe", "phi3", "apertus",
+        "kimi-linear")  # fmt: skip
 
 
 @pytest.mark.parametrize("threads", [1, 3])

@@ -263,6 +263,41 @@ class Mamba2:
 
 
 @dataclass(frozen=True)
+class KimiDelta:
+    """Kimi Delta Attention: x + out(o), causal. A head has a state S [dim, dim], each row of which decays by itself.
+
+    With y = norm(x), for each position t, per head:
+
+        q, k, v   silu(sum over j of conv[:, j] * product(y)[t - kernel + 1 + j]), each with its own matrix and taps
+        q, k      divided by their norm, sqrt(sum(q^2) + 1e-6); q also by sqrt(dim)
+        b, g      sigmoid(beta(y)), a number; a * softplus(f_b(f_a(y)) + dt), float32[dim]; a < 0
+        S         e^g S, row by row; then S + k (b (v - S^T k))^T
+        o         S^T q; then out_norm(o) * sigmoid(g_b(g_a(y)))
+    """
+
+    norm: Norm
+    q: Linear
+    k: Linear
+    v: Linear
+    convs: tuple[str, str, str]  # tensors float32[inner, 1, kernel] of q, k and v
+    f_a: Linear  # [dim, n_embd]
+    f_b: Linear  # [inner, dim]
+    beta: Linear  # [heads, n_embd]
+    a: str  # tensor float32[heads, 1]
+    dt: str  # tensor float32[inner]
+    g_a: Linear  # [dim, n_embd]
+    g_b: Linear  # [inner, dim]
+    out_norm: Norm  # weight float32[dim]
+    out: Linear
+    sizes: Recurrence
+
+    @property
+    def matrices(self) -> tuple[Linear, ...]:
+        """All of them."""
+        return self.q, self.k, self.v, self.f_a, self.f_b, self.beta, self.g_a, self.g_b, self.out
+
+
+@dataclass(frozen=True)
 class ShortConv:
     """A gated short convolution: x + out(c * f), causal.
 
@@ -278,7 +313,7 @@ class ShortConv:
     sizes: Recurrence
 
 
-RECURRENT = (DeltaNet, Mamba2, ShortConv)  # the parts with a state
+RECURRENT = (DeltaNet, KimiDelta, Mamba2, ShortConv)  # the parts with a state
 
 
 @dataclass(frozen=True)
@@ -455,7 +490,7 @@ class Experts:
         return (self.gate, self.down) if self.fused or self.ungated else (self.gate, self.up, self.down)
 
 
-Part = Attention | LatentAttention | DeltaNet | Mamba2 | ShortConv | FeedForward | Experts
+Part = Attention | LatentAttention | DeltaNet | KimiDelta | Mamba2 | ShortConv | FeedForward | Experts
 
 
 @dataclass(frozen=True)

@@ -180,12 +180,13 @@ _TABLE: tuple[tuple[str, str, Bound], ...] = (
     ("hidden_size_per_layer_input num_kv_shared_layers", "embedding_length_per_layer_input attention.shared_kv_layers",
      Count(0, 1 << 24)),
     ("vocab_size", "vocab_size", _TOKENS),
-    ("max_position_embeddings", "context_length rope.scaling.original_context_length attention.temperature_length",
+    ("max_position_embeddings model_max_length",
+     "context_length rope.scaling.original_context_length attention.temperature_length",
      _POSITIONS),
     ("num_experts n_routed_experts num_local_experts moe_num_experts", "expert_count", _EXPERTS),
     ("num_experts_per_tok top_k_experts n_shared_experts n_group topk_group first_k_dense_replace "
      "num_nextn_predict_layers num_mtp_layers mtp_num_hidden_layers moe_num_shared_experts moe_layer_start_index "
-     "num_dense_layers",
+     "num_dense_layers num_experts_per_token num_shared_experts num_expert_group",
      "expert_used_count expert_shared_count expert_group_count expert_group_used_count leading_dense_block_count "
      "nextn_predict_layers expert_gating_func",
      Count(0, 1 << 16, per_layer=True)),
@@ -213,8 +214,9 @@ _TABLE: tuple[tuple[str, str, Bound], ...] = (
     ("interleave_moe_layer_step", "interleave_moe_layer_step", Count(1, 1 << 12)),
     ("floor_scale", "", _POSITIONS),
     ("linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads linear_conv_kernel_dim "
+     "linear_num_heads linear_head_dim "
      "mamba_num_heads mamba_head_dim ssm_state_size n_groups mamba_n_groups conv_kernel mamba_d_conv",
-     "ssm.conv_kernel ssm.state_size ssm.group_count ssm.time_step_rank ssm.inner_size", _WIDTH),
+     "kda.head_dim ssm.conv_kernel ssm.state_size ssm.group_count ssm.time_step_rank ssm.inner_size", _WIDTH),
     ("conv_L_cache", "shortconv.l_cache", Count(2, 64)),
     ("block_multiple_of", "", _WIDTH),
     ("block_ffn_dim_multiplier", "", _FACTOR),
@@ -231,7 +233,7 @@ _TABLE: tuple[tuple[str, str, Bound], ...] = (
     ("attn_logit_softcapping final_logit_softcapping", "attn_logit_softcapping final_logit_softcapping",
      Real(0, 1e6)),
     ("attn_scale", "attention.temperature_scale", _STRENGTH),
-    ("", "attention.head_norm expert_weights_norm rope.scaling.yarn_truncate", Flag()),
+    ("moe_renormalize", "attention.head_norm expert_weights_norm rope.scaling.yarn_truncate", Flag()),
     ("", "rope.scaling.type", Text()),
     ("", "rope.scaling.yarn_log_multiplier rope.scaling.yarn_ext_factor", _STRENGTH),
     ("", "rope.scaling.factor rope.scaling.attn_factor rope.scaling.yarn_attn_factor rope.scaling.yarn_beta_fast "

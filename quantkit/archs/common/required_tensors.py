@@ -38,6 +38,8 @@ def required(
             yield from _latent(part, hp.n_embd, tensors)
         elif isinstance(part, blocks.DeltaNet):
             yield from _delta_net(part, hp.n_embd)
+        elif isinstance(part, blocks.KimiDelta):
+            yield from _kimi_delta(part, hp.n_embd, tensors)
         elif isinstance(part, blocks.Mamba2):
             yield from _mamba2(part, hp.n_embd)
         elif isinstance(part, blocks.ShortConv):
@@ -123,6 +125,23 @@ def _delta_net(part: blocks.DeltaNet, n_embd: int) -> Shapes:
     yield part.dt, (sizes.value_heads,)
     yield from _norm(part.out_norm, sizes.head_dim_v)
     yield from _linear(part.out, n_embd, sizes.inner)
+
+
+def _kimi_delta(part: blocks.KimiDelta, n_embd: int, tensors: Mapping[str, Shaped]) -> Shapes:
+    sizes, inner = part.sizes, part.sizes.inner
+    for linear in (part.q, part.k, part.v):
+        yield from _linear(linear, inner, n_embd)
+    for down, up in ((part.f_a, part.f_b), (part.g_a, part.g_b)):
+        yield from _linear(down, sizes.head_dim_k, n_embd)
+        yield from _linear(up, inner, sizes.head_dim_k)
+    yield from _linear(part.beta, sizes.value_heads, n_embd)
+    for name, shape in (*((conv, (inner, 1, sizes.kernel)) for conv in part.convs), (part.a, (sizes.value_heads, 1))):
+        # llama.cpp's converter writes four dimensions, of which the first are 1; its quantizer leaves those out
+        whole = name in tensors and len(tensors[name].shape) == 4
+        yield name, (1,) * (4 - len(shape)) + shape if whole else shape
+    yield part.dt, (inner,)
+    yield from _norm(part.out_norm, sizes.head_dim_v)
+    yield from _linear(part.out, n_embd, inner)
 
 
 def _mamba2(part: blocks.Mamba2, n_embd: int) -> Shapes:

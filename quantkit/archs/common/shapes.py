@@ -53,6 +53,13 @@ indexer.q_norm      index
 attn_qkv            qkv embd
 attn_gate           inner embd
 ssm_conv1d          conv kernel
+ssm_conv1d_q        inner 1 kernel
+ssm_conv1d_k        inner 1 kernel
+ssm_conv1d_v        inner 1 kernel
+ssm_f_a             head_v embd
+ssm_f_b             inner head_v
+ssm_g_a             head_v embd
+ssm_g_b             inner head_v
 ssm_a               rank
 ssm_dt              rank
 ssm_norm            head_v
@@ -99,7 +106,7 @@ nextn.shared_head_norm  embd
 """
 _SHAPES = {line.split()[0]: line.split()[1:] for line in _TABLE.splitlines() if line}
 # Tensors that converters store in float32 although they are matrices.
-_FLOAT32 = ("_norm.weight", "ffn_gate_inp.weight", "ssm_conv1d.weight", "shortconv.conv.weight")
+_FLOAT32 = ("_norm.weight", "ffn_gate_inp.weight", "ssm_conv1d", "shortconv.conv.weight")
 
 
 @dataclass(frozen=True)

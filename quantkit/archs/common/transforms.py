@@ -99,6 +99,25 @@ class SqueezeMiddle(Transform):
         return SqueezeMiddle(not self.has_middle)
 
 
+class LeadingOnes(Transform):
+    """Give a tensor `to_gguf` dimensions by leading axes of length 1; the inverse gives it `to_hf`."""
+
+    def __init__(self, to_gguf: int, to_hf: int):
+        self.to_gguf, self.to_hf = to_gguf, to_hf
+
+    def shape(self, *sources: Shape) -> Shape:
+        (shape,) = sources
+        extra = len(shape) - self.to_gguf
+        if any(n != 1 for n in shape[: max(0, extra)]):
+            raise FormatError(
+                f"a tensor of shape {shape}; {self.to_gguf} dimensions were expected, with axes of length 1 before them"
+            )
+        return shape[extra:] if extra > 0 else (1,) * -extra + tuple(shape)
+
+    def inverse(self) -> Transform:
+        return LeadingOnes(self.to_hf, self.to_gguf)
+
+
 class GatherRows(Transform):
     """Concatenate runs of rows, each (index of the source, first row, number of rows).
 

@@ -14,7 +14,16 @@ from quantkit.archs.common import blocks
 from quantkit.codegen import jit
 from quantkit.errors import DataError
 from quantkit.formats.gguf import Tensor
-from quantkit.runtime.blocks import experts, float_attention, float_linear, float_ops, latent, mamba2, recurrent
+from quantkit.runtime.blocks import (
+    experts,
+    float_attention,
+    float_linear,
+    float_ops,
+    kimi_delta,
+    latent,
+    mamba2,
+    recurrent,
+)
 from quantkit.runtime.blocks.float_attention import AttentionOptions, Heads
 from quantkit.runtime.blocks.spans import Span
 from quantkit.runtime.blocks.token_weights import HeldInput, weighed
@@ -77,6 +86,8 @@ class BlockRunner:
             return self.latent_attention(part, layer, x, spans)
         if isinstance(part, blocks.DeltaNet):
             return self.delta_net(part, layer, x, spans)
+        if isinstance(part, blocks.KimiDelta):
+            return self.kimi_delta(part, layer, x, spans)
         if isinstance(part, blocks.Mamba2):
             return self.mamba2(part, layer, x, spans)
         if isinstance(part, blocks.ShortConv):
@@ -231,6 +242,10 @@ class BlockRunner:
     def delta_net(self, part: blocks.DeltaNet, layer: int, x: np.ndarray, spans: list[Span]) -> np.ndarray:
         """What a recurrent block adds; see `recurrent.delta_net`."""
         return recurrent.delta_net(self, part, layer, x, spans)
+
+    def kimi_delta(self, part: blocks.KimiDelta, layer: int, x: np.ndarray, spans: list[Span]) -> np.ndarray:
+        """What Kimi Delta Attention adds; see `kimi_delta.kimi_delta`."""
+        return kimi_delta.kimi_delta(self, part, layer, x, spans)
 
     def mamba2(self, part: blocks.Mamba2, layer: int, x: np.ndarray, spans: list[Span]) -> np.ndarray:
         """What a Mamba-2 mixer adds; see `mamba2.mamba2`."""

@@ -71,6 +71,7 @@ ACTIVATIONS = {
     "reglu": reference.reglu,
     "relu2": reference.relu2,
     "swiglu_oai": reference.swiglu_oai,
+    "sigmoid": reference.sigmoid,
 }
 
 

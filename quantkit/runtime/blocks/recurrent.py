@@ -67,8 +67,8 @@ def delta_net(run: RecurrentRun, part: blocks.DeltaNet, layer: int, x: np.ndarra
     for span in spans:
         rows = slice(span.start, span.stop)
         before, after = span.cache.advance(layer, span.stop - span.start)
-        mixed = _mixed(sizes, entering[rows], before, after, taps, run.threads)
-        attend(part, mixed, g[rows], beta[rows], before.heads, after.heads, out[rows], run.threads)
+        qkv = mixed(sizes, entering[rows], before, after, taps, run.threads)
+        attend(part, qkv, g[rows], beta[rows], before.heads, after.heads, out[rows], run.threads)
     run.check(f"delta rule of blk.{layer}", out)
     normed = run.norm(part.out_norm, out.reshape(-1, sizes.head_dim_v)).reshape(out.shape)
     return run.linear(part.out, float_ops.activate("swiglu", gates, normed, run.threads))
@@ -123,7 +123,7 @@ def _rates(run: RecurrentRun, part: blocks.DeltaNet, y: np.ndarray) -> tuple[np.
     return g, float_ops.sigmoid(b)
 
 
-def _mixed(
+def mixed(
     sizes: blocks.Recurrence, x: np.ndarray, before: LayerState, after: LayerState, taps: np.ndarray, threads: int
 ) -> np.ndarray:
     """The convolution of x float32[tokens, channels]: queries, keys and values, with queries and keys normed."""
@@ -205,7 +205,7 @@ def attend(
         for head in range(start, stop):
             key, value = key_of[head] * sizes.head_dim_k, head * sizes.head_dim_v
             starts = key, sizes.keys + key, 2 * sizes.keys + value
-            reference.delta_rule(x, *starts, decay[head], betas[head], before[head], after[head], out, value)
+            reference.delta_rule(x, *starts, decay[head][:, None], betas[head], before[head], after[head], out, value)
 
     def by_chunks(start: int, stop: int) -> None:
         for first in range(start, stop, HEADS):

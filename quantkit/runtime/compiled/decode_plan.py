@@ -23,7 +23,7 @@ import numpy as np
 from quantkit.archs.common import blocks
 from quantkit.placement import kernel_sizes
 from quantkit.placement.kernel_sizes import activation_bytes, whole_lines
-from quantkit.runtime.compiled import delta_net, latent, mamba2, short_conv
+from quantkit.runtime.compiled import delta_net, kimi_delta, latent, mamba2, short_conv
 from quantkit.runtime.compiled.cached_attention import Projected, attend_token
 from quantkit.runtime.compiled.plan_base import (
     SPLIT_ROWS,
@@ -182,6 +182,8 @@ def add_part(
         add_attention(ops, layer, part, shape, normed)
     elif isinstance(part, blocks.DeltaNet):
         delta_net.add_decode(ops, layer, part)
+    elif isinstance(part, blocks.KimiDelta):
+        kimi_delta.add_decode(ops, layer, part)
     elif isinstance(part, blocks.Mamba2):
         mamba2.add_decode(ops, layer, part)
     elif isinstance(part, blocks.ShortConv):

@@ -11,6 +11,7 @@ In files where one matrix gives queries, keys, values and gates (no `gate`), its
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -60,23 +61,8 @@ def add_decode(ops: TokenOps, layer: int, part: blocks.DeltaNet) -> None:
         out=buffers.out,
     )
     ops.add(delta_net.update, update)
-    norm = decode_ops.HeadNormParameters(
-        x=buffers.out,
-        weight=ops.vector(part.out_norm.weight),
-        rows=sizes.inner,
-        dim=sizes.head_dim_v,
-        eps=ops.constant(part.out_norm.eps),
-        multiple=multiple,
-        out=buffers.out,
-    )
-    ops.add(decode_ops.head_norm, norm)
-    hidden = ops.buffer("gated", activation_bytes(sizes.inner))
-    gate = decode_ops.GatedParameters(
-        activation=ops.activation("swiglu"), gate=buffers.gates, up=buffers.out, n=sizes.inner, multiple=multiple,
-        buffer=hidden, numbers=0,
-    )  # fmt: skip
-    ops.add(decode_ops.gated, gate, barrier=True)
-    ops.add_to_residual(part.out, Activations(hidden, 0))
+    hidden = gate_token(ops, sizes, part.out_norm, "swiglu", buffers.gates, buffers.out)
+    ops.add_to_residual(part.out, hidden)
 
 
 def add_prefill(ops: BatchOps, layer: int, part: blocks.DeltaNet) -> None:
@@ -110,22 +96,53 @@ def add_prefill(ops: BatchOps, layer: int, part: blocks.DeltaNet) -> None:
         private_stride=stride,
     )
     ops.add(delta_net.attend, attend, barrier=True)
-    norm = prefill_ops.HeadNormParameters(
+    gate_batch(ops, sizes, part.out_norm, "swiglu", buffers.gates, buffers.out)
+    ops.add_to_residual(part.out, ops.quantize(buffers.out, sizes.inner, (part.out,)))
+
+
+def gate_token(
+    ops: TokenOps, sizes: blocks.Recurrence, norm: blocks.Norm, activation: str, gates: int, x: int
+) -> Activations:
+    """Append the norm of each head of x float32[inner], in place, and act(gates) * x, quantized, with a barrier.
+
+    Each thread takes the heads whose x it may have computed.
+    """
+    multiple = math.lcm(SPLIT_ROWS, sizes.head_dim_v)
+    heads = decode_ops.HeadNormParameters(
+        x=x,
+        weight=ops.vector(norm.weight),
+        rows=sizes.inner,
+        dim=sizes.head_dim_v,
+        eps=ops.constant(norm.eps),
+        multiple=multiple,
+        out=x,
+    )
+    ops.add(decode_ops.head_norm, heads)
+    hidden = ops.buffer("gated", activation_bytes(sizes.inner))
+    gate = decode_ops.GatedParameters(
+        activation=ops.activation(activation), gate=gates, up=x, n=sizes.inner, multiple=multiple, buffer=hidden,
+        numbers=0,
+    )  # fmt: skip
+    ops.add(decode_ops.gated, gate, barrier=True)
+    return Activations(hidden, 0)
+
+
+def gate_batch(ops: BatchOps, sizes: blocks.Recurrence, norm: blocks.Norm, activation: str, gates: int, x: int) -> None:
+    """Append x = act(gates) * norm(x), the norm of each head, for a batch."""
+    heads = prefill_ops.HeadNormParameters(
         state=ops.state,
-        x=buffers.out,
-        weight=ops.vector(part.out_norm.weight),
+        x=x,
+        weight=ops.vector(norm.weight),
         heads=sizes.value_heads,
         dim=sizes.head_dim_v,
-        eps=ops.constant(part.out_norm.eps),
-        out=buffers.out,
+        eps=ops.constant(norm.eps),
+        out=x,
     )
-    ops.add(prefill_ops.head_norm, norm)
+    ops.add(prefill_ops.head_norm, heads)
     gate = prefill_ops.GatedParameters(
-        state=ops.state, activation=ops.activation("swiglu"), gate=buffers.gates, up=buffers.out, n=sizes.inner,
-        out=buffers.out, numbers=0,
+        state=ops.state, activation=ops.activation(activation), gate=gates, up=x, n=sizes.inner, out=x, numbers=0,
     )  # fmt: skip
     ops.add(prefill_ops.gated, gate)
-    ops.add_to_residual(part.out, ops.quantize(buffers.out, sizes.inner, (part.out,)))
 
 
 def matrices(part: blocks.DeltaNet) -> list[blocks.Linear]:
@@ -173,19 +190,20 @@ def _add_convolution(
         )
         ops.add(delta_net.split_projection, split)
     none = ops.keep(np.zeros(sizes.channels, np.float32)).ctypes.data
-    return add_convolution(ops, sizes, part.conv, none, buffers.qkv, state, view, multiple, keys=sizes.keys)
+    return add_convolution(ops, sizes, (part.conv,), none, buffers.qkv, state, view, multiple, keys=sizes.keys)
 
 
 def add_convolution(
-    ops: PlanOps, sizes: blocks.Recurrence, conv: str, bias: int, x: int, state: int, view: int, multiple: int, *,
-    keys: int,
+    ops: PlanOps, sizes: blocks.Recurrence, convs: Sequence[str], bias: int, x: int, state: int, view: int,
+    multiple: int, *, keys: int,
 ) -> int:  # fmt: skip
-    """Append the convolution of x float32[tokens, channels] with the taps in the tensor `conv`; as `_add_convolution`.
+    """Append the convolution of x float32[tokens, channels]; as `_add_convolution`. The tensors `convs` have the taps.
 
     `keys` is the number of channels of all queries, and of all keys, which are normalized by heads; 0: none is.
     """
     next_head = ops.buffer("next head", 8)
-    taps = float_linear.vector(ops.model.weights[conv]).reshape(sizes.channels, sizes.kernel)
+    taps = np.concatenate([float_linear.vector(ops.model.weights[name]) for name in convs])
+    taps = taps.reshape(sizes.channels, sizes.kernel)
     convolve = delta_net.ConvolveParameters(
         state=state,
         qkv=x,

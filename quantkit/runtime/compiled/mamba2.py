@@ -84,7 +84,7 @@ def _buffers(ops: PlanOps, part: blocks.Mamba2, tokens: int) -> _Buffers:
 def _add_convolution(ops: PlanOps, part: blocks.Mamba2, buffers: _Buffers, state: int, view: int) -> int:
     """Append the convolution, without a barrier; returns the address of a counter that it sets to 0."""
     bias = ops.vector(part.conv_bias)
-    return add_convolution(ops, part.sizes, part.conv, bias, buffers.entering, state, view, SPLIT_ROWS, keys=0)
+    return add_convolution(ops, part.sizes, (part.conv,), bias, buffers.entering, state, view, SPLIT_ROWS, keys=0)
 
 
 def _scan_fields(ops: PlanOps, part: blocks.Mamba2, buffers: _Buffers) -> int:

@@ -24,7 +24,7 @@ from quantkit.archs.common import blocks
 from quantkit.placement import kernel_sizes
 from quantkit.placement.kernel_sizes import BATCH_TOKENS, activation_bytes, whole_lines
 from quantkit.runtime.blocks.spans import Span
-from quantkit.runtime.compiled import delta_net, latent, mamba2, short_conv
+from quantkit.runtime.compiled import delta_net, kimi_delta, latent, mamba2, short_conv
 from quantkit.runtime.compiled.cached_attention import Projected, attend_batch
 from quantkit.runtime.compiled.plan_base import (
     Array,
@@ -195,6 +195,8 @@ def add_part(ops: PrefillOps, layer: int, part: blocks.Part, shape: PlannedCache
         add_attention(ops, layer, part, shape, normed)
     elif isinstance(part, blocks.DeltaNet):
         delta_net.add_prefill(ops, layer, part)
+    elif isinstance(part, blocks.KimiDelta):
+        kimi_delta.add_prefill(ops, layer, part)
     elif isinstance(part, blocks.Mamba2):
         mamba2.add_prefill(ops, layer, part)
     elif isinstance(part, blocks.ShortConv):

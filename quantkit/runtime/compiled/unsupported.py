@@ -30,6 +30,9 @@ def unsupported_feature(weights: Weights, parts: Sequence[blocks.Block], head: b
         elif isinstance(part, blocks.DeltaNet):
             linears += delta_net.matrices(part)
             reason = None
+        elif isinstance(part, blocks.KimiDelta):
+            linears += part.matrices
+            reason = None
         elif isinstance(part, blocks.Mamba2):
             linears += [part.gate, part.entering, part.rate, part.out]
             reason = None

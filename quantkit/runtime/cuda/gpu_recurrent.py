@@ -1,4 +1,5 @@
-"""Recurrent layers (archs.blocks.DeltaNet, ShortConv) on a GPU: `runtime/blocks/recurrent.py` with torch tensors.
+"""Recurrent layers (archs.blocks.DeltaNet, KimiDelta, ShortConv) on a GPU: `runtime/blocks/recurrent.py` and
+`kimi_delta.py` with torch tensors.
 
 One kernel computes the delta rule of all tokens.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from quantkit.archs.common import blocks
+from quantkit.errors import UnsupportedError
 from quantkit.runtime.blocks.spans import Span
 from quantkit.runtime.cuda.gpu_context import GpuContext
 
@@ -23,13 +25,42 @@ def delta_net(run: GpuContext, part: blocks.DeltaNet, layer: int, x: Any, spans:
     for span in spans:
         rows = slice(span.start, span.stop)
         before, after = span.cache.advance(layer, span.stop - span.start)
-        mixed = _mixed(part, _convolved(entering[rows], before, after, taps, torch), torch)
+        mixed = _mixed(part.sizes, _convolved(entering[rows], before, after, taps, torch), torch)
         after.heads.copy_(before.heads)  # type: ignore[attr-defined]
-        outputs.append(_attended(run, part, mixed, g[rows], beta[rows], after.heads))
+        outputs.append(_attended(run, sizes, part.tiled, mixed, g[rows], beta[rows], after.heads))
     out = torch.cat(outputs)
     run.check(f"delta rule of blk.{layer}", out)
     normed = run.norm(part.out_norm, out.view(-1, sizes.head_dim_v)).reshape(len(x), -1)
     return run.linear(part.out, run.activate("swiglu", gates, normed))
+
+
+def kimi_delta(run: GpuContext, part: blocks.KimiDelta, layer: int, x: Any, spans: list[Span]) -> Any:
+    """What Kimi Delta Attention adds to x float32[tokens, n_embd]; advances the states of the spans' caches."""
+    from quantkit.runtime.kernels.cuda import delta
+
+    sizes, torch = part.sizes, run.gpu.torch
+    if sizes.head_dim_k > delta.MAX_KEYS:
+        raise UnsupportedError(
+            f"{part.out.weight}: heads of {sizes.head_dim_k} elements; kernels on a GPU take {delta.MAX_KEYS} at most. "
+            "Keep the layer on the CPU (-ot)"
+        )
+    y = run.norm(part.norm, x)
+    entering = torch.cat([run.linear(linear, y) for linear in (part.q, part.k, part.v)], dim=1)
+    rates: Any = run.linear(part.f_b, run.linear(part.f_a, y)) + run.vector(part.dt)
+    a = run.vector(part.a).repeat_interleave(sizes.head_dim_k)
+    g, beta = a * torch.nn.functional.softplus(rates), run.sigmoid(run.linear(part.beta, y))
+    taps = torch.cat([run.vector(name).view(sizes.inner, sizes.kernel) for name in part.convs])
+    outputs = []
+    for span in spans:
+        rows = slice(span.start, span.stop)
+        before, after = span.cache.advance(layer, span.stop - span.start)
+        mixed = _mixed(sizes, _convolved(entering[rows], before, after, taps, torch), torch)
+        after.heads.copy_(before.heads)  # type: ignore[attr-defined]
+        outputs.append(_attended(run, sizes, False, mixed, g[rows], beta[rows], after.heads))
+    out = torch.cat(outputs)
+    run.check(f"delta rule of blk.{layer}", out)
+    normed = run.norm(part.out_norm, out.view(-1, sizes.head_dim_v)).reshape(len(x), -1)
+    return run.linear(part.out, normed * run.sigmoid(run.linear(part.g_b, run.linear(part.g_a, y))))
 
 
 def short_conv(run: GpuContext, part: blocks.ShortConv, layer: int, x: Any, spans: list[Span]) -> Any:
@@ -78,9 +109,9 @@ def _convolved(x: Any, before: Any, after: Any, taps: Any, torch: Any) -> Any:
     return sum(taps[:, j] * inputs[j : j + tokens] for j in range(taps.shape[1]))
 
 
-def _mixed(part: blocks.DeltaNet, convolved: Any, torch: Any) -> Any:
+def _mixed(sizes: blocks.Recurrence, convolved: Any, torch: Any) -> Any:
     """Queries, keys and values of a convolution's output float32[tokens, channels], with queries and keys normed."""
-    sizes, tokens = part.sizes, len(convolved)
+    tokens = len(convolved)
     mixed = torch.nn.functional.silu(convolved)
     heads = mixed[:, : 2 * sizes.keys].view(tokens, 2, sizes.key_heads, sizes.head_dim_k)
     heads = heads * (heads.square().sum(dim=3, keepdim=True) + 1e-6).rsqrt()
@@ -88,19 +119,22 @@ def _mixed(part: blocks.DeltaNet, convolved: Any, torch: Any) -> Any:
     return torch.cat([heads.reshape(tokens, -1), mixed[:, 2 * sizes.keys :]], dim=1)
 
 
-def _attended(run: GpuContext, part: blocks.DeltaNet, x: Any, g: Any, beta: Any, state: Any) -> Any:
-    """The delta rule: float32[tokens, inner] of x float32[tokens, channels]; the state is updated."""
+def _attended(run: GpuContext, sizes: blocks.Recurrence, tiled: bool, x: Any, g: Any, beta: Any, state: Any) -> Any:
+    """The delta rule: float32[tokens, inner] of x float32[tokens, channels]; the state is updated.
+
+    g is float32[tokens, value_heads], or [tokens, value_heads * head_dim_k] where rows decay by themselves.
+    """
     from quantkit.runtime.kernels.cuda import delta
 
-    sizes, torch, tokens = part.sizes, run.gpu.torch, len(x)
+    torch, tokens = run.gpu.torch, len(x)
     heads = torch.arange(sizes.value_heads, device=run.gpu.torch_device)
-    key_of = heads % sizes.key_heads if part.tiled else heads * sizes.key_heads // sizes.value_heads
+    key_of = heads % sizes.key_heads if tiled else heads * sizes.key_heads // sizes.value_heads
     q, k = (x[:, i * sizes.keys :][:, : sizes.keys].view(tokens, sizes.key_heads, -1) for i in range(2))
     q, k = q[:, key_of].contiguous(), k[:, key_of].contiguous()
     v, out = x[:, 2 * sizes.keys :].contiguous(), run.gpu.empty(tokens, sizes.inner)
     blocks_of_columns = -(-sizes.head_dim_v // delta.THREADS)
     run.gpu.launch(
-        delta.step(), (blocks_of_columns, sizes.value_heads), delta.THREADS, q, k, v, g.contiguous(), beta.contiguous(),
-        sizes.value_heads, sizes.head_dim_k, sizes.head_dim_v, tokens, state, out,
+        delta.step(g.shape[1] > sizes.value_heads), (blocks_of_columns, sizes.value_heads), delta.THREADS, q, k, v,
+        g.contiguous(), beta.contiguous(), sizes.value_heads, sizes.head_dim_k, sizes.head_dim_v, tokens, state, out,
     )  # fmt: skip
     return out

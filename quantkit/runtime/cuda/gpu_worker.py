@@ -385,6 +385,13 @@ class CudaWorker(Worker):
 
         return gpu_recurrent.delta_net(self, part, layer, x, spans)
 
+    def kimi_delta(self, part: blocks.KimiDelta, layer: int, x: Any, spans: list[Span]) -> Any:
+        """As `gpu_recurrent.kimi_delta`."""
+
+        from quantkit.runtime.cuda import gpu_recurrent
+
+        return gpu_recurrent.kimi_delta(self, part, layer, x, spans)
+
     def mamba2(self, part: blocks.Mamba2, layer: int, x: Any, spans: list[Span]) -> Any:
         """As `gpu_mamba2.mamba2`."""
 

@@ -67,6 +67,15 @@ def swiglu(gate, up):
 
 
 @kernel
+def sigmoid(gate, up):
+    """up / (1 + e^-gate), element by element, in place of `gate`; float32[tokens, n]."""
+    tokens, n = gate.shape
+    for t in range(tokens):
+        for i in range(n):
+            gate[t, i] = up[t, i] / (np.float32(1) + exp(-gate[t, i]))
+
+
+@kernel
 def swiglu_limited(gate, up, limit):
     """min(gate / (1 + e^-gate), limit) * u with u = up within -limit … limit, in place of `gate`; float32[tokens, n].
 
@@ -364,10 +373,11 @@ def gate(x, gates, dim, step, first):
 
 @kernel(fastmath=_SUMS)
 def delta_rule(x, q_at, k_at, v_at, decay, beta, before, after, out, out_at):
-    """A head of a gated delta rule (archs.blocks.DeltaNet), token by token.
+    """A head of a gated delta rule (archs.blocks.DeltaNet, KimiDelta), token by token.
 
     x        float32[tokens, channels]: queries from element q_at on, keys from k_at, values from v_at
-    decay    float32[tokens]: e^g; beta float32[tokens]
+    decay    float32[tokens, 1]: e^g, of all rows of the state; or float32[tokens, head_dim_k], of each
+    beta     float32[tokens]
     before   float32[head_dim_k, head_dim_v], the state before the first token; after: the one after the last
     out      float32[tokens, n]: the head's own elements are those from out_at on
 
@@ -375,13 +385,14 @@ def delta_rule(x, q_at, k_at, v_at, decay, beta, before, after, out, out_at):
     first only reads it.
     """
     n_k, n_v = before.shape
+    step = 1 if decay.shape[1] > 1 else 0
     delta = np.empty(n_v, np.float32)
     state = before
     for t in range(x.shape[0]):
-        decay_now, row = decay[t], out[t, out_at : out_at + n_v]
+        row = out[t, out_at : out_at + n_v]
         delta[:] = np.float32(0)
         for i in range(n_k):
-            factor = x[t, k_at + i] * decay_now
+            factor = x[t, k_at + i] * decay[t, i * step]
             row_before = state[i]
             for j in range(n_v):
                 delta[j] += row_before[j] * factor
@@ -389,7 +400,7 @@ def delta_rule(x, q_at, k_at, v_at, decay, beta, before, after, out, out_at):
             delta[j] = beta[t] * (x[t, v_at + j] - delta[j])
         row[:] = np.float32(0)
         for i in range(n_k):
-            key, query = x[t, k_at + i], x[t, q_at + i]
+            key, query, decay_now = x[t, k_at + i], x[t, q_at + i], decay[t, i * step]
             row_before, row_after = state[i], after[i]
             for j in range(n_v):
                 new = row_before[j] * decay_now + key * delta[j]

@@ -204,6 +204,8 @@ def test_steps_of_architectures_are_replayed(arch: str, gpus: int, make: Make) -
         ("deepseek2", {"override_tensor": "attn_v_b=CPU,shexp=CPU"}),
         ("qwen35moe", {}),
         ("qwen3next", {"gpu_layers": 2}),
+        ("kimi-linear", {}),
+        ("kimi-linear", {"gpu_layers": 2, "mla": 0}),
         ("lfm2", {}),
         ("lfm2moe", {"gpu_layers": 2}),
         ("gpt-oss", {}),

@@ -106,22 +106,24 @@ def test_routing(run: Run, sigmoid: bool, biased: bool, groups: int, groups_used
         np.testing.assert_allclose(weights[t], shares, **CLOSE)
 
 
-def test_delta_rule(run: Run) -> None:
+@pytest.mark.parametrize("by_rows", [False, True])
+def test_delta_rule(run: Run, by_rows: bool) -> None:
     """Two tokens and then one give what three formulas do, and the state after them."""
     heads, dk, dv, tokens = 2, 6, 9, 3
     q, k, v = normal(tokens, heads, dk), normal(tokens, heads, dk, seed=1), normal(tokens, heads, dv, seed=2)
-    g, beta = -np.abs(normal(tokens, heads, seed=3)), np.abs(normal(tokens, heads, seed=4)) % 1
+    g = -np.abs(normal(tokens, heads, dk if by_rows else 1, seed=3))
+    beta = np.abs(normal(tokens, heads, seed=4)) % 1
     start = normal(heads, dk, dv, seed=5)
     state, out = start.copy(), np.zeros((tokens, heads, dv), np.float32)
     for a, b in ((0, 2), (2, 3)):
         each = [x[a:b].reshape(-1).copy() for x in (q, k, v, g, beta)]
         part = np.zeros((b - a) * heads * dv, np.float32)
-        run(delta.step(), (1, heads), delta.THREADS, *each, heads, dk, dv, b - a, state.reshape(-1), part)
+        run(delta.step(by_rows), (1, heads), delta.THREADS, *each, heads, dk, dv, b - a, state.reshape(-1), part)
         out[a:b] = part.reshape(b - a, heads, dv)
     right = start.astype(np.float64)
     for t in range(tokens):
         for h in range(heads):
-            right[h] *= np.exp(g[t, h])
+            right[h] *= np.exp(g[t, h])[:, None]
             right[h] += np.outer(k[t, h], beta[t, h] * (v[t, h] - right[h].T @ k[t, h]))
             np.testing.assert_allclose(out[t, h], right[h].T @ q[t, h], rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(state, right, rtol=1e-5, atol=1e-5)

@@ -279,11 +279,14 @@ def by_columns(ir: IrBuilder, n: Value, width: int, columns: Callable[[Value, in
 
 
 @simd_intrinsic("void")
-def _update_state(
-    ir: IrBuilder, state: Value, q: Value, k: Value, v: Value, dim_k: Value, dim_v: Value, decay: float, beta: float,
-    key_query: float, out: Value,
+def update_state(
+    ir: IrBuilder, by_rows: int, state: Value, q: Value, k: Value, v: Value, dim_k: Value, dim_v: Value, decay: float,
+    decays: Value, beta: float, key_query: float, out: Value,
 ) -> None:  # fmt: skip
-    """Change a head's state by a token, and write out = S^T q; see the module. key_query is k . q."""
+    """Change a head's state by a token, and write out = S^T q; see the module. key_query is k . q.
+
+    With `by_rows`, row i of the state decays by `decays` float32[dim_k] (archs.blocks.KimiDelta), and `decay` is 1.
+    """
     row_bytes = dim_v * 4
 
     def columns(first: Value, vectors: int, lanes: int) -> None:
@@ -297,8 +300,10 @@ def _update_state(
                          for _ in range(2))  # fmt: skip
         with ir.loop(0, dim_k) as i:
             row, key, query = state + i * row_bytes, *(spread(ir.load(F32, x + i * 4)) for x in (k, q))
+            fade = spread(ir.load(F32, decays + i * 4)) if by_rows else None
             for offset, of_key, of_query in zip(offsets, keys, queries):
                 s = ir.load(kind, row + offset)
+                s = s if fade is None else s * fade
                 of_key.set(ir.fma(s, key, of_key.get()))
                 of_query.set(ir.fma(s, query, of_query.get()))
         shrink, rate, product = map(spread, (decay, beta, key_query))  # type: ignore[arg-type]  # as in `exp`
@@ -309,8 +314,9 @@ def _update_state(
             deltas.append(delta)
         with ir.loop(0, dim_k) as i:
             row, key = state + i * row_bytes, spread(ir.load(F32, k + i * 4))
+            fade = spread(ir.load(F32, decays + i * 4)) if by_rows else shrink
             for offset, delta in zip(offsets, deltas):
-                ir.store(ir.fma(delta, key, ir.load(kind, row + offset) * shrink), row + offset)
+                ir.store(ir.fma(delta, key, ir.load(kind, row + offset) * fade), row + offset)
 
     # 128 or 32 columns, whose sums fit the registers
     by_columns(ir, dim_v, 128 if ir.isa.startswith("avx512") else 32, columns)
@@ -330,7 +336,7 @@ def _update(heads, rates, qkv, token, head, state, out):
     k, v = q + keys * 4, qkv + (token * (2 * keys + inner) + 2 * keys + head * dim_v) * 4
     decay, beta = _decay(rates, token, head), _beta(rates, token, head)
     target = out + (token * inner + head * dim_v) * 4
-    _update_state(state, q, k, v, dim_k, dim_v, decay, beta, dot(k, q, dim_k), target)
+    update_state(0, state, q, k, v, dim_k, dim_v, decay, 0, beta, dot(k, q, dim_k), target)
 
 
 class UpdateParameters(NamedTuple):

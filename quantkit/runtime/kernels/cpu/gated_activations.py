@@ -52,12 +52,17 @@ def _swiglu_oai(ir: IrBuilder, gate: Value, up: Value) -> Value:
     return _times_sigmoid(ir, g, g * -_ALPHA) * (u + 1.0)
 
 
+def _sigmoid(ir: IrBuilder, gate: Value, up: Value) -> Value:
+    return _times_sigmoid(ir, up, gate * -1.0)
+
+
 ACTIVATIONS: dict[str, Callable[[IrBuilder, Value, Value], Value]] = {
     "swiglu": _swiglu,
     "geglu": _geglu,
     "reglu": _reglu,
     "relu2": _relu2,
     "swiglu_oai": _swiglu_oai,
+    "sigmoid": _sigmoid,
 }
 _NAMES = list(ACTIVATIONS)  # intrinsics take a number as a constant, not a name
 

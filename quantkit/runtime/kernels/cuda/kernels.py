@@ -39,6 +39,7 @@ def not_of_a_type() -> Iterator[CudaKernel]:
     yield from (elementwise.activate(name) for name in elementwise.ACTIVATIONS)
     yield from (make() for make in (elementwise.add, elementwise.mix, elementwise.rope))
     yield from (make() for make in (elementwise.argmax, elementwise.sample, delta.step, mamba2.step))
+    yield delta.step(by_rows=True)
     yield from (routing.route(sigmoid, biased) for sigmoid in (False, True) for biased in (False, True))
     yield from (attention.attend(*shape) for shape in ATTENTIONS)
     yield from (attention.merge(sinks) for sinks in (False, True))

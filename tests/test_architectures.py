@@ -206,7 +206,7 @@ OTHERS: dict[str, dict[str, Any]] = {
         "mamba_num_heads": 6, "mamba_head_dim": 32, "ssm_state_size": 16, "n_groups": 1, "conv_kernel": 2,
         "n_routed_experts": 12, "num_experts_per_tok": 5, "moe_intermediate_size": 64, "norm_topk_prob": False,
         "moe_shared_expert_intermediate_size": 96, "n_shared_experts": 2, "n_group": 4, "topk_group": 2,
-        "routed_scaling_factor": 1.0,
+        "routed_scaling_factor": 1.0, "moe_latent_size": 32,
     },
     "nemotron": {
         "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 1, "num_hidden_layers": 3, "head_dim": 32,

@@ -1,4 +1,8 @@
-"""nemotron_h_moe: Nemotron 3 Nano. `nemotron_h` with routed and shared experts, neither with a gate, in the layers E.
+"""nemotron_h_moe: Nemotron 3 Nano and Super. `nemotron_h` with routed and shared experts, neither with a gate, in the
+layers E.
+
+In Super, whose config.json has a `moe_latent_size`, ffn_latent_down projects what enters a layer's routed experts to so
+many elements, and ffn_latent_up the sum of their outputs back. The router and the shared experts get it as it is.
 
 The router takes sigmoids, and adds a bias to choose experts. llama.cpp's converter writes no expert_gating_func, so
 files without it have sigmoids.
@@ -6,7 +10,7 @@ files without it have sigmoids.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -20,12 +24,16 @@ from quantkit.errors import FormatError, UnsupportedError
 from quantkit.formats.gguf.metadata import Entries
 
 
-def _rule(ours: str, theirs: str, **given: Any) -> TensorRule:
-    return TensorRule(f"blk.N.{ours}", f"model.layers.N.mixer.{theirs}", layers=is_feed_forward, **given)
+def _has_latents(hp: HParams, layer: int) -> bool:
+    return hp.n_moe_latent > 0 and is_feed_forward(hp, layer)
+
+
+def _rule(ours: str, theirs: str, layers: Callable[[Any, int], bool] = is_feed_forward, **given: Any) -> TensorRule:
+    return TensorRule(f"blk.N.{ours}", f"model.layers.N.mixer.{theirs}", layers=layers, **given)
 
 
 class NemotronHMoe(NemotronH):
-    """Nemotron 3 Nano."""
+    """Nemotron 3 Nano and Super."""
 
     name = "nemotron_h_moe"
     feed_forward_kind = MOE
@@ -37,6 +45,8 @@ class NemotronHMoe(NemotronH):
         *nemotron_h.LAYER_RULES,
         _rule("ffn_gate_inp", "gate", f32=True),
         _rule("exp_probs_b.bias", "gate.e_score_correction_bias", full_names=True, f32=True),
+        _rule("ffn_latent_down", "fc1_latent_proj", _has_latents),
+        _rule("ffn_latent_up", "fc2_latent_proj", _has_latents),
         *(_rule(f"ffn_{name}_exps", f"experts.E.{name}_proj") for name in ("up", "down")),
         *(_rule(f"ffn_{name}_shexp", f"shared_experts.{name}_proj") for name in ("up", "down")),
         *nemotron_h.OUTPUT_RULES,
@@ -66,15 +76,19 @@ class NemotronHMoe(NemotronH):
                 "config.json: layers of both kinds, mlp (-) and moe (E), which nemotron_h_moe files cannot express"
             )
         refuse(config, "mlp_bias", (False,))
-        refuse(config, "moe_latent_size", ())
         shared = rows_of(config, "moe_shared_expert_intermediate_size")
         named = dict(config) | {"shared_expert_intermediate_size": shared}
-        return super().metadata(config) | experts.entries(self.name, named)
+        found = super().metadata(config) | experts.entries(self.name, named)
+        if config.get("moe_latent_size") is not None:
+            found[f"{self.name}.moe_latent_size"] = (rows_of(config, "moe_latent_size"), "u32")
+        return found
 
     def config(self, metadata: Mapping[str, object], tensors: Mapping[str, LazyTensor]) -> dict[str, Any]:
         hp = self.hparams(metadata, tensors.keys())
         found = super().config(metadata, tensors) | experts.config(hp)
         del found["first_k_dense_replace"]
+        if hp.n_moe_latent:
+            found["moe_latent_size"] = hp.n_moe_latent
         count = Keys(self.name, metadata).number("expert_shared_count", 1)
         return found | {"n_shared_experts": count, "moe_shared_expert_intermediate_size": hp.n_ff_shared}
 
@@ -84,10 +98,14 @@ class NemotronHMoe(NemotronH):
         found = super().numbers(keys, tensors) | experts.numbers(keys, tensors, biased=True)
         if found["n_ff_shared"] < 1:
             raise FormatError(f"metadata key {self.name}.expert_shared_feed_forward_length is missing")
-        return found
+        return found | {"n_moe_latent": keys.number("moe_latent_size", 0)}
 
     def feed_forward(self, hp: HParams, i: int) -> Part:
         up = hp.linear(f"blk.{i}.ffn_up_exps")
         shared = ungated(hp, i, "_shexp", hp.n_ff_shared)
         part = experts.routed(hp, i, "attn_norm")
-        return replace(part, gate=up, up=up, activation="reglu", shared=shared)
+        part = replace(part, gate=up, up=up, activation="reglu", shared=shared)
+        if not hp.n_moe_latent:
+            return part
+        down, up = (hp.linear(f"blk.{i}.ffn_latent_{name}") for name in ("down", "up"))
+        return replace(part, latent_down=down, latent_up=up, latent=hp.n_moe_latent)

@@ -365,7 +365,7 @@ def _experts(
     prompt: _Buffers, step: _Buffers, tensors: Mapping[str, TensorInfo], part: blocks.Experts, threads: int
 ) -> None:
     router, gate, up, down = (tensors[linear.weight] for linear in (part.router, part.gate, part.up, part.down))
-    count, ff, embd, used = part.count, part.ff, gate.shape[2], part.used
+    count, ff, embd, used, width = part.count, part.ff, router.shape[1], part.used, gate.shape[2]
     if part.shared is not None:
         _feed_forward(prompt, step, tensors, part.shared, threads)
     most = kernel_sizes.max_entries(BATCH_TOKENS, count, used, kernel_sizes.TILE_TOKENS)
@@ -375,9 +375,9 @@ def _experts(
     prompt.add("selected", 8 * BATCH_TOKENS * used)
     prompt.add("expert weights", 4 * BATCH_TOKENS * used)
     if not {gate.type.name, up.type.name} <= _FLOATS:
-        prompt.add("gathered", most * kernel_sizes.RECORD_BYTES * (embd // 32))
+        prompt.add("gathered", most * kernel_sizes.RECORD_BYTES * (width // 32))
     prompt.add("activated", most * (4 * ff if down.type.name in _FLOATS else kernel_sizes.RECORD_BYTES * (ff // 32)))
-    for name, n in (("vectors", embd), ("activated vectors", ff)):
+    for name, n in (("vectors", width), ("activated vectors", ff)):
         prompt.add(name, count * kernel_sizes.FEW_TOKENS * whole_lines(activation_bytes(n)))
     if gate.type is not up.type:
         for i in range(2):
@@ -391,6 +391,16 @@ def _experts(
         for name in ("both", "routed"):
             step.add(name, 4 * embd)
         step.private("router normed", activation_bytes(embd), threads)
+    if part.latent_down is not None and part.latent_up is not None:
+        _read(prompt, [tensors[part.latent_down.weight]], embd, threads)
+        _read(prompt, [tensors[part.latent_up.weight]], width, threads)
+        for name in ("latents", "routed latents"):
+            prompt.add(name, 4 * BATCH_TOKENS * width)
+            step.add(name, 4 * width)
+        step.add("added", 4 * width)
+        step.private("quantized latents", activation_bytes(width), threads)
+        if part.latent_up.is_scaled:
+            prompt.add("added", 4 * BATCH_TOKENS * embd)
     step.add("router", 4 * count)
     step.private("selected", kernel_sizes.selected_experts_bytes(count, used), threads)
     step.add("experts", used * whole_lines(activation_bytes(ff)))

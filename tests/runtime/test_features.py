@@ -163,6 +163,11 @@ NEMOTRON_NANO_30B = NEMOTRON_NANO_9B | {
     "num_experts_per_tok": 6, "moe_intermediate_size": 1856, "moe_shared_expert_intermediate_size": 3712,
     "n_shared_experts": 1, "routed_scaling_factor": 2.5, "norm_topk_prob": True, "n_group": 1, "topk_group": 1,
 }  # fmt: skip
+NEMOTRON_SUPER_120B = NEMOTRON_NANO_30B | {
+    "hidden_size": 4096, "moe_latent_size": 1024, "n_routed_experts": 512, "num_experts_per_tok": 22,
+    "moe_intermediate_size": 2688, "moe_shared_expert_intermediate_size": 5376, "mamba_num_heads": 128,
+    "routed_scaling_factor": 5.0,
+}  # fmt: skip
 FULL_SIZE: dict[str, dict[str, Any]] = {
     "deepseek32": DEEPSEEK_V32, "glm-dsa": GLM_5, "mimo2": MIMO_V2_FLASH,
     "gpt-oss": GPT_OSS_20B, "gemma3": GEMMA3_27B, "glm4moe": GLM45_AIR, "minimax-m2": MINIMAX_M2,
@@ -199,6 +204,7 @@ def test_models_of_full_size_are_compiled(name: str) -> None:
 
 def test_published_configurations_are_read() -> None:
     assert reason(GLM_47_FLASH) is None
+    assert reason(NEMOTRON_SUPER_120B) is None
     keys = {key: value for key, (value, _) in archs.get("mimo2").metadata(MIMO_V2_FLASH).items()}
     assert keys["mimo2.attention.head_count_kv"][:7] == [4, 8, 8, 8, 8, 4, 8]
     assert keys["mimo2.attention.sliding_window"] == 129

@@ -204,6 +204,40 @@ def test_experts_without_a_gate(fused: bool, tmp_path: Path) -> None:
     assert spread(np.concatenate(rows), whole) < 2e-5
 
 
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize(("latent", "width"), [(64, 96), (160, 64)])
+def test_experts_of_latents(latent: int, width: int, fused: bool, tmp_path: Path) -> None:
+    """Fewer elements than a hidden state has, or more; the experts' inputs are observed as latents."""
+    path = written(tmp_path / "m.gguf", "nemotron_h_moe", moe_latent_size=latent, hidden_size=width)
+    exact, fast = models(path, fused_experts=fused)
+    seen: dict[str, int] = {}
+    exact.observer = lambda name, x, *_: seen.update({name: x.shape[1]})
+    whole, cache = exact.logits(TOKENS), fast.new_cache(len(TOKENS))
+    rows = [fast.forward(part, cache) for part in np.split(TOKENS, (1, 2, 7, 100))]
+    assert spread(np.concatenate(rows), whole) < 2e-5
+    columns = {"latent_down": width, "up_exps": latent, "down_exps": 32, "latent_up": latent, "up_shexp": width}
+    assert {name: seen[f"blk.1.ffn_{name}.weight"] for name in columns} == columns
+
+
+@pytest.mark.parametrize("kind", ["q8_0", "q8_0_r8"])
+def test_quantized_experts_of_latents(kind: str, tmp_path: Path) -> None:
+    path = rewrite(written(tmp_path / "m.gguf", "nemotron_h_moe", moe_latent_size=160), tmp_path / "q.gguf", kind)
+    exact, fast = models(path)
+    assert fast.weights["blk.1.ffn_latent_up.weight"].type.name == kind
+    assert spread(fast.logits(TOKENS[:80]), exact.logits(TOKENS[:80])) < HALVES
+
+
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [(None, r"ffn_up_exps.* \(8, 32, 32\)"), (64, r"ffn_.* \(.*32.*64"), (0, "moe_latent_size = 0")],
+)
+def test_latent_sizes_that_contradict_the_tensors(size: int | None, message: str, tmp_path: Path) -> None:
+    path = written(tmp_path / "m.gguf", "nemotron_h_moe", moe_latent_size=32)
+    entry = None if size is None else (size, "u32")
+    with pytest.raises(QuantkitError, match=message):
+        load(with_keys(path, tmp_path / "bad.gguf", {"nemotron_h_moe.moe_latent_size": entry}))
+
+
 def test_several_sequences_in_a_batch(odd: Path) -> None:
     exact, fast = models(odd)
     whole = exact.logits(TOKENS)
@@ -306,7 +340,11 @@ def test_settings_that_are_refused(change: dict[str, Any], message: str) -> None
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"moe_latent_size": 32}, "moe_latent_size = 32 is not supported"),
+        ({"moe_latent_size": 0}, "moe_latent_size = 0; it has to be"),
+        ({"moe_latent_size": -64}, "moe_latent_size = -64; it has to be"),
+        ({"moe_latent_size": 1 << 40}, "moe_latent_size = 1099511627776; it has to be"),
+        ({"moe_latent_size": "64"}, "moe_latent_size = '64'; it has to be"),
+        ({"moe_latent_size": [32, 64]}, r"moe_latent_size = \[32, 64\]; it has to be"),
         ({"mlp_bias": True}, "mlp_bias = True is not supported"),
         ({"moe_shared_expert_intermediate_size": 0}, "moe_shared_expert_intermediate_size = 0; it has to be 1 or more"),
         ({"layers_block_type": ["mamba", "moe", "attention", "mlp"]}, "layers of both kinds, mlp .-. and moe .E."),

@@ -446,9 +446,13 @@ class Experts:
     routed_norm   of the sum over e, before the output of `shared` is added
     post_norm     of both together, before the residual addition. The three norms come together
     shared_gate   tensor float32[n_embd]: the output of `shared` is multiplied by sigmoid(shared_gate . y)
+    latent_down   [latent, n_embd]: gate_e and up_e get latent_down(y), while the router and `shared` get y
+    latent_up     [n_embd, latent]: of the sum over e, before the output of `shared` is added. The two come together,
+                  without the three norms
 
     Where gate and up are one matrix, an expert has no gate, as a FeedForward.
-    gate, up: weights [count, ff, n_embd], or both halves of one [count, 2 ff, n_embd]; down: [count, n_embd, ff].
+    gate, up: weights [count, ff, n_embd], or both halves of one [count, 2 ff, n_embd]; down: [count, n_embd, ff]. With
+    latents they have `latent` for n_embd.
     """
 
     norm: Norm
@@ -473,6 +477,9 @@ class Experts:
     router_norm: Norm | None = None
     routed_norm: Norm | None = None
     post_norm: Norm | None = None
+    latent_down: Linear | None = None
+    latent_up: Linear | None = None
+    latent: int = 0  # elements of a token's latent; 0 without latents
 
     @property
     def fused(self) -> bool:
@@ -573,6 +580,7 @@ class HParams:
     expert_scale: float = 1.0
     gating: str = "softmax"  # or "sigmoid"
     has_choice_bias: bool = False  # see Experts
+    n_moe_latent: int = 0  # elements that the experts of a token get and give, where that is not n_embd
     recurrence: Recurrence | None = None
     recurrent: frozenset[int] = frozenset()  # the layers with a recurrence instead of attention
     n_mtp_layers: int = 0  # the last ones of n_layer, which are no part of the trunk

@@ -194,6 +194,7 @@ _TABLE: tuple[tuple[str, str, Bound], ...] = (
      "dense_intermediate_size "
      "shared_intermediate_size moe_shared_expert_intermediate_size block_ff_dim",
      "feed_forward_length expert_feed_forward_length expert_shared_feed_forward_length", _SIZE),
+    ("moe_latent_size", "moe_latent_size", _WIDTH),
     ("q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim rotary_dim", "", Count(0, 1 << 24)),
     ("", "attention.q_lora_rank attention.kv_lora_rank attention.key_length_mla attention.value_length_mla", _SIZE),
     ("index_n_heads index_head_dim index_topk index_topk_blocks index_block_size",

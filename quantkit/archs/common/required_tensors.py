@@ -169,9 +169,12 @@ def _experts(part: blocks.Experts, hp: blocks.HParams) -> Shapes:
         yield from _norm(norm, hp.n_embd)
     if part.choice_bias:
         yield part.choice_bias, (part.count,)
-    gate_rows = 2 * part.ff if part.fused else part.ff
+    gate_rows, width = 2 * part.ff if part.fused else part.ff, part.latent or hp.n_embd
+    if part.latent_down is not None and part.latent_up is not None:
+        yield from _linear(part.latent_down, width, hp.n_embd)
+        yield from _linear(part.latent_up, hp.n_embd, width)
     for linear in part.matrices:
-        rows, columns = (hp.n_embd, part.ff) if linear is part.down else (gate_rows, hp.n_embd)
+        rows, columns = (width, part.ff) if linear is part.down else (gate_rows, width)
         if linear.bias:
             yield linear.bias, (part.count, rows)
         if linear.scale:

@@ -87,11 +87,13 @@ ffn_sub_norm        ff
 ffn_gate_inp        experts embd
 ffn_gate_inp.scale  embd
 exp_probs_b         experts
-ffn_gate_exps       experts eff embd
-ffn_up_exps         experts eff embd
-ffn_down_exps       experts embd eff
+ffn_latent_down     routed embd
+ffn_latent_up       embd routed
+ffn_gate_exps       experts eff routed
+ffn_up_exps         experts eff routed
+ffn_down_exps       experts routed eff
 ffn_down_exps.scale experts
-ffn_gate_up_exps    experts 2*eff embd
+ffn_gate_up_exps    experts 2*eff routed
 ffn_gate_shexp      sff embd
 ffn_up_shexp        sff embd
 ffn_down_shexp      embd sff
@@ -202,6 +204,7 @@ _NUMBERS: dict[str, Callable[[Sizes], int]] = {
     "conv": lambda s: s["inner"] + 2 * s["groups"] * s["state"],
     "ssm_in": lambda s: s["inner"] + s["conv"] + s["rank"],
     "group": lambda s: s["inner"] // s["groups"],
+    "routed": lambda s: s.key("moe_latent_size") or s["embd"],
     "sff": lambda s: s.key("expert_shared_feed_forward_length") or s["eff"] * s.need("expert_shared_count"),
 }
 

@@ -169,13 +169,16 @@ class BlockRunner:
         y = self.norm(part.norm, x)
         entering = y if part.router_norm is None else self.norm(part.router_norm, x)
         chosen, weights = self.route(part, self.linear(part.router, entering))
-        out = self.run_experts(part, y, chosen, weights)
+        out = self.run_experts(part, self._through(part.latent_down, y), chosen, weights)
         self.check(part.down.weight, out)
-        out = self._post_norm(part.routed_norm, out)
+        out = self._post_norm(part.routed_norm, self._through(part.latent_up, out))
         if part.shared is not None:
             y = y if part.shared.norm == part.norm else self._norm_before(part.shared.norm, x)
             out = out + self._shared(part.shared, part.shared_gate, y)
         return self._post_norm(part.post_norm, out)
+
+    def _through(self, linear: blocks.Linear | None, x: np.ndarray) -> np.ndarray:
+        return x if linear is None else self.linear(linear, x)
 
     def _shared(self, part: blocks.FeedForward, gate: str | None, y: np.ndarray) -> np.ndarray:
         """The shared expert of y, which is normed, times its gate's sigmoid if it has one."""
@@ -187,7 +190,8 @@ class BlockRunner:
         return out
 
     def run_experts(self, part: blocks.Experts, y: np.ndarray, chosen: np.ndarray, weights: np.ndarray) -> np.ndarray:
-        """float32[tokens, n_embd]: what the experts chosen for each token make of y, weighted and added up."""
+        """Like y, float32[tokens, n_embd] or latents: what the experts chosen for each token make of it, weighted and
+        added up."""
         observe = None if self._checking else self.observer
         observe_outputs = None if self._checking else self.output_observer
         return experts.run(part, self.weights, y, chosen, weights, self.threads, observe, observe_outputs)

@@ -1,7 +1,7 @@
 """Mixture of experts, layer by layer in float32: top-k routing of tokens, and the weighted sum of the experts' outputs.
 
     chosen, weights = route(part, logits, reduction)      int64[tokens, used], -1 where left out; float32[tokens, used]
-    y = run(part, tensors, x, chosen, weights, threads)   float32[tokens, n_embd]
+    y = run(part, tensors, x, chosen, weights, threads)   float32[tokens, n], n elements as of x
 
 Tokens are gathered by expert, so that each matrix is decoded once for a batch. A reduction (K, t), `-ser K,t`, leaves
 out experts of low probability: of those a token is routed to, ordered by probability, the first K are used, and of the
@@ -79,10 +79,10 @@ def run(
     observe_outputs: ObserveOutputs | None = None,
     matrix: Callable[[blocks.Linear, int], Product] | None = None,
 ) -> np.ndarray:
-    """The weighted sum of the chosen experts' outputs for x float32[tokens, n_embd], added in order of their numbers.
+    """The weighted sum of the chosen experts' outputs for x float32[tokens, n], added in order of their numbers.
 
     `observe` is called with the input of each matrix: name, float32[tokens, n], expert, number of experts.
-    `observe_outputs` is called with what leaves each expert: name of down, float32[tokens, n_embd], router weights
+    `observe_outputs` is called with what leaves each expert: name of down, float32[tokens, n], router weights
     float32[tokens], expert, number of experts. `matrix(linear, number)` gives the product with a matrix of an expert;
     by default `linear_of`.
     """

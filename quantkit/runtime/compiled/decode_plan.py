@@ -9,6 +9,7 @@ Operations per block, with barriers where | stands:
     experts         norm, router | select, gate, up, activation | down, add to x | (norm, add | norm, add to x |)
 
 In parallel blocks both parts take one norm, of the layer's input.
+With latents, experts have latent_down beside the router, and latent_up, add to x | after down.
 A shared expert runs as a feed-forward before the routed ones, on the same norm. A norm of a block's result has a
 barrier before and after it, as has a norm of queries and keys over all heads.
 """
@@ -358,6 +359,7 @@ def add_experts(ops: DecodeOps, part: blocks.Experts, normed: Activations | None
     """
     n = 4 * ops.n_embd
     both, routed = (ops.buffer("both", n), ops.buffer("routed", n)) if part.post_norm else (0, ops.x)
+    width = part.latent or ops.n_embd
     if part.shared is not None and part.shared.norm != part.norm:
         add_gated(ops, part.shared, ops.norm(part.shared.norm), part.shared_gate, both)
     normed = normed or ops.norm(part.norm)
@@ -367,7 +369,12 @@ def add_experts(ops: DecodeOps, part: blocks.Experts, normed: Activations | None
     if part.router_norm is not None:
         entering = ops.norm_of(part.router_norm, Activations(ops.x, 0), ops.n_embd, "router normed")
     logits = ops.buffer("router", 4 * part.count)
-    ops.matvec(part.router, entering, logits, barrier=True, multiple=ops.group(part.router))
+    ops.matvec(part.router, entering, logits, barrier=part.latent_down is None, multiple=ops.group(part.router))
+    if part.latent_down is not None:
+        assert part.post_norm is None, f"{part.latent_down.weight}: latents and norms of experts"
+        latents, routed = ops.buffer("latents", 4 * width), ops.buffer("routed latents", 4 * width)
+        ops.matvec(part.latent_down, normed, latents, barrier=True)
+        normed = ops.norm_of(None, Activations(latents, 0), width, "quantized latents")
     selected, selected_stride = ops.private_buffer(
         "selected", kernel_sizes.selected_experts_bytes(part.count, part.used)
     )
@@ -387,7 +394,7 @@ def add_experts(ops: DecodeOps, part: blocks.Experts, normed: Activations | None
         up_product=ops.matvec_function(part.up),
         up=0 if part.ungated else up.address,
         up_bytes=up.expert_bytes,
-        n=ops.n_embd,
+        n=width,
         ff=part.ff,
         multiple=SPLIT_ROWS,
         selected=selected,
@@ -412,21 +419,23 @@ def add_experts(ops: DecodeOps, part: blocks.Experts, normed: Activations | None
         weights=down.address,
         expert_bytes=down.expert_bytes,
         n=part.ff,
-        rows=ops.n_embd,
+        rows=width,
         multiple=SPLIT_ROWS,
         selected=selected,
         selected_stride=selected_stride,
         used=part.used,
         hidden=hidden,
         hidden_bytes=hidden_bytes,
-        out=ops.buffer("added", 4 * ops.n_embd),
+        out=ops.buffer("added", 4 * width),
         residual=routed,
         bias=ops.expert_biases(part.down),
         scales=ops.expert_scales(part.down),
         weighted=int(not part.weighs_inputs),
-        fresh=int(part.post_norm is not None),
+        fresh=int(routed != ops.x),
     )
     ops.add(decode_experts.down, down_parameters, barrier=True)
+    if part.latent_up is not None:
+        ops.add_to_residual(part.latent_up, ops.norm_of(None, Activations(routed, 0), width, "quantized latents"))
     if part.post_norm is not None:
         assert part.routed_norm is not None, f"{part.post_norm.weight}: the norms of Experts come together"
         ops.norm_rows(part.routed_norm, routed, ops.n_embd, both, add=True)

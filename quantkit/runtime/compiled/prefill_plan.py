@@ -8,6 +8,7 @@ Operations per block, with barriers where | stands:
     feed-forward    norm | gate, up | activation | down, add to x |
     experts         norm | router | route | group | gather | gate, up, activation | down, add to x | (norms, add to x |)
 
+With latents, experts have latent_down beside the router, and latent_up, add to x | after down.
 A shared expert runs as a feed-forward after the routed ones, on the same norm.
 """
 
@@ -352,8 +353,10 @@ class Assignment(NamedTuple):
     max_entries: int
 
 
-def _add_assignment(ops: PrefillOps, part: blocks.Experts, normed: ProductRows, multiple: int) -> Assignment:
-    """Append the router, the choice of experts, and the assignment of tokens to them."""
+def _add_assignment(
+    ops: PrefillOps, part: blocks.Experts, normed: ProductRows, inputs: int, multiple: int
+) -> Assignment:
+    """Append the router, the choice of experts, and the assignment of tokens, rows of `inputs`, to them."""
     logits, entering = ops.floats("router", part.count), normed
     if part.router_norm is not None:
         rows = ops.floats("router normed", ops.n_embd)
@@ -371,8 +374,8 @@ def _add_assignment(ops: PrefillOps, part: blocks.Experts, normed: ProductRows, 
     assignment = ops.buffer("assignment", nbytes)
     group = prefill_experts.GroupParameters(
         tokens=ops.token_count,
-        x=normed.floats,
-        n=ops.n_embd,
+        x=inputs,
+        n=part.latent or ops.n_embd,
         experts=part.count,
         used=part.used,
         selected=selected,
@@ -390,23 +393,29 @@ def add_experts(ops: PrefillOps, part: blocks.Experts, normed_at: int = 0) -> No
 
     `normed_at`, if given, is the address of the norm of its input.
     """
-    normed = _normed(ops, part.norm, normed_at, (part.router,) if part.router_norm is None else ())
+    first = (part.router if part.router_norm is None else None, part.latent_down)
+    normed = _normed(ops, part.norm, normed_at, [linear for linear in first if linear is not None])
     both, routed = (ops.floats(name, ops.n_embd) for name in ("both", "routed")) if part.post_norm else (0, ops.x)
-    if part.post_norm is not None:
-        clear = prefill_norms.ClearParameters(state=ops.state, x=routed, n=ops.n_embd)
+    width, entering = part.latent or ops.n_embd, normed.floats
+    if part.latent_down is not None:
+        assert part.post_norm is None, f"{part.latent_down.weight}: latents and norms of experts"
+        entering, routed = (ops.floats(name, width) for name in ("latents", "routed latents"))
+        ops.multiply(part.latent_down, normed, entering)  # a barrier follows the router
+    if routed != ops.x:
+        clear = prefill_norms.ClearParameters(state=ops.state, x=routed, n=width)
         ops.add(prefill_norms.clear, clear)  # barriers follow before anything is added
     gate, up, down = (_kernels(ops, linear) for linear in (part.gate, part.up, part.down))
     multiple = math.lcm(gate.tokens, up.tokens, down.tokens)
-    assignment, entries = _add_assignment(ops, part, normed, multiple)
-    vectors = _vectors(ops, "vectors", part.count, ops.n_embd)
+    assignment, entries = _add_assignment(ops, part, normed, entering, multiple)
+    vectors = _vectors(ops, "vectors", part.count, width)
     rows = Entries(assignment + kernel_sizes.row_addresses_offset(part.count, entries), 8, *vectors)
-    tile_bytes = kernel_sizes.RECORD_BYTES * (ops.n_embd // 32)  # of one entry
+    tile_bytes = kernel_sizes.RECORD_BYTES * (width // 32)  # of one entry
     tiles = ops.buffer("gathered", entries * tile_bytes) if gate.quantized or up.quantized else 0
     gather = prefill_experts.GatherParameters(
         assignment=assignment,
         experts=part.count,
         max_entries=entries,
-        n=ops.n_embd,
+        n=width,
         tiles=tiles,
         tile_tokens=kernel_sizes.TILE_TOKENS,
         vectors=rows.vectors,
@@ -439,6 +448,8 @@ def add_experts(ops: PrefillOps, part: blocks.Experts, normed_at: int = 0) -> No
         weighted=int(not part.weighs_inputs),
     )
     ops.add(prefill_experts.add_down, add_down, barrier=True)
+    if part.latent_up is not None:
+        ops.add_to_residual(part.latent_up, ops.quantize(routed, width, (part.latent_up,)))
     if part.shared is not None:
         readers = part.shared.gate, part.shared.up
         if part.shared.norm == part.norm:  # it is still there, but its tiles may have been overwritten

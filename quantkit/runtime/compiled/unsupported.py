@@ -42,7 +42,7 @@ def unsupported_feature(weights: Weights, parts: Sequence[blocks.Block], head: b
         else:
             linears += [part.gate, part.up, part.down]
             if isinstance(part, blocks.Experts):
-                linears.append(part.router)
+                linears += [linear for linear in (part.router, part.latent_down, part.latent_up) if linear]
                 if part.shared is not None:
                     linears += [part.shared.gate, part.shared.up, part.shared.down]
             reason = _in_experts(part) if isinstance(part, blocks.Experts) else None

@@ -448,9 +448,10 @@ class CudaWorker(Worker):
         y = self.norm(part.norm, x)
         chosen, weights = self.route(part, self.linear(part.router, y))
         ids = chosen if isinstance(chosen, np.ndarray) else self.copy_to_cpu(chosen)
-        inputs = self.copy_to_cpu(y), self.copy_to_cpu(weights)
+        inputs = self.copy_to_cpu(self._through(part.latent_down, y)), self.copy_to_cpu(weights)
         shared = self._shared(part.shared, part.shared_gate, y)
-        return shared + self.copy_from_cpu(self._host.run_experts(part, inputs[0], ids, inputs[1]))
+        routed = self.copy_from_cpu(self._host.run_experts(part, inputs[0], ids, inputs[1]))
+        return shared + self._through(part.latent_up, routed)
 
     def run_experts(self, part: blocks.Experts, y: Any, chosen: Any, weights: Any) -> Any:
         """As `BlockRunner.run_experts`: here, offloaded here, or on the devices of their matrices."""

@@ -28,6 +28,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "gemma2": {"sliding_window": 4},
     "gemma4": {"sliding_window": 4, "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
     "llama4": {"attention_chunk_size": 3},
+    "nemotron_h_moe": {"moe_latent_size": 32},
 }
 Make = Callable[..., Path]
 

@@ -214,7 +214,7 @@ def refine(
     flips = 0 if not len(codes.sign_bits) else 2 if (codes.sign_bits < 0).any() else 1
     number = number if any(moves_scales) else None
     numbers = sub_block_scales.read(kind, number, data, decoded)
-    chosen = e, points, signs, scales, numbers.places[:rows]
+    chosen = [e, points, signs, scales, *([numbers.places] if number is not None else [])]
     before = [array.copy() for array in chosen]
     factors = feedback.factors(moments, size)
     feed_back(e, points, signs, table, scales, numbers, codes, factors, rows, flips)

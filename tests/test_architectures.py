@@ -39,6 +39,13 @@ OTHERS: dict[str, dict[str, Any]] = {
         "intermediate_size": 160, "tie_word_embeddings": True,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     },
+    "deepseek4": {
+        "hidden_size": 96, "num_attention_heads": 6, "num_hidden_layers": 3, "head_dim": 32, "qk_rope_head_dim": 16,
+        "q_lora_rank": 48, "o_groups": 3, "o_lora_rank": 16, "n_routed_experts": 12, "num_experts_per_tok": 5,
+        "compress_ratios": [4, 0, 128], "hc_mult": 2, "hc_sinkhorn_iters": 3, "num_hash_layers": 1,
+        "rope_scaling": None, "sliding_window": 40, "index_n_heads": 12, "index_head_dim": 32, "index_topk": 30,
+        "swiglu_limit": 10.0, "routed_scaling_factor": 2.5,
+    },
     "deepseek32": {
         "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 6, "num_hidden_layers": 2,
         "q_lora_rank": 96, "kv_lora_rank": 32, "qk_nope_head_dim": 64, "qk_rope_head_dim": 16, "v_head_dim": 32,
@@ -319,8 +326,9 @@ MIXTRAL = {
 }  # fmt: skip
 # Architectures that wheel 0.1.5 does not know, or computes in another way whatever the configuration; see `in_wheel`.
 NOT_IN_WHEEL = frozenset((
-    "apertus", "cohere2_moe", "deepseek32", "exaone4", "glm-dsa", "granitemoe", "hunyuan-dense", "hy_v3", "kimi-linear",
-    "lfm2", "lfm2moe", "llama4", "minimax-m3", "nemotron", "nemotron_h", "nemotron_h_moe", "olmo2", "olmoe",
+    "apertus", "cohere2_moe", "deepseek32", "deepseek4", "exaone4", "glm-dsa", "granitemoe", "hunyuan-dense", "hy_v3",
+    "kimi-linear", "lfm2", "lfm2moe", "llama4", "minimax-m3", "nemotron", "nemotron_h", "nemotron_h_moe", "olmo2",
+    "olmoe",
 ))  # fmt: skip
 
 

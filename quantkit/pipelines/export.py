@@ -129,10 +129,13 @@ def plan_export(source: GGUF, directory: str | os.PathLike[str], dtype: str = "a
         raise type(error)(f"{source.path}: {error}") from None
     target = "F32" if dtype == "auto" else dtype.upper()
     specs = [
-        CheckpointSpec(piece.name, piece.shape, _dtype(source.tensors[piece.sources[0]], target)) for piece in pieces
+        CheckpointSpec(
+            piece.name, piece.shape, "I64" if piece.integers else _dtype(source.tensors[piece.sources[0]], target)
+        )
+        for piece in pieces
     ]
     specs += [CheckpointSpec(name, value.shape, "F32") for name, value in scalars.items()]
-    main = next((spec.dtype for spec in specs if len(spec.shape) >= 2), target)
+    main = next((spec.dtype for spec in specs if len(spec.shape) >= 2 and spec.dtype in _TORCH), target)
     ids = {f"{name}_token_id": hf_tokenizer.special_id(source.metadata, name) for name in ("bos", "eos", "pad")}
     rows = source.tensors["token_embd.weight"].shape[0]  # may be padded beyond the number of tokens
     config |= {key: number for key, number in ids.items() if number is not None}
@@ -188,6 +191,8 @@ def _bytes_of(value: np.ndarray) -> np.ndarray:
 
 def _decode(spec: CheckpointSpec, piece: Piece, sources: list[Tensor], start: int, stop: int) -> np.ndarray:
     """Rows `start` to `stop` of a checkpoint tensor, as bytes. Rows that keep their dtype are not decoded."""
+    if piece.integers:
+        return np.ascontiguousarray(sources[0].rows(start, stop)).view("<i4").astype("<i8").view(np.uint8)
     keeps_dtype = piece.transform.copies_rows and all(tensor.type.name.upper() == spec.dtype for tensor in sources)
     data = piece.transform.rows([_row_reader(tensor, keeps_dtype) for tensor in sources], start, stop)
     if keeps_dtype:

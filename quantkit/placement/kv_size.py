@@ -8,6 +8,8 @@
                   key in the value type; `mla` 0 caches full heads
     KDA           as recurrent layers, with as many heads as attention.head_count, all dims kda.head_dim
     recurrent     conv_kernel - 1 columns and a state of heads * key dim * value dim in float32, for any context
+    compressed    n_ctx rows of key_length in the key type; in layers with a compressor, attention.compress_ratios, rows
+                  of what it reads, and its indexer's, in the value type (blocks.CompressedAttention.kept)
     convolution   shortconv.l_cache - 1 columns of embedding_length in float32
 
 In a model with ssm keys, all layers are recurrent except those that full_attention_interval selects and the MTP layers.
@@ -23,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from quantkit.archs.common.shapes import OVERLAPPING_RATE
 from quantkit.errors import DataError, FormatError
 from quantkit.types import QuantType
 
@@ -63,6 +66,8 @@ def of_layers(
         kv_heads = number("attention.head_count_kv", layer) or heads
         if layer >= main and not mtp:
             found.append(0)
+        elif metadata.get(f"{arch}.attention.compress_ratios"):
+            found.append(n_ctx * (_row(keys, number("attention.key_length")) + _row(values, _kept(number, layer))))
         elif number("shortconv.l_cache") and not number("attention.head_count_kv", layer):
             found.append(4 * (number("shortconv.l_cache") - 1) * number("embedding_length"))
         elif number("kda.head_dim") and not number("attention.head_count_kv", layer):
@@ -86,6 +91,14 @@ def of_layers(
             v = number(f"attention.value_length{own}") or number("attention.value_length") or width
             found.append(n_ctx * kv_heads * (_row(keys, k) + _row(values, v)))
     return found
+
+
+def _kept(number: Callable[..., int], layer: int) -> int:
+    """`blocks.CompressedAttention.kept` of a layer."""
+    ratio = number("attention.compress_ratios", layer)
+    if ratio != OVERLAPPING_RATE:
+        return 2 * number("attention.key_length") if ratio else 0
+    return 4 * (number("attention.key_length") + number("attention.indexer.key_length"))
 
 
 def _state(number: Callable[[str], int]) -> int:

@@ -69,4 +69,5 @@ def from_config(
         metadata.set(key, value, kind)
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
     weight, f32 = types.layout(_DTYPES.get(dtype, "bf16")), types.layout("f32")
-    return [TensorSpec(t.name, t.shape, f32 if t.f32 else weight) for t in tensors], metadata
+    kinds = [types.layout("i32") if t.integers else f32 if t.f32 else weight for t in tensors]
+    return [TensorSpec(t.name, t.shape, kind) for t, kind in zip(tensors, kinds)], metadata

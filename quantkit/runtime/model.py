@@ -27,7 +27,7 @@ from quantkit.inputs import arguments
 from quantkit.placement.offload import Offload
 from quantkit.placement.rules import Placement
 from quantkit.runtime import repacking
-from quantkit.runtime.blocks import experts, float_linear, float_ops, latent
+from quantkit.runtime.blocks import experts, float_linear, float_ops, hyper_connections, latent
 from quantkit.runtime.blocks.block_runner import BlockRunner
 from quantkit.runtime.blocks.float_attention import AttentionOptions
 from quantkit.runtime.blocks.spans import Span, batches
@@ -183,6 +183,11 @@ class Model(BlockRunner, Locked):
         self._scales = ScaleChecks(self.weights if tripwire != "off" else {}, self.threads)
         self.split: Split | None = None
         if profile or not placement.is_cpu_only:
+            if self.head.streams is not None:
+                raise UnsupportedError(
+                    f"{file.path}: {self.hparams.arch} has hyper-connections ({self.head.streams.fn.weight}), which "
+                    "run on the CPU alone and are not profiled: leave out -ngl, -ot and --profile"
+                )
             from quantkit.runtime.parallel import workers
             from quantkit.runtime.parallel.split import Split
 
@@ -419,7 +424,9 @@ class Model(BlockRunner, Locked):
 
     def _run(self, tokens: np.ndarray, spans: list[Span]) -> np.ndarray:
         """float32[tokens, n_embd] before the output norm; keys and values go into the spans' caches."""
-        x = self.embed_checked(tokens)
+        x, self.token_ids = self.embed_checked(tokens), tokens
+        if self.head.streams is not None:
+            x = np.tile(x, (1, self.head.streams.streams))
         for worker, run in [(None, self.blocks)] if self.split is None else self.split.runs:
             y = None if self.split is None else self.split.replay(worker, run, x, spans)
             if y is None:  # block by block, also to find out why a replay was not finite
@@ -427,7 +434,8 @@ class Model(BlockRunner, Locked):
                     x = self._run_block(block, x, spans)
             else:
                 x = y
-        return self._to_host(x)
+        x = self._to_host(x)
+        return x if self.head.streams is None else hyper_connections.collapse(self, self.head.streams, x)
 
     @one_at_a_time
     def embed_checked(self, tokens: np.ndarray) -> np.ndarray:
@@ -539,9 +547,13 @@ class Model(BlockRunner, Locked):
 
     def _check_weights(self) -> None:
         """UnsupportedError for a tensor of a type that cannot be decoded."""
+        tables = {part.table for block in self.blocks for part in block.parts if isinstance(part, blocks.Experts)}
+        for name in tables - {None}:
+            if (kind := self.weights[str(name)].type.name) != "i32":
+                raise UnsupportedError(f"{self.path}: tensor {name} is {kind}; a table of experts has to be i32")
         for name, _ in required(self.hparams, self.blocks, self.head, self.weights):
             tensor = self.weights[name]
-            if not tensor.type.has_codec:
+            if not tensor.type.has_codec and name not in tables:
                 raise UnsupportedError(
                     f"{tensor.path}: tensor {tensor.name}: quantkit cannot decode {tensor.type.name} yet"
                 )

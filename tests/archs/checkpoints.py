@@ -111,7 +111,7 @@ def tiny(directory: Path, dtype: str = "float32", arch: str = "llama", **config:
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter += torch.rand_like(parameter) - 0.5  # from 1, or where it is stored less 1 from 0
-            elif name.endswith(("bias", "sinks", "scale")):
+            elif name.endswith(("bias", "sinks", "scale", "_hc.base", "hc_base")):
                 parameter.uniform_(0.5, 1.5)
             elif name.endswith((".alpha_p", ".alpha_n")):
                 parameter += torch.rand_like(parameter) - 0.5
@@ -122,6 +122,10 @@ def tiny(directory: Path, dtype: str = "float32", arch: str = "llama", **config:
                 buffer.uniform_(0, 0.3)
             elif name.endswith("layer_scalar"):
                 buffer.uniform_(0.5, 1.5)
+            elif name.endswith("tid2eid"):
+                experts = example["n_routed_experts"]
+                rows = [torch.randperm(experts)[: buffer.shape[1]] for _ in range(len(buffer))]
+                buffer.copy_(torch.stack(rows))
             elif name.endswith("act_fn.beta"):
                 buffer.uniform_(0.3, 0.7)
             elif name.endswith("act_fn.eps"):

@@ -340,6 +340,99 @@ class Indexer:
 
 
 @dataclass(frozen=True)
+class Compressor:
+    """Entries that stand for windows of `rate` tokens each: those of a layer's cache, or the keys of its indexer.
+
+    With y the normed input, c = kv(y) and z = gate(y) + ape[position % rate], of each element by itself, entry w is
+
+        norm(sum over its tokens of softmax(z) c)
+
+    and gets the RoPE of position w rate. Its tokens are those of window w. With `overlapping`, kv and gate have twice
+    as many elements as an entry: the second half is that of window w, the first half that of window w - 1, and the
+    softmax is over the tokens of both. Window 0 has none before it.
+    """
+
+    kv: Linear
+    gate: Linear
+    ape: str  # tensor float32[rate, columns]
+    norm: Norm  # weight float32[dim]
+    dim: int
+    rate: int
+    overlapping: bool
+
+    @property
+    def columns(self) -> int:
+        """Elements of kv(y), and of gate(y)."""
+        return self.dim * (2 if self.overlapping else 1)
+
+
+@dataclass(frozen=True)
+class EntryIndexer:
+    """Lightning indexer over entries: the `top_k` ones with the largest scores, of those that a token may see.
+
+    With y the normed input and u the queries' latent: q = q_b(u) split into heads, keys k_w are the entries of
+    `compressor`, w = weights(y). RoPE is that of the attention. Scores are those of `Indexer`.
+    """
+
+    q_b: Linear
+    weights: Linear
+    compressor: Compressor
+    heads: int
+    top_k: int
+
+    @property
+    def dim(self) -> int:
+        """Elements of a query and of a key."""
+        return self.compressor.dim
+
+
+@dataclass(frozen=True)
+class CompressedAttention:
+    """x + out(attention) over the last `window` tokens and over entries for windows of tokens; one key for all heads.
+
+    With y = norm(x): u = q_a_norm(q_a(y)), q = q_b(u), each head divided by its root mean square; the key, which is the
+    value too, is kv_norm(kv(y)). The last rope.dim elements of a head are rotated; those of what a head gets are
+    rotated back by the token's position. A token at position p attends to the entries w with (w + 1) rate <= p + 1, of
+    which `indexer` selects some. `sinks` is an extra score per head, as in Attention.
+
+    The heads are in `groups` of adjacent ones; out_a [groups * rank, heads * dim / groups] has a matrix for each group,
+    and out_b [n_embd, groups * rank] reads what they give.
+    """
+
+    norm: Norm
+    q_a: Linear
+    q_a_norm: Norm
+    q_b: Linear
+    q_norm: Norm  # of each head, without a weight
+    kv: Linear
+    kv_norm: Norm
+    sinks: str
+    out_a: Linear
+    out_b: Linear
+    compressor: Compressor | None
+    indexer: EntryIndexer | None
+    heads: int
+    dim: int
+    q_lora: int
+    window: int
+    groups: int
+    rank: int
+    scale: float
+    rope: Rope
+
+    @property
+    def compressors(self) -> tuple[Compressor, ...]:
+        """That of the entries and that of the indexer's keys."""
+        found = (self.compressor, self.indexer.compressor if self.indexer else None)
+        return tuple(part for part in found if part is not None)
+
+    @property
+    def kept(self) -> int:
+        """Elements that the cache holds of a token where values would be: kv(y) and gate(y) of each compressor."""
+        return sum(2 * part.columns for part in self.compressors)
+
+
+@dataclass(frozen=True)
 class LatentAttention:
     """Multi-head latent attention: x + out(attention) where all heads share one latent of a token's key and value.
 
@@ -422,6 +515,7 @@ class FeedForward:
     activation: Activation = "swiglu"  # act is x * sigmoid(x); "geglu": GELU in its tanh form
     # "reglu": max(x, 0)
     # "relu2": max(x, 0)^2
+    # "swiglu_clamped": x * sigmoid(x), gate(y) at most `limit`, up(y) within -limit … limit
     # "swiglu_oai": (1 + up) * gate * sigmoid(1.702 gate), gate clamped to at most 7, up to -7 … 7
     post_norm: Norm | None = None  # of the output of `down`, before the residual addition
     ff: int | None = None  # rows of gate and up; None: the model's n_ff
@@ -453,6 +547,9 @@ class Experts:
     Where gate and up are one matrix, an expert has no gate, as a FeedForward.
     gate, up: weights [count, ff, n_embd], or both halves of one [count, 2 ff, n_embd]; down: [count, n_embd, ff]. With
     latents they have `latent` for n_embd.
+
+    gating "sqrtsoftplus": p = sqrt(ln(1 + e^router(y))), of each expert by itself
+    table         tensor int32[n_vocab, used]: the experts of a token follow from its number, their weights from p
     """
 
     norm: Norm
@@ -480,6 +577,7 @@ class Experts:
     latent_down: Linear | None = None
     latent_up: Linear | None = None
     latent: int = 0  # elements of a token's latent; 0 without latents
+    table: str | None = None
 
     @property
     def fused(self) -> bool:
@@ -497,7 +595,52 @@ class Experts:
         return (self.gate, self.down) if self.fused or self.ungated else (self.gate, self.up, self.down)
 
 
-Part = Attention | LatentAttention | DeltaNet | KimiDelta | Mamba2 | ShortConv | FeedForward | Experts
+Part = (
+    Attention
+    | LatentAttention
+    | CompressedAttention
+    | DeltaNet
+    | KimiDelta
+    | Mamba2
+    | ShortConv
+    | FeedForward
+    | Experts
+)
+
+
+@dataclass(frozen=True)
+class HyperConnection:
+    """What a part of a block reads of `streams` residual streams x_i, and what it writes (mHC, Xie et al. 2026).
+
+    With m = fn(norm(all streams as one vector)), split into pre [n], post [n] and comb [n, n], each times its number in
+    `scale` plus its part of `base`:
+
+        the part gets   sum over i of (sigmoid(pre_i) + eps) x_i
+        x_k becomes     2 sigmoid(post_k) * what the part makes of it + sum over j of C_jk x_j
+
+    C is softmax(comb) by rows, plus eps, made doubly stochastic: its columns are divided by their sums plus eps, then
+    `iterations` - 1 times its rows and its columns.
+    """
+
+    fn: Linear  # [(2 + n) n, n * n_embd]
+    base: str  # tensor float32[(2 + n) n]
+    scale: str  # tensor float32[3]: of pre, post and comb
+    norm: Norm  # without a weight
+    streams: int
+    iterations: int
+    eps: float
+
+
+@dataclass(frozen=True)
+class StreamHead:
+    """What the last norm gets of the streams: sum over i of (sigmoid(scale fn(norm(streams)) + base)_i + eps) x_i."""
+
+    fn: Linear  # [n, n * n_embd]
+    base: str  # tensor float32[n]
+    scale: str  # tensor float32[1]
+    norm: Norm
+    streams: int
+    eps: float
 
 
 @dataclass(frozen=True)
@@ -506,17 +649,24 @@ class Block:
 
     With `parallel` the parts have the same norm, and what each makes of the layer's input is added to it. All that
     leaves the block is multiplied by `out_scale`, a tensor float32[1].
+
+    With `hyper`, one for each part, the block gets and gives streams float32[tokens, streams * n_embd], and what a part
+    adds to the stream that it reads is given to all of them instead.
     """
 
     layer: int
     parts: tuple[Part, ...]
     parallel: bool = False
     out_scale: str | None = None
+    hyper: tuple[HyperConnection, ...] = ()
 
 
 @dataclass(frozen=True)
 class Head:
-    """Embedding, final norm and output matrix. If the two matrices are tied, `output` names the embedding."""
+    """Embedding, final norm and output matrix. If the two matrices are tied, `output` names the embedding.
+
+    With `streams`, each stream of the first block is the embedding.
+    """
 
     embedding: str
     norm: Norm
@@ -524,6 +674,7 @@ class Head:
     embedding_scale: float = 1.0  # factor of the rows of the embedding
     embedding_factor: str | None = None  # tensor float32[1], another one: the scale of an NVFP4 embedding
     softcap: float | None = None  # c: logits x become c tanh(x / c)
+    streams: StreamHead | None = None
 
 
 @dataclass(frozen=True)

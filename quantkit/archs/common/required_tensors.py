@@ -30,12 +30,23 @@ def required(
     for name in (block.out_scale for block in parts):
         if name:
             yield name, (1,)
+    if (streams := head.streams) is not None:
+        yield from _linear(streams.fn, streams.streams, streams.streams * hp.n_embd)
+        yield streams.base, (streams.streams,)
+        yield streams.scale, (1,)
+    for connection in (connection for block in parts for connection in block.hyper):
+        n = connection.streams
+        yield from _linear(connection.fn, (2 + n) * n, n * hp.n_embd)
+        yield connection.base, ((2 + n) * n,)
+        yield connection.scale, (3,)
     for part in (part for block in parts for part in block.parts):
         yield from _norm(part.norm, hp.n_embd)
         if isinstance(part, blocks.Attention):
             yield from _attention(part, hp.n_embd)
         elif isinstance(part, blocks.LatentAttention):
             yield from _latent(part, hp.n_embd, tensors)
+        elif isinstance(part, blocks.CompressedAttention):
+            yield from _compressed(part, hp.n_embd)
         elif isinstance(part, blocks.DeltaNet):
             yield from _delta_net(part, hp.n_embd)
         elif isinstance(part, blocks.KimiDelta):
@@ -109,6 +120,29 @@ def _latent(part: blocks.LatentAttention, n_embd: int, tensors: Mapping[str, Sha
         yield indexer.bias, (indexer.dim,)
 
 
+def _compressed(part: blocks.CompressedAttention, n_embd: int) -> Shapes:
+    width = part.heads * part.dim
+    for linear, rows, columns in (
+        (part.q_a, part.q_lora, n_embd),
+        (part.q_b, width, part.q_lora),
+        (part.kv, part.dim, n_embd),
+        (part.out_a, part.groups * part.rank, width // part.groups),
+        (part.out_b, n_embd, part.groups * part.rank),
+    ):
+        yield from _linear(linear, rows, columns)
+    yield from _norm(part.q_a_norm, part.q_lora)
+    yield from _norm(part.kv_norm, part.dim)
+    yield part.sinks, (part.heads,)
+    for compressor in part.compressors:
+        for linear in (compressor.kv, compressor.gate):
+            yield from _linear(linear, compressor.columns, n_embd)
+        yield compressor.ape, (compressor.rate, compressor.columns)
+        yield from _norm(compressor.norm, compressor.dim)
+    if (indexer := part.indexer) is not None:
+        yield from _linear(indexer.q_b, indexer.heads * indexer.dim, part.q_lora)
+        yield from _linear(indexer.weights, indexer.heads, n_embd)
+
+
 def _delta_net(part: blocks.DeltaNet, n_embd: int) -> Shapes:
     sizes = part.sizes
     for linear, rows in (
@@ -169,6 +203,8 @@ def _experts(part: blocks.Experts, hp: blocks.HParams) -> Shapes:
         yield from _norm(norm, hp.n_embd)
     if part.choice_bias:
         yield part.choice_bias, (part.count,)
+    if part.table:
+        yield part.table, (hp.n_vocab, part.used)
     gate_rows, width = 2 * part.ff if part.fused else part.ff, part.latent or hp.n_embd
     if part.latent_down is not None and part.latent_up is not None:
         yield from _linear(part.latent_down, width, hp.n_embd)

@@ -50,6 +50,18 @@ indexer.q_proj      index_heads*index embd
 indexer.k_proj      index embd
 indexer.q_norm      index
 
+attn_kv             key embd
+attn_output_a       o_groups*o_rank o_part
+attn_output_b       embd o_groups*o_rank
+attn_compressor_kv    entry embd
+attn_compressor_gate  entry embd
+attn_compressor_ape   rate entry
+attn_compressor_norm  key
+indexer_compressor_kv    2*index embd
+indexer_compressor_gate  2*index embd
+indexer_compressor_ape   rate 2*index
+indexer_compressor_norm  index
+
 attn_qkv            qkv embd
 attn_gate           inner embd
 ssm_conv1d          conv kernel
@@ -74,6 +86,16 @@ shortconv.in_proj   3*embd embd
 shortconv.conv      embd l_cache
 shortconv.out_proj  embd embd
 
+hc_attn_fn          hc_mix streams*embd
+hc_attn_base        hc_mix
+hc_attn_scale       3
+hc_ffn_fn           hc_mix streams*embd
+hc_ffn_base         hc_mix
+hc_ffn_scale        3
+output_hc_fn        streams streams*embd
+output_hc_base      streams
+output_hc_scale     1
+
 layer_output_scale  1
 post_ffw_norm       embd
 post_ffw_norm_1     embd
@@ -86,6 +108,7 @@ ffn_down            embd ff
 ffn_sub_norm        ff
 ffn_gate_inp        experts embd
 ffn_gate_inp.scale  embd
+ffn_gate_tid2eid    vocab used
 exp_probs_b         experts
 ffn_latent_down     routed embd
 ffn_latent_up       embd routed
@@ -107,8 +130,13 @@ nextn.shared_head_head  vocab embd
 nextn.shared_head_norm  embd
 """
 _SHAPES = {line.split()[0]: line.split()[1:] for line in _TABLE.splitlines() if line}
+_INTEGERS = "ffn_gate_tid2eid"  # the tensor of whole numbers
+OVERLAPPING_RATE = 4  # tokens of a window whose entry overlaps with the one before: see blocks.Compressor
 # Tensors that converters store in float32 although they are matrices.
-_FLOAT32 = ("_norm.weight", "ffn_gate_inp.weight", "ssm_conv1d", "shortconv.conv.weight")
+_FLOAT32 = (
+    "_norm.weight", "ffn_gate_inp.weight", "ssm_conv1d", "shortconv.conv.weight", "_compressor_ape.weight",
+    "hc_attn_fn.weight", "hc_ffn_fn.weight", "output_hc_fn.weight",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -118,6 +146,7 @@ class ExpectedTensor:
     name: str
     shape: tuple[int, ...]
     f32: bool
+    integers: bool = False  # it is I32
 
 
 class Sizes:
@@ -182,7 +211,9 @@ _KEYS = {
     "kv_lora": "attention.kv_lora_rank", "rope": "rope.dimension_count", "kernel": "ssm.conv_kernel",
     "index": "attention.indexer.key_length", "index_heads": "attention.indexer.head_count",
     "state": "ssm.state_size", "groups": "ssm.group_count", "rank": "ssm.time_step_rank", "inner": "ssm.inner_size",
-    "l_cache": "shortconv.l_cache",
+    "l_cache": "shortconv.l_cache", "used": "expert_used_count", "streams": "hyper_connection.count",
+    "o_groups": "attention.output_group_count", "o_rank": "attention.output_lora_rank",
+    "rate": "attention.compress_ratios",
 }  # fmt: skip
 _NUMBERS: dict[str, Callable[[Sizes], int]] = {
     "kv_heads": lambda s: s.key("attention.head_count_kv") or s["heads"],
@@ -204,6 +235,9 @@ _NUMBERS: dict[str, Callable[[Sizes], int]] = {
     "conv": lambda s: s["inner"] + 2 * s["groups"] * s["state"],
     "ssm_in": lambda s: s["inner"] + s["conv"] + s["rank"],
     "group": lambda s: s["inner"] // s["groups"],
+    "o_part": lambda s: s["o"] // s["o_groups"],
+    "entry": lambda s: s["key"] * (2 if s["rate"] == OVERLAPPING_RATE else 1),
+    "hc_mix": lambda s: (2 + s["streams"]) * s["streams"],
     "routed": lambda s: s.key("moe_latent_size") or s["embd"],
     "sff": lambda s: s.key("expert_shared_feed_forward_length") or s["eff"] * s.need("expert_shared_count"),
 }
@@ -238,4 +272,4 @@ def _expected_tensor(name: str, sizes: Sizes) -> ExpectedTensor:
     if suffix == "bias":
         shape = shape[:-1] if len(shape) > 1 else shape
     f32 = len(shape) < 2 or suffix != "weight" or any(part in name for part in _FLOAT32)
-    return ExpectedTensor(name, shape, f32)
+    return ExpectedTensor(name, shape, f32, f".{_INTEGERS}." in name)

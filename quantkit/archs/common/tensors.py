@@ -150,6 +150,7 @@ class TensorRule:
     layers: Callable[[Any, int], bool] | None = None  # (hparams, layer) -> whether it is required; None: in all layers
     full_names: bool = False  # the names are complete
     often_shared: bool = False  # a checkpoint may leave it out, because it shares another one; config.json does not say
+    integers: bool = False  # whole numbers: int64 in checkpoints, I32 in GGUF; such a rule has no transform
     to_gguf_only: bool = False  # export does not use the rule: it makes the checkpoint tensor from other GGUF tensors
 
     def names(self, side: str) -> tuple[str, ...]:
@@ -171,6 +172,7 @@ class Piece:
     sources: tuple[str, ...]
     transform: Transform
     f32: bool
+    integers: bool = False  # int64 in checkpoints, I32 in GGUF
 
 
 def split_name(name: str) -> tuple[str, int | None, str]:
@@ -255,7 +257,7 @@ def _renamed(rule: TensorRule, name: str, target: str, shape: Shape, hparams: HP
         raise FormatError(
             f"tensor {name}: {rows} rows are not a multiple of the {transform.row_multiple} rows of a head"
         )
-    return Piece(target, new_shape, (name,), transform, rule.f32 or len(shape) <= 1)
+    return Piece(target, new_shape, (name,), transform, rule.f32 or len(shape) <= 1, rule.integers)
 
 
 def _stacked(rule: TensorRule, target: str, experts: Mapping[int, str], shapes: Mapping[str, Shape]) -> Piece:

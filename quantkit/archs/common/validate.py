@@ -198,8 +198,21 @@ def _part_problems(found: Description, part: blocks.Part) -> Iterator[str]:
                 f"rope.dimension_count = {part.rope.dim}"
             )
         yield from _rope_problems(part.rope, part.head_dim_k, False)
-    if isinstance(part, (blocks.Attention, blocks.LatentAttention)) and not 0 < part.scale < math.inf:
+    elif isinstance(part, blocks.CompressedAttention):
+        yield from _compressed_problems(part)
+    if (
+        isinstance(part, (blocks.Attention, blocks.LatentAttention, blocks.CompressedAttention))
+        and not 0 < part.scale < math.inf
+    ):
         yield f"scores are multiplied by {part.scale}; the scale or the head length in the metadata is wrong"
+
+
+def _compressed_problems(part: blocks.CompressedAttention) -> Iterator[str]:
+    yield from _rope_problems(part.rope, part.dim, False)
+    if part.heads % part.groups:
+        yield f"attention.head_count = {part.heads} is not a multiple of output_group_count = {part.groups}"
+    if part.indexer is not None and part.rope.dim > part.indexer.dim:
+        yield f"rope.dimension_count = {part.rope.dim}, but an indexer's key has {part.indexer.dim} elements"
 
 
 def _rope_problems(rope: blocks.Rope, head_dim: int, rotates_all: bool) -> Iterator[str]:

@@ -45,8 +45,10 @@ from quantkit.pipelines.arrivals import Arrivals
 from quantkit.pipelines.conversion.lora import merged
 from quantkit.pipelines.conversion.metadata import general_keys
 from quantkit.pipelines.conversion.tensor import (
+    INTEGERS,
     ConvertedTensor,
     GeneratedTensor,
+    IntegerTensor,
     OutputTensor,
     ScaleTensor,
     SourceTensor,
@@ -113,6 +115,8 @@ class Conversion:
             return ScaleTensor(spec, converted.path, converted)
         piece = self.pieces[spec.name]
         sources = [self.checkpoint.tensors[name] for name in piece.sources]
+        if piece.integers:
+            return IntegerTensor(spec, sources[0].path, sources[0])
         return ConvertedTensor(spec, sources[0].path, piece, sources)
 
     @functools.cached_property
@@ -316,6 +320,8 @@ def _type_of(piece: Piece, checkpoint: Checkpoint, outtype: QuantType, name: str
     """The output type of a piece. MXFP4 stays MXFP4: another type would be larger or less accurate."""
     if piece.transform.copies_rows and all(checkpoint.tensors[name].dtype == "MXFP4" for name in piece.sources):
         return types.get("mxfp4")
+    if piece.integers:
+        return types.layout("i32")
     if piece.f32 or len(piece.shape) <= 1 or not piece.name.endswith(".weight"):
         return types.get("f32")
     sources: list[SourceTensor] = [checkpoint.tensors[name] for name in piece.sources]
@@ -339,7 +345,11 @@ def _check_tensors(checkpoint: Checkpoint, pieces: list[Piece], expected: Mappin
     for piece in pieces:
         for name in piece.sources:
             tensor = checkpoint.tensors[name]
-            if _float_type(tensor) is None:
+            if piece.integers and tensor.dtype not in INTEGERS:
+                raise UnsupportedError(
+                    f"{tensor.path}: tensor {name} is {tensor.dtype}; whole numbers are {' or '.join(INTEGERS)}"
+                )
+            if not piece.integers and _float_type(tensor) is None:
                 raise UnsupportedError(
                     f"{tensor.path}: tensor {name} is {tensor.dtype}; `convert` reads F32, F16 and BF16 weights, and "
                     "codes with scales where config.json has a quantization_config"

@@ -40,6 +40,7 @@ from quantkit.types.floats import FLOATS, is_finite
 
 SourceTensor = CheckpointTensor | ScaledTensor
 
+INTEGERS = {"I32": "<i4", "I64": "<i8"}  # dtypes of whole numbers that a checkpoint may have
 _NATIVE_ELEMENTS = 1 << 23  # of a range that is converted and written natively
 
 
@@ -112,6 +113,25 @@ class GeneratedTensor(OutputTensor):
 
     def rows(self, start: int, stop: int) -> np.ndarray:
         return self.type.quantize(self.values.reshape(-1, self.shape[-1])[start:stop], threads=1)
+
+
+@dataclass(frozen=True)
+class IntegerTensor(OutputTensor):
+    """A tensor of whole numbers, I32 of int64 or int32; DataError for one that does not fit."""
+
+    source: CheckpointTensor
+
+    @property
+    def inputs(self) -> list[CheckpointTensor]:
+        return [self.source]
+
+    def rows(self, start: int, stop: int) -> np.ndarray:
+        columns = self.shape[-1]
+        values = self.source.raw().view(INTEGERS[self.source.dtype])[start * columns : stop * columns]
+        found = values.astype("<i4")
+        if not np.array_equal(found, values):
+            raise DataError(f"{self.path}: tensor {self.source.name} has a number beyond 32 bits")
+        return found.view(np.uint8).reshape(stop - start, -1)
 
 
 @dataclass(frozen=True)

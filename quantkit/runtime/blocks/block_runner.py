@@ -6,19 +6,22 @@ A `Model` is a BlockRunner. So is each worker of a model over several devices (`
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from quantkit.archs.common import blocks
 from quantkit.codegen import jit
-from quantkit.errors import DataError
+from quantkit.errors import DataError, UnsupportedError
 from quantkit.formats.gguf import Tensor
 from quantkit.runtime.blocks import (
+    compressed_attention,
     experts,
     float_attention,
     float_linear,
     float_ops,
+    hyper_connections,
     kimi_delta,
     latent,
     mamba2,
@@ -69,10 +72,13 @@ class BlockRunner:
         self._linears: dict[blocks.Linear, float_linear.FloatLinear] = {}
         self._tables: dict[blocks.Rope, tuple[np.ndarray, np.ndarray]] = {}
         self._checking = False
+        self.token_ids: np.ndarray | None = None  # int64[tokens]: the tokens that are run
         self.selections: list[np.ndarray | None] = []  # of the last block with an indexer, for each span
 
     def run_block(self, block: blocks.Block, x: np.ndarray, spans: list[Span]) -> np.ndarray:
         """float32[tokens, n_embd] that leaves a block."""
+        if block.hyper:
+            return hyper_connections.run(self, block, x, spans)
         out = x
         for part in block.parts:
             out = out + self.run_part(part, block.layer, x if block.parallel else out, spans)
@@ -84,6 +90,8 @@ class BlockRunner:
             return self._attention(part, layer, x, spans)
         if isinstance(part, blocks.LatentAttention):
             return self.latent_attention(part, layer, x, spans)
+        if isinstance(part, blocks.CompressedAttention):
+            return compressed_attention.attention(self, part, layer, x, spans)
         if isinstance(part, blocks.DeltaNet):
             return self.delta_net(part, layer, x, spans)
         if isinstance(part, blocks.KimiDelta):
@@ -235,7 +243,27 @@ class BlockRunner:
     def route(self, part: blocks.Experts, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Experts and weights of each token; see `experts.route`."""
         bias = self.vector(part.choice_bias) if part.choice_bias else None
+        if part.gating == "sqrtsoftplus":
+            given = self._experts_of_tokens(part, len(logits)) if part.table else None
+            return experts.route_softplus(part, logits, self.expert_reduction, bias, given)
         return experts.route(part, logits, self.expert_reduction, bias)
+
+    def _experts_of_tokens(self, part: blocks.Experts, count: int) -> np.ndarray:
+        """int64[tokens, used]: the rows of the table of the tokens that are run."""
+        assert part.table
+        if self.token_ids is None or len(self.token_ids) != count:
+            raise UnsupportedError(
+                f"{self.path}: {part.table} gives experts by tokens, and this computes a layer without its tokens"
+            )
+        tensor = self.weights[part.table]
+        table = np.ascontiguousarray(tensor.rows(0, tensor.n_rows)).view("<i4")
+        found: np.ndarray = table[self.token_ids].astype(np.int64)
+        if ((found < 0) | (found >= part.count)).any():
+            raise DataError(f"{self.path}: {part.table} has an expert that is none of 0 to {part.count - 1}")
+        ordered = np.sort(found, axis=1)
+        if (ordered[:, 1:] == ordered[:, :-1]).any():
+            raise DataError(f"{self.path}: {part.table} gives a token one expert twice")
+        return found
 
     def latent_attention(
         self, part: blocks.LatentAttention, layer: int, x: np.ndarray, spans: list[Span]
@@ -286,6 +314,17 @@ class BlockRunner:
         if linear.rows is None or linear.rows[0] == 0:  # once for all matrices in a tensor
             self.observe(linear.weight, x)
         y = self._weight(linear)(x)
+        self.check(linear.weight, y)
+        return y
+
+    def grouped(self, linear: blocks.Linear, x: np.ndarray, groups: int) -> np.ndarray:
+        """float32[tokens, groups * rank] of x float32[tokens, groups * n] and a matrix [groups * rank, n]: its rows
+        are a matrix for each group."""
+        inputs = x.reshape(len(x), groups, -1)
+        self.observe(linear.weight, inputs.reshape(-1, inputs.shape[2]))
+        rank = self.weights[linear.weight].shape[0] // groups
+        parts = [replace(linear, rows=(i * rank, (i + 1) * rank)) for i in range(groups)]
+        y = np.concatenate([self._weight(p)(np.ascontiguousarray(inputs[:, i])) for i, p in enumerate(parts)], axis=1)
         self.check(linear.weight, y)
         return y
 
@@ -346,6 +385,10 @@ class BlockRunner:
         if result is None:
             result = self._vectors[name] = float_linear.vector(self.weights[name])
         return result
+
+    def rotations(self, rope: blocks.Rope, n_ctx: int) -> tuple[np.ndarray, np.ndarray]:
+        """cos and sin, float32[n, rope.dim / 2], of at least `n_ctx` positions."""
+        return self._rope(rope, n_ctx)
 
     def _rope(self, rope: blocks.Rope, n_ctx: int) -> tuple[np.ndarray, np.ndarray]:
         """cos and sin of at least `n_ctx` positions; see `float_ops.rope_tables`."""

@@ -68,6 +68,30 @@ def route(
     return chosen, weights
 
 
+def route_softplus(
+    part: blocks.Experts,
+    logits: np.ndarray,
+    reduction: Reduction | None = None,
+    bias: np.ndarray | None = None,
+    given: np.ndarray | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """As `route`, with gating "sqrtsoftplus". `given` int64[tokens, used] are the experts, where a table has them."""
+    p = np.sqrt(np.logaddexp(np.float32(0), logits)).astype(np.float32)
+    if given is None:
+        scores = p if bias is None else p + bias
+        given = np.argsort(-scores, axis=1, kind="stable")[:, : part.used]
+    weights = np.take_along_axis(p, given, axis=1)
+    order = np.argsort(-weights, axis=1, kind="stable")
+    chosen, weights = (np.take_along_axis(x, order, axis=1) for x in (given, weights))
+    if reduction is not None:
+        left_out = ~(weights > np.float32(reduction[1]) * weights[:, :1])
+        left_out[:, : reduction[0]] = False
+        chosen[left_out], weights[left_out] = -1, 0
+    if part.normalise:
+        weights /= weights.sum(axis=1, keepdims=True)
+    return chosen, weights * np.float32(part.scale)
+
+
 def run(
     part: blocks.Experts,
     tensors: Mapping[str, Tensor],

@@ -78,12 +78,16 @@ ACTIVATIONS = {
 def activate(
     name: blocks.Activation, gate: np.ndarray, up: np.ndarray, threads: int, limit: float | None = None
 ) -> np.ndarray:
-    """act(gate) * up as blocks name it, with their limit; overwrites `gate`, which may be `up`."""
+    """act(gate) * up as blocks name it, with their limit; overwrites `gate`, which may be `up` without a limit."""
     if isinstance(name, blocks.Xielu):
         p, n, b, e = name.numbers
         _over_tokens(lambda first, last: reference.xielu(gate[first:last], p, n, b, e), gate, threads)
         return gate
-    if limit is not None:
+    if name == "swiglu_clamped":
+        assert limit is not None
+        np.minimum(gate, np.float32(limit), out=gate)
+        up, name = np.clip(up, np.float32(-limit), np.float32(limit)), "swiglu"
+    elif limit is not None:
         assert name == "swiglu", f"{name} with a limit of {limit:g}"
         _over_tokens(lambda a, b: reference.swiglu_limited(gate[a:b], up[a:b], np.float32(limit)), gate, threads)
         return gate

@@ -100,8 +100,12 @@ def scores(q: np.ndarray, weights: np.ndarray, keys: np.ndarray) -> np.ndarray:
 
 def largest(scored: np.ndarray, first: int, count: int) -> np.ndarray:
     """bool[tokens, positions]: for token i, the `count` positions of 0 … first + i with the largest scores."""
-    positions = np.arange(scored.shape[1])
-    found = positions <= first + np.arange(len(scored))[:, None]
+    return largest_of_first(scored, first + 1 + np.arange(len(scored)), count)
+
+
+def largest_of_first(scored: np.ndarray, visible: np.ndarray, count: int) -> np.ndarray:
+    """bool[tokens, positions]: of the first `visible[i]` positions, the `count` ones with the largest scores."""
+    found = np.arange(scored.shape[1]) < visible[:, None]
     for row, seen in zip(scored, found):
         n = int(seen.sum())
         if n <= count:

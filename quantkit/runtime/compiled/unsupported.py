@@ -16,6 +16,8 @@ Weights = Mapping[str, Tensor]
 def unsupported_feature(weights: Weights, parts: Sequence[blocks.Block], head: blocks.Head) -> str | None:
     """The first feature of these blocks that has no operation; None if plans can be built."""
     linears = [head.output]
+    if head.streams is not None:
+        return f"no operation mixes residual streams ({head.streams.fn.weight})"
     for part in (part for block in parts for part in block.parts):
         if isinstance(part, blocks.Attention):
             linears += [part.q, part.k, part.v, part.out, *([part.head_gate] if part.head_gate else [])]
@@ -39,6 +41,8 @@ def unsupported_feature(weights: Weights, parts: Sequence[blocks.Block], head: b
         elif isinstance(part, blocks.ShortConv):
             linears += [part.in_proj, part.out]
             reason = None
+        elif isinstance(part, blocks.CompressedAttention):
+            return f"no operation attends to compressed entries ({part.kv.weight})"
         else:
             linears += [part.gate, part.up, part.down]
             if isinstance(part, blocks.Experts):
@@ -80,6 +84,8 @@ def _in_experts(part: blocks.Experts) -> str | None:
     # Rows of experts are the columns of another matrix, so `_in_matrix` makes sure that they fill whole units of work.
     if isinstance(part.activation, blocks.Xielu):
         return f"no operation computes xIELU of experts ({part.up.weight})"
+    if part.gating == "sqrtsoftplus":
+        return f"no operation routes by sqrtsoftplus ({part.router.weight})"
     if part.ungated and part.weighs_inputs:
         return f"no operation weights inputs of experts without a gate ({part.up.weight})"
     for linear in (part.gate, part.up, part.down):

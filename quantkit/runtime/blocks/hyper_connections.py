@@ -1,0 +1,92 @@
+"""Hyper-connections, layer by layer in float32: residual streams that parts of blocks read and write.
+
+`archs.common.blocks.HyperConnection` and `StreamHead` have the formulas. Streams are float32[tokens, n * n_embd], one
+after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import numpy as np
+
+from quantkit.archs.common import blocks
+from quantkit.errors import UnsupportedError
+from quantkit.formats.gguf import Tensor
+from quantkit.runtime.blocks.float_ops import ignore_nonfinite, sigmoid
+from quantkit.runtime.blocks.spans import Span
+
+
+class HyperRun(Protocol):
+    """What this module needs of a BlockRunner."""
+
+    weights: Mapping[str, Tensor]
+
+    def linear(self, linear: blocks.Linear, x: np.ndarray) -> np.ndarray:
+        """The product with a weight matrix."""
+
+    def norm(self, norm: blocks.Norm, x: np.ndarray) -> np.ndarray:
+        """RMS norm."""
+
+    def vector(self, name: str) -> np.ndarray:
+        """A vector by its name."""
+
+    def run_part(self, part: blocks.Part, layer: int, x: np.ndarray, spans: list[Span]) -> np.ndarray:
+        """What a part of a block makes of x float32[tokens, n_embd]."""
+
+
+def run(runner: HyperRun, block: blocks.Block, x: np.ndarray, spans: list[Span]) -> np.ndarray:
+    """The streams float32[tokens, n * n_embd] that leave a block.
+
+    UnsupportedError for a hidden state that is no streams: evaluations of single layers pass one.
+    """
+    for part, connection in zip(block.parts, block.hyper, strict=True):
+        if x.shape[1] != runner.weights[connection.fn.weight].shape[1]:
+            raise UnsupportedError(
+                f"blk.{block.layer} reads {connection.streams} residual streams; what computes layers by themselves "
+                "does not know streams"
+            )
+        streams = x.reshape(len(x), connection.streams, -1)
+        pre, post, mixing = weights(runner, connection, x)
+        made = runner.run_part(part, block.layer, _weighted(pre, streams), spans)
+        with ignore_nonfinite():
+            x = (post[:, :, None] * made[:, None] + mixing.transpose(0, 2, 1) @ streams).reshape(x.shape)
+    return x
+
+
+def weights(runner: HyperRun, part: blocks.HyperConnection, x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What a part reads, float32[tokens, n], and writes, float32[tokens, n], and C, float32[tokens, n, n]."""
+    n = part.streams
+    scale, base = runner.vector(part.scale), runner.vector(part.base)
+    logits = runner.linear(part.fn, runner.norm(part.norm, x))
+    with ignore_nonfinite():
+        logits = logits * np.repeat(scale, (n, n, n * n)) + base
+        pre, post, comb = logits[:, :n], logits[:, n : 2 * n], logits[:, 2 * n :].reshape(-1, n, n)
+        return sigmoid(pre) + np.float32(part.eps), 2 * sigmoid(post), doubly_stochastic(comb, part)
+
+
+def doubly_stochastic(logits: np.ndarray, part: blocks.HyperConnection) -> np.ndarray:
+    """float32[tokens, n, n] whose rows and columns sum to about 1 (Sinkhorn and Knopp), of logits of the same shape."""
+    eps = np.float32(part.eps)
+    c: np.ndarray = np.exp(logits - logits.max(2, keepdims=True))
+    c = c / c.sum(2, keepdims=True) + eps
+    c /= c.sum(1, keepdims=True) + eps
+    for _ in range(part.iterations - 1):
+        c /= c.sum(2, keepdims=True) + eps
+        c /= c.sum(1, keepdims=True) + eps
+    return c
+
+
+def collapse(runner: HyperRun, head: blocks.StreamHead, x: np.ndarray) -> np.ndarray:
+    """float32[tokens, n_embd] that enters the last norm, of streams float32[tokens, n * n_embd]."""
+    logits = runner.linear(head.fn, runner.norm(head.norm, x))
+    with ignore_nonfinite():
+        read = sigmoid(logits * runner.vector(head.scale) + runner.vector(head.base)) + np.float32(head.eps)
+    return _weighted(read, x.reshape(len(x), head.streams, -1))
+
+
+def _weighted(read: np.ndarray, streams: np.ndarray) -> np.ndarray:
+    """float32[tokens, n_embd]: the sum of streams float32[tokens, n, n_embd] times `read` float32[tokens, n]."""
+    with ignore_nonfinite():
+        return np.ascontiguousarray((read[:, None] @ streams)[:, 0])

@@ -41,15 +41,15 @@ def refine(
     """
     scale, minimum = (scale_of(kind), minimum_of(kind)) if any(rounds) else (None, None)
     factors = feedback.factors(moments, 1)
-    coded = read_rows(kind, found, x, data, moments)
-    before = coded.e.copy(), data.copy()
+    before, given = read_rows(kind, found, x, data, moments), data.copy()
     if scale is not None:
-        sub_block_search.search(kind, found, scale, x, data, coded, factors)
+        sub_block_search.search(kind, found, scale, x, data, before, factors)
     else:
-        feed_back(coded.e, coded.codes, coded.unit, found.ladder, factors, len(x))
-        write_codes(coded.codes, found, data)
-    feedback.keep_lower((coded.e, data), before, factors, 1, len(x))
+        codes = before.codes.copy()
+        feed_back(before.e.copy(), codes, before.unit, found.ladder, factors, len(x))
+        write_codes(codes, found, data)
     coded = read_rows(kind, found, x, data, moments)
+    feedback.keep_lower((*coded, data), (*before, given), factors, 1, len(x))
     scales, minima = (sub_block_scales.read(kind, number, data, coded.decoded) for number in (scale, minimum))
     for count in rounds:
         moves = descend(
@@ -72,10 +72,7 @@ def feed_back(
     r = np.empty((len(e), PANEL), np.float32)
     for p in range(len(factors)):
         first, last = p * PANEL, min(n, (p + 1) * PANEL)
-        if p:
-            gradient(e, factors[p], first, r)
-        else:
-            r[:] = np.float32(0)
+        gradient(e, factors[p], first, r)
         a = factors[p, first : first + PANEL]
         for row in range(rows):
             _choose_codes(e[row, first:last], codes[row, first:last], unit[row, first:last], ladder, a, r[row])

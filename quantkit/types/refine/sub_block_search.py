@@ -29,6 +29,7 @@ from quantkit.types.refine import sub_block_scales
 from quantkit.types.refine.coded_rows import CodedRows
 from quantkit.types.refine.moments import PANEL, gradient
 from quantkit.types.refine.panel_rows import add_scaled
+from quantkit.types.refine.sub_block_scales import first_place
 
 LANES = 64  # candidates
 REACH = 0.3  # logarithm of the largest ratio of a candidate to the scale
@@ -94,21 +95,20 @@ def search(
     coded: CodedRows,
     factors: np.ndarray,
 ) -> None:
-    """Choose scales and codes of x float32[rows, n] anew, in `data` and in codes and e of `coded`.
+    """Choose scales and codes of x float32[rows, n] anew, in data uint8[rows, row bytes].
 
-    data uint8[rows, row bytes], read as `coded`: an encoding to begin with; found: `codes_of(kind)`; scale:
-    `scale_of(kind)`; factors: `feedback.factors` for single columns
+    coded: what `data` holds to begin with; found: `codes_of(kind)`; scale: `scale_of(kind)`; factors:
+    `feedback.factors` for single columns
     """
     blocks = _read_sub_blocks(kind, found, scale, data, coded)
-    choose(x, coded.e, coded.codes, rungs_of(found.ladder), blocks, factors)
-    write_codes(coded.codes, found, data)
+    codes = coded.codes.copy()
+    choose(x, coded.e.copy(), codes, rungs_of(found.ladder), blocks, factors)
+    write_codes(codes, found, data)
     write_numbers(scale.codes[blocks.scales], scale, data)
     if (minimum := minimum_of(kind)) is not None:
         write_numbers(minimum.codes[blocks.minima], minimum, data)
     if (table := table_of(kind)) is not None:
         write_numbers(blocks.tables, table, data)
-    decoded = kind.dequantize(data, x.shape[1], threads=1)
-    np.subtract(decoded, x, out=coded.e[: len(x), : x.shape[1]])
 
 
 def _read_sub_blocks(kind: Codec, found: Codes, scale: SubBlockNumber, data: np.ndarray, coded: CodedRows) -> SubBlocks:
@@ -209,10 +209,7 @@ def choose(
     size = blocks.size
     for p in range(len(factors)):
         first, last = p * PANEL, min(n, (p + 1) * PANEL)
-        if p:
-            gradient(e, factors[p], first, r)
-        else:
-            r[:] = np.float32(0)
+        gradient(e, factors[p], first, r)
         a = factors[p, first : first + PANEL]
         for row in range(rows):
             for at in range(0, last - first, size):
@@ -226,31 +223,35 @@ def choose(
                     low, span = _range(blocks, row, s)
                     _choose_codes(own, rungs, low, span, a[at:], r[row], at)
                 else:
-                    for j in range(size):
-                        add_scaled(own[1][j], a[at + j].ctypes.data, r[row].ctypes.data)
+                    _keep_codes(own[1], a[at:], r[row])
 
 
 @subkernel
 def _set_candidates(blocks: SubBlocks, rungs: Rungs, row: int, s: int, values: np.ndarray) -> None:
     """Rows 0 and 1 of values float32[3, LANES]: each candidate's smallest value (rung 0 of the ladder) and its unit."""
     place = blocks.scales[row, s]
-    base, step, shift = blocks.base[row, s], blocks.step[row, s], blocks.shift[row, s]
     is_float16 = len(blocks.tried) == 1
     factor = blocks.scale_values[place] if is_float16 else np.float32(1)
     tried = blocks.tried[0 if is_float16 else place]
-    first = base + (shift if blocks.tables[row, s] == 1 else np.float32(0))
-    second = base + (shift if blocks.tables[row, s] == 0 else np.float32(0))
+    table = blocks.tables[row, s]
     for lane in range(LANES):
         scale = factor * tried[lane]
-        values[0, lane] = scale * (first if lane < LANES // 2 else second) + blocks.offset[row, s]
-        values[1, lane] = scale * step
+        values[0, lane] = _lowest(blocks, row, s, scale, table if lane < LANES // 2 else 1 - table)
+        values[1, lane] = scale * blocks.step[row, s]
     if not blocks.has_minima:
         return
     for lane in range(LANES):
         minimum = _minimum(blocks, rungs, row, s, values[1, lane], blocks.shifts[lane])
         if len(blocks.minimum_values) <= _FEW:
-            minimum = blocks.minimum_values[_nearest(blocks.minimum_values, minimum)]
+            minimum = blocks.minimum_values[_nearest(blocks.minimum_values, blocks.minima[row, s], minimum)]
         values[0, lane] += minimum * blocks.per_minimum[row, s]
+
+
+@subkernel
+def _lowest(blocks: SubBlocks, row: int, s: int, scale: np.float32, table: int) -> np.float32:
+    """The smallest value under a scale and a table, without the minimum."""
+    base = blocks.base[row, s] + (blocks.shift[row, s] if table == 1 else np.float32(0))
+    return np.float32(scale * base + blocks.offset[row, s])
 
 
 @subkernel
@@ -264,16 +265,10 @@ def _minimum(blocks: SubBlocks, rungs: Rungs, row: int, s: int, unit: np.float32
 
 
 @subkernel
-def _nearest(values: np.ndarray, target: np.float32) -> int:
-    """The place of the value nearest to `target` in float32[n], rising."""
-    low, high = 0, len(values) - 1
-    while low < high:
-        middle = (low + high) // 2
-        if values[middle] < target:
-            low = middle + 1
-        else:
-            high = middle
-    return low - 1 if low > 0 and target - values[low - 1] <= values[low] - target else low
+def _nearest(values: np.ndarray, start: int, target: np.float32) -> int:
+    """The place of the value nearest to `target` in float32[n], rising, searched for from a place near it."""
+    at = min(first_place(values, start, target), len(values) - 1)
+    return at - 1 if at > 0 and target - values[at - 1] <= values[at] - target else at
 
 
 @subkernel
@@ -348,19 +343,19 @@ def _take(blocks: SubBlocks, row: int, s: int, values: np.ndarray) -> None:
     if len(blocks.tried) > 1:
         blocks.scales[row, s] = blocks.tried_places[place, best]
     else:
-        near = _nearest(blocks.scale_values, blocks.scale_values[place] * blocks.tried[0, best])
+        near = _nearest(blocks.scale_values, place, blocks.scale_values[place] * blocks.tried[0, best])
         blocks.scales[row, s] = near if blocks.scale_values[near] != 0 else place
     if blocks.has_minima:
         low = values[0, best] - blocks.offset[row, s] - blocks.base[row, s] / blocks.step[row, s] * unit
-        blocks.minima[row, s] = _nearest(blocks.minimum_values, low / blocks.per_minimum[row, s])
+        minimum = low / blocks.per_minimum[row, s]
+        blocks.minima[row, s] = _nearest(blocks.minimum_values, blocks.minima[row, s], minimum)
 
 
 @subkernel
 def _range(blocks: SubBlocks, row: int, s: int) -> tuple[np.float32, np.float32]:
     """The smallest value of the sub-block's ladder, and its unit."""
     scale = blocks.scale_values[blocks.scales[row, s]]
-    low = scale * (blocks.base[row, s] + (blocks.shift[row, s] if blocks.tables[row, s] == 1 else np.float32(0)))
-    low += blocks.offset[row, s]
+    low = _lowest(blocks, row, s, scale, blocks.tables[row, s])
     if blocks.has_minima:
         low += blocks.minimum_values[blocks.minima[row, s]] * blocks.per_minimum[row, s]
     return low, scale * blocks.step[row, s]
@@ -382,6 +377,13 @@ def _choose_codes(
         k = _rung(rungs, (x[j] - fed[at + j] - low) / unit)
         codes[j] = rungs.codes[k]
         e[j] = low + unit * rungs.values[k] - x[j]
+        add_scaled(e[j], a[j].ctypes.data, fed.ctypes.data)
+
+
+@subkernel
+def _keep_codes(e: np.ndarray, a: np.ndarray, fed: np.ndarray) -> None:
+    """Feed back the errors of a sub-block whose codes stay."""
+    for j in range(len(e)):
         add_scaled(e[j], a[j].ctypes.data, fed.ctypes.data)
 
 

@@ -260,10 +260,7 @@ def feed_back(
     for p in range(len(factors)):
         first = p * PANEL
         last = min(first + PANEL, n)
-        if p:
-            gradient(e, factors[p], first, r)
-        else:
-            r[:] = np.float32(0)
+        gradient(e, factors[p], first, r)
         a = factors[p, first : first + PANEL]
         groups = slice(first // size, last // size)
         for row in range(rows):

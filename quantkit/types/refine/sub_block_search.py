@@ -435,7 +435,8 @@ def _take_codes(own: tuple[np.ndarray, np.ndarray, np.ndarray], rungs: Rungs, tr
         e[j] = errors[j]
         place = (x[j] + e[j] - low) / unit
         if gap > 0:
-            k = int(np.rint(min(max((place - first) / gap, np.float32(0)), last)))
+            place = (place - first) / gap
+            k = int(np.rint(min(place, last))) if place > 0 else 0  # NaN, too: such rows stay as they were
         else:
             k = 0
             for middle in rungs.middles:

@@ -58,6 +58,7 @@ _KEPT = {
     "shortconv.conv": "a convolution",
     "ssm_x.weight": "a state-space projection",
     "ssm_dt.weight": "a state-space projection",
+    "per_layer_model_proj": "a projection that llama.cpp keeps",
     "attn_rel_b.weight": "a position bias",
     "position_embd.weight": "position embeddings",
     "token_types.weight": "token types",

@@ -204,7 +204,7 @@ class Gemma4(Decoder):
 
     def dropped_tensors(self, config: Config, names: Collection[str]) -> dict[str, list[str]]:
         layers = int(need(config, "num_hidden_layers"))
-        shared = range(layers - (integer(config, "num_kv_shared_layers") or 0), layers)
+        shared = range(max(0, layers - integer(config, "num_kv_shared_layers")), layers)
         stems = ("k_proj", "v_proj", "k_norm")
         unread = [f"model.layers.{i}.self_attn.{stem}.weight" for i in shared for stem in stems]
         found = [name for name in unread if name in names]
@@ -230,7 +230,7 @@ class Gemma4(Decoder):
             f"{a}.attention.value_length_swa": (local_dim, "u32"),
             f"{a}.attention.sliding_window": (need(config, "sliding_window"), "u32"),
             f"{a}.attention.sliding_window_pattern": (list(local), "bool"),
-            f"{a}.attention.shared_kv_layers": (integer(config, "num_kv_shared_layers") or 0, "u32"),
+            f"{a}.attention.shared_kv_layers": (integer(config, "num_kv_shared_layers"), "u32"),
             f"{a}.embedding_length_per_layer_input": (_layer_input(config), "u32"),
             f"{a}.feed_forward_length": (_feed_forward_lengths(config), "u32"),
             f"{a}.rope.dimension_count": (dim, "u32"),
@@ -419,7 +419,7 @@ class Gemma4(Decoder):
 
 def _refuse_unknown(config: Config) -> None:
     """UnsupportedError for settings that this file does not handle."""
-    rows = config.get("vocab_size_per_layer_input", _LAYER_VOCAB)
+    rows = integer(config, "vocab_size_per_layer_input", _LAYER_VOCAB)
     if _layer_input(config) and rows != need(config, "vocab_size"):
         raise UnsupportedError(
             f"config.json: vocab_size_per_layer_input = {rows}, vocab_size = {config['vocab_size']}; every token needs "
@@ -476,14 +476,15 @@ def _rope_parameters(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def _layer_input(config: Config) -> int:
     """Elements of a token's embedding for a layer; 0 without."""
-    width = integer(config, "hidden_size_per_layer_input")
-    return _LAYER_INPUT if width is None else width
+    return integer(config, "hidden_size_per_layer_input", _LAYER_INPUT)
 
 
 def _feed_forward_lengths(config: Config) -> int | list[int]:
     """Rows of gate and up: of all layers, or of each where those without keys and values have twice as many."""
-    width, layers = int(need(config, "intermediate_size")), int(need(config, "num_hidden_layers"))
-    shared = integer(config, "num_kv_shared_layers") or 0
+    need(config, "intermediate_size")
+    width, layers, shared = (
+        integer(config, key) for key in ("intermediate_size", "num_hidden_layers", "num_kv_shared_layers")
+    )
     if not config.get("use_double_wide_mlp") or not shared:
         return width
     return [width * (2 if i >= layers - shared else 1) for i in range(layers)]

@@ -59,6 +59,8 @@ _KEPT = {
     "ssm_x.weight": "a state-space projection",
     "ssm_dt.weight": "a state-space projection",
     "per_layer_model_proj": "a projection that llama.cpp keeps",
+    "altup": "small",
+    "laurel": "small",
     "attn_rel_b.weight": "a position bias",
     "position_embd.weight": "position embeddings",
     "token_types.weight": "token types",

@@ -435,7 +435,7 @@ class CudaWorker(Worker):
         """As `BlockRunner.route`; see `GpuExperts.route`."""
         return self._gpu_experts.route(part, logits)
 
-    def _experts(self, part: blocks.Experts, x: Any) -> Any:
+    def _experts(self, part: blocks.Experts, x: Any, spans: list[Span]) -> Any:
         """As `BlockRunner._experts`; shared experts are launched on the GPU before the CPU computes the routed ones.
 
         Nothing else overlaps: the next layer needs the results of both.
@@ -444,7 +444,7 @@ class CudaWorker(Worker):
         in_order = in_order or part.post_norm is not None
         routed_on_cpu = self._holders(part) == {self._host} and not self._offloads(part, len(x))
         if in_order or part.shared is None or not routed_on_cpu:
-            return super()._experts(part, x)
+            return super()._experts(part, x, spans)
         y = self.norm(part.norm, x)
         chosen, weights = self.route(part, self.linear(part.router, y))
         ids = chosen if isinstance(chosen, np.ndarray) else self.copy_to_cpu(chosen)

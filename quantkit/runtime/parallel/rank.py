@@ -57,9 +57,9 @@ class Rank(Worker):
     def _counted(self) -> float:
         return self._split.ledger.total(self.device.name)  # the others run at the same time
 
-    def _experts(self, part: blocks.Experts, x: Any) -> Any:
+    def _experts(self, part: blocks.Experts, x: Any, spans: list[Span]) -> Any:
         if self.rank == 0 or part.down.weight in self._split.placement.sharded:
-            return super()._experts(part, x)
+            return super()._experts(part, x, spans)
         if part.shared is None:  # elsewhere, once for all
             return self.zeros(tuple(x.shape), "float32")
         return self._shared(part.shared, part.shared_gate, self.norm(part.norm, x))

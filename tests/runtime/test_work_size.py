@@ -100,7 +100,8 @@ def test_within_a_tenth(which: str, kind: str, request: pytest.FixtureRequest, t
     [
         ("gpt-oss", {}), ("gemma3", {}), ("gemma4", {}), ("bitnet-b1.58", {}), ("minimax-m2", {}), ("mistral3", {}),
         ("glm4moe", {"n_shared_experts": 2}), ("hunyuan-moe", {}), ("ernie4_5-moe", {}), ("llama", {"head_dim": 24}),
-        ("lfm2", {}), ("lfm2moe", {}), ("apertus", {}), ("kimi-linear", {}),
+        ("lfm2", {}), ("lfm2moe", {}), ("apertus", {}), ("kimi-linear", {}), ("longcat-flash", {}),
+        ("mistral-large4", {}),
     ],
 )  # fmt: skip
 def test_float_matrices_are_predicted_exactly(arch: str, change: dict[str, int], tmp_path: Path) -> None:

@@ -74,6 +74,7 @@ def work_bytes(
             _latent_attention(prompt, step, tensors, part, threads, n_ctx, mla)
             tables.add((part.rope, 8 * (part.rope.dim // 2)))
             tables.add((part.temperature, 4 if part.temperature else 0))
+            tables.add((blocks.HeadScaling, 4 if part.scaling else 0))  # of logarithms
         elif isinstance(part, blocks.DeltaNet):
             _recurrent(prompt, step, tensors, part, threads)
         elif isinstance(part, blocks.KimiDelta):

@@ -337,7 +337,10 @@ def test_every_architecture_on_devices(arch: str, tmp_path: Path) -> None:
             if arch == "deepseek4":
                 assert "hyper-connections" in str(error)  # noqa: PT017
                 continue
-            if arch in ("deepseek32", "glm-dsa"):
+            if arch == "longcat-flash":
+                assert "experts without matrices" in str(error)  # noqa: PT017
+                continue
+            if arch in ("deepseek32", "glm-dsa", "mistral-large4"):
                 assert "sparse attention" in str(error)  # noqa: PT017
                 continue
             reasons = (

@@ -200,7 +200,7 @@ _SPACE_RUNS = (
 def mixed(count: int, named: Sequence[str] = (), seed: int = 7) -> list[str]:
     """Strings of many scripts, code, runs of spaces, odd Unicode, very long words, and the added tokens `named`."""
     rng = random.Random(seed)
-    ordinary, flags = strings(3000), [content for content, _ in FLAGGED]
+    ordinary, flags, words = strings(3000), [content for content, _ in FLAGGED], " ".join(TEXT).split()
 
     def part() -> str:
         choice = rng.random()
@@ -218,16 +218,16 @@ def mixed(count: int, named: Sequence[str] = (), seed: int = 7) -> list[str]:
         if choice < 0.90 and named:
             text = rng.choice(named)
             return text[: rng.randint(1, len(text))] if rng.random() < 0.2 else text
-        return rng.choice(flags) if choice < 0.92 else rng.choice(" ".join(TEXT).split())
+        return rng.choice(flags) if choice < 0.92 else rng.choice(words)
 
     def text() -> str:
         choice = rng.random()
         if choice < 0.25:
             return rng.choice(ordinary)
-        if choice < 0.27:  # one very long word
-            return part() + "".join(rng.choices(rng.choice(ALPHABETS), k=rng.randint(200, 1500))) + part()
+        if choice < 0.26:  # one very long word
+            return part() + "".join(rng.choices(rng.choice(ALPHABETS), k=rng.randint(100, 700))) + part()
         gaps = rng.choice((("",), (" ",), ("", " ", *_SPACE_RUNS), _SPACE_RUNS))
-        return "".join(rng.choice(gaps) + part() for _ in range(rng.randint(1, 10))) + rng.choice(("", "", " ", "\n"))
+        return "".join(rng.choice(gaps) + part() for _ in range(rng.randint(1, 5))) + rng.choice(("", "", " ", "\n"))
 
     return [text() for _ in range(count)]
 

@@ -28,6 +28,14 @@ HYBRID = {
     "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 1, "head_dim": 64, "num_hidden_layers": 5,
     "intermediate_size": 160,
 }  # fmt: skip
+GEMMA_E = {  # as E2B: per-layer embeddings, and layers without keys and values, with wide feed-forwards
+    "hidden_size": 96, "num_key_value_heads": 2, "num_hidden_layers": 8, "num_global_key_value_heads": None,
+    "attention_k_eq_v": False, "sliding_window": 20,
+    "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "enable_moe_block": False, "num_experts": None, "top_k_experts": None, "moe_intermediate_size": None,
+    "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 320, "num_kv_shared_layers": 4,
+    "use_double_wide_mlp": True,
+}  # fmt: skip
 GLM_FLASH = {
     "architectures": ["Glm4MoeLiteForCausalLM"], "model_type": "glm4_moe_lite", "rope_scaling": None,
     "rope_theta": 1e6, "rms_norm_eps": 1e-5, "routed_scaling_factor": 1.8, "num_hidden_layers": 4,
@@ -350,6 +358,7 @@ EVERY = [
     *OTHERS.items(),
     ("deepseek2", GLM_FLASH),
     ("gemma4", {"top_k_experts": 8}),
+    ("gemma4", GEMMA_E),
 ]
 
 

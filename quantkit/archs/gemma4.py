@@ -1,4 +1,4 @@
-"""gemma4: Gemma 4, its text model, dense (31B) and with experts (26B-A4B).
+"""gemma4: Gemma 4, its text model: dense (31B), with experts (26B-A4B), with per-layer embeddings (E2B, E4B).
 
 Embeddings are multiplied by sqrt(n_embd). RMS norms come before and after attention and feed-forward; files hold the
 weights of norms as checkpoints do. Queries, keys and values are RMS-normed per head, values without a weight; scores
@@ -20,7 +20,16 @@ In layers with experts a dense feed-forward runs beside them, both GELU (tanh fo
 The router takes x, normed with the weight ffn_gate_inp.scale, and divides its products by sqrt(n_embd). The output of
 an expert is multiplied by its number in ffn_down_exps.scale. Files have gate and up of experts in one tensor.
 
-Not supported: per-layer embeddings and layers that share keys and values (E2B, E4B).
+With per-layer embeddings a token has a vector for each layer, in rows of per_layer_token_embd, that enters the layer
+after its feed-forward (`LayerInput`):
+
+    hidden_size_per_layer_input   embedding_length_per_layer_input: elements of a vector, 0 without
+    num_kv_shared_layers          attention.shared_kv_layers: so many layers at the end have no keys and values. They
+                                  attend to those of the last layer of their kind that has, which in llama.cpp is the
+                                  last or the last but one of the others; files of another order are refused
+    use_double_wide_mlp           feed_forward_length, a list then: twice as much in these layers
+
+Checkpoints may have attn_k, attn_v and attn_k_norm of these layers; nothing reads them, and conversion leaves them out.
 """
 
 from __future__ import annotations
@@ -33,7 +42,19 @@ import numpy as np
 
 from quantkit.archs.common import experts, rope, windows
 from quantkit.archs.common.base import EMBEDDING_RULES, OUTPUT_RULES, Config, Keys, need, refuse
-from quantkit.archs.common.blocks import Attention, Block, Experts, FeedForward, Head, HParams, Linear, Norm, Rope
+from quantkit.archs.common.blocks import (
+    Attention,
+    Block,
+    Experts,
+    FeedForward,
+    Head,
+    HParams,
+    LayerInput,
+    Linear,
+    Norm,
+    Part,
+    Rope,
+)
 from quantkit.archs.common.decoder import Decoder, with_head_norms
 from quantkit.archs.common.shapes import Sizes
 from quantkit.archs.common.tensors import LazyTensor, Piece, Shape, TensorRule
@@ -45,8 +66,8 @@ _EVERY = 6  # by default every sixth layer attends to all tokens
 _GLOBAL_HEAD_DIM = 512
 _BASE, _LOCAL_BASE, _PART = 1000000.0, 10000.0, 0.25
 _STILL = 1e30  # divisor of the frequency of pairs that do not rotate
-_SHARED = ("hidden_size_per_layer_input", "num_kv_shared_layers")  # of the models that are not supported
-_SHARED_KEYS = ("embedding_length_per_layer_input", "attention.shared_kv_layers")
+_LAYER_INPUT, _LAYER_VOCAB = 256, 262144  # what transformers takes where config.json says nothing
+_KV_STEMS = ("attn_k", "attn_v", "attn_k_norm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,10 +77,20 @@ class Gemma4HParams(HParams):
     local_rope: Rope
     is_local: tuple[bool, ...]  # of each layer
     logit_cap: float | None
+    ff_of: tuple[int, ...]  # rows of gate and up in each layer
+    n_layer_input: int  # elements of a token's embedding for a layer; 0 without
 
 
-def _is_local(hp: Gemma4HParams, layer: int) -> bool:
-    return hp.is_local[layer]
+def _has_kv(hp: HParams, layer: int) -> bool:
+    return layer not in hp.kv_shared
+
+
+def _has_own_v(hp: Gemma4HParams, layer: int) -> bool:
+    return hp.is_local[layer] and _has_kv(hp, layer)
+
+
+def _has_layer_input(hp: Gemma4HParams, layer: int) -> bool:
+    return hp.n_layer_input > 0
 
 
 def _has_experts(hp: HParams, layer: int) -> bool:
@@ -79,7 +110,14 @@ def _of_experts(ours: str, theirs: str, *, f32: bool = False, to_gguf_only: bool
                       to_gguf_only=to_gguf_only)  # fmt: skip
 
 
-_V = TensorRule("blk.N.attn_v", "model.layers.N.self_attn.v_proj", layers=_is_local)
+_V = TensorRule("blk.N.attn_v", "model.layers.N.self_attn.v_proj", layers=_has_own_v)
+
+
+_OF_ALL_LAYERS = (
+    TensorRule("per_layer_token_embd", "model.embed_tokens_per_layer", required=False),
+    TensorRule("per_layer_model_proj", "model.per_layer_model_projection", required=False),
+    TensorRule("per_layer_proj_norm", "model.per_layer_projection_norm", required=False, f32=True),
+)
 
 
 class Gemma4(Decoder):
@@ -93,11 +131,12 @@ class Gemma4(Decoder):
     size_overrides: ClassVar = {"key": _dim, "value": _dim}
     rules: ClassVar[tuple[TensorRule, ...]] = (
         *EMBEDDING_RULES,
+        *_OF_ALL_LAYERS,
         TensorRule("blk.N.attn_norm", "model.layers.N.input_layernorm", f32=True),
         TensorRule("blk.N.attn_q", "model.layers.N.self_attn.q_proj"),
         TensorRule("blk.N.attn_q_norm", "model.layers.N.self_attn.q_norm", f32=True),
-        TensorRule("blk.N.attn_k", "model.layers.N.self_attn.k_proj"),
-        TensorRule("blk.N.attn_k_norm", "model.layers.N.self_attn.k_norm", f32=True),
+        TensorRule("blk.N.attn_k", "model.layers.N.self_attn.k_proj", layers=_has_kv),
+        TensorRule("blk.N.attn_k_norm", "model.layers.N.self_attn.k_norm", f32=True, layers=_has_kv),
         _V,
         TensorRule("blk.N.attn_output", "model.layers.N.self_attn.o_proj"),
         TensorRule("blk.N.post_attention_norm", "model.layers.N.post_attention_layernorm", f32=True),
@@ -114,6 +153,9 @@ class Gemma4(Decoder):
         _of_experts("ffn_down_exps.scale", "router.per_expert_scale", f32=True),
         _of_experts("post_ffw_norm_1.weight", "post_feedforward_layernorm_1.weight", f32=True),
         _of_experts("post_ffw_norm_2.weight", "post_feedforward_layernorm_2.weight", f32=True),
+        TensorRule("blk.N.inp_gate", "model.layers.N.per_layer_input_gate", layers=_has_layer_input),
+        TensorRule("blk.N.proj", "model.layers.N.per_layer_projection", layers=_has_layer_input),
+        TensorRule("blk.N.post_norm", "model.layers.N.post_per_layer_input_norm", f32=True, layers=_has_layer_input),
         TensorRule("blk.N.layer_output_scale.weight", "model.layers.N.layer_scalar", full_names=True, f32=True),
         *OUTPUT_RULES,
     )
@@ -153,9 +195,22 @@ class Gemma4(Decoder):
     # ------------------------------------------------------------------------------------------------ checkpoint side
 
     def rules_of(self, config: Config) -> tuple[TensorRule, ...]:
-        if config.get("attention_k_eq_v"):
-            return self.rules
-        return tuple(replace(rule, layers=None) if rule is _V else rule for rule in self.rules)
+        found = self.rules
+        if not config.get("attention_k_eq_v"):
+            found = tuple(replace(rule, layers=_has_kv) if rule is _V else rule for rule in found)
+        if not _layer_input(config):
+            return found
+        return tuple(replace(rule, required=True) if rule in _OF_ALL_LAYERS else rule for rule in found)
+
+    def dropped_tensors(self, config: Config, names: Collection[str]) -> dict[str, list[str]]:
+        layers = int(need(config, "num_hidden_layers"))
+        shared = range(max(0, layers - integer(config, "num_kv_shared_layers")), layers)
+        stems = ("k_proj", "v_proj", "k_norm")
+        unread = [f"model.layers.{i}.self_attn.{stem}.weight" for i in shared for stem in stems]
+        found = [name for name in unread if name in names]
+        return super().dropped_tensors(config, names) | (
+            {"keys and values of layers that attend to those of earlier layers": found} if found else {}
+        )
 
     def metadata(self, config: Config) -> Entries:
         a = self.name
@@ -175,8 +230,9 @@ class Gemma4(Decoder):
             f"{a}.attention.value_length_swa": (local_dim, "u32"),
             f"{a}.attention.sliding_window": (need(config, "sliding_window"), "u32"),
             f"{a}.attention.sliding_window_pattern": (list(local), "bool"),
-            f"{a}.attention.shared_kv_layers": (0, "u32"),
-            f"{a}.embedding_length_per_layer_input": (0, "u32"),
+            f"{a}.attention.shared_kv_layers": (integer(config, "num_kv_shared_layers"), "u32"),
+            f"{a}.embedding_length_per_layer_input": (_layer_input(config), "u32"),
+            f"{a}.feed_forward_length": (_feed_forward_lengths(config), "u32"),
             f"{a}.rope.dimension_count": (dim, "u32"),
             f"{a}.rope.dimension_count_swa": (local_dim, "u32"),
             f"{a}.rope.freq_base_swa": (float(parameters[1]["rope_theta"]), "f32"),
@@ -217,7 +273,8 @@ class Gemma4(Decoder):
             "model_type": self.model_type,
             "vocab_size": hp.n_vocab,
             "hidden_size": hp.n_embd,
-            "intermediate_size": hp.n_ff,
+            "intermediate_size": hp.ff_of[0],
+            "use_double_wide_mlp": _is_double_wide(hp),
             "num_hidden_layers": hp.n_layer,
             "num_attention_heads": hp.n_head,
             "num_key_value_heads": hp.kv_heads_of[windowed],
@@ -227,7 +284,9 @@ class Gemma4(Decoder):
             "attention_k_eq_v": f"blk.{whole}.attn_v.weight" not in hp.tensors,
             "sliding_window": hp.window,
             "enable_moe_block": hp.n_expert > 0,
-            **dict.fromkeys(_SHARED, 0),
+            "hidden_size_per_layer_input": hp.n_layer_input,
+            "vocab_size_per_layer_input": hp.n_vocab,
+            "num_kv_shared_layers": len(hp.kv_shared),
             "max_position_embeddings": hp.n_ctx_train,
             "rms_norm_eps": shortest(hp.norm_eps),
             "rope_parameters": {
@@ -254,19 +313,17 @@ class Gemma4(Decoder):
         return Gemma4HParams(**self.numbers(Keys(self.name, metadata), tensors))
 
     def numbers(self, keys: Keys, tensors: Collection[str]) -> dict[str, Any]:
-        for key in _SHARED_KEYS:
-            if keys.number(key, 0):
-                raise UnsupportedError(
-                    f"{self.name}.{key} = {keys.number(key)}: per-layer embeddings and layers that share keys and "
-                    "values (E2B, E4B) are not supported in this version"
-                )
         if tensors and rope.FREQ_FACTORS not in tensors:
             raise FormatError(
                 f"tensor {rope.FREQ_FACTORS} is missing; it says which pairs of a head rotate in layers of all tokens"
             )
         local, key = windows.layers_of_keys(keys, _EVERY), f"{self.name}.attention.head_count_kv"
         heads = keys.per_layer("attention.head_count_kv", minimum=1)
-        found = super().numbers(Keys(self.name, {**keys.metadata, key: max(heads)}), tensors)
+        widths = keys.per_layer("feed_forward_length", minimum=1)
+        single = {key: max(heads), f"{self.name}.feed_forward_length": max(widths)}
+        found = super().numbers(Keys(self.name, {**keys.metadata, **single}), tensors)
+        sources = _kv_sources(self.name, local, keys.number("attention.shared_kv_layers", 0))
+        shared = [i for i, source in enumerate(sources) if source != i]
         dim, base = keys.number("attention.key_length_swa", found["head_dim_k"]), keys.real("rope.freq_base_swa")
         for length in ("", "_swa"):
             pair = [keys.number(f"attention.{side}_length{length}", 0) for side in ("key", "value")]
@@ -276,7 +333,11 @@ class Gemma4(Decoder):
                     f"{pair[1]} differ; heads of {self.name} have one length"
                 )
         return found | (experts.numbers(keys, tensors) if keys.number("expert_count", 0) else {}) | {
-            "kv_heads_of": tuple(heads),
+            "kv_heads_of": tuple(n if i not in shared else 0 for i, n in enumerate(heads)),
+            "kv_sources": sources if shared else (),
+            "unread": frozenset(f"blk.{i}.{stem}.weight" for i in shared for stem in _KV_STEMS),
+            "ff_of": tuple(widths),
+            "n_layer_input": keys.number("embedding_length_per_layer_input", 0),
             "head_dims_of": tuple(dim if i else found["head_dim_k"] for i in local),
             "window": keys.number("attention.sliding_window"),
             "local_rope": replace(
@@ -287,10 +348,39 @@ class Gemma4(Decoder):
         }  # fmt: skip
 
     def block(self, hp: HParams, i: int) -> Block:
-        return replace(super().block(hp, i), out_scale=f"blk.{i}.layer_output_scale.weight")
+        assert isinstance(hp, Gemma4HParams)
+        parts: list[Part] = [self.attention(hp, i), self.feed_forward(hp, i)]
+        if hp.n_layer_input:
+            parts.append(self._layer_input(hp, i))
+        return Block(i, tuple(parts), out_scale=f"blk.{i}.layer_output_scale.weight")
+
+    def _layer_input(self, hp: Gemma4HParams, i: int) -> LayerInput:
+        width, head = hp.n_layer_input, self.head(hp)
+        project = replace(hp.linear("per_layer_model_proj"), factor=hp.n_embd**-0.5)
+        return LayerInput(
+            gate=hp.linear(f"blk.{i}.inp_gate"),
+            out=hp.linear(f"blk.{i}.proj"),
+            post_norm=hp.norm(f"blk.{i}.post_norm"),
+            table="per_layer_token_embd.weight",
+            first=i * width,
+            table_scale=width**0.5,
+            project=replace(project, rows=(i * width, (i + 1) * width)),
+            project_norm=hp.norm("per_layer_proj_norm"),
+            width=width,
+            embedding=head.embedding,
+            embedding_scale=head.embedding_scale,
+            embedding_factor=head.embedding_factor,
+        )
 
     def attention(self, hp: HParams, i: int) -> Attention:
         assert isinstance(hp, Gemma4HParams)
+        if i in hp.kv_shared:
+            source = hp.kv_sources[i]
+            own, keys = with_head_norms(super().attention(hp, i), hp, i), self.attention(hp, source)
+            post_norm = hp.norm(f"blk.{i}.post_attention_norm")
+            return replace(
+                keys, norm=own.norm, q=own.q, q_norm=own.q_norm, out=own.out, post_norm=post_norm, source=source
+            )
         part, local = with_head_norms(super().attention(hp, i), hp, i), hp.is_local[i]
         absent = bool(hp.tensors) and part.v.weight not in hp.tensors and not local
         return replace(
@@ -308,7 +398,8 @@ class Gemma4(Decoder):
 
     def feed_forward(self, hp: HParams, i: int) -> FeedForward | Experts:
         blk = f"blk.{i}"
-        dense, last = replace(hp.feed_forward(i), activation="geglu"), hp.norm(f"{blk}.post_ffw_norm")
+        assert isinstance(hp, Gemma4HParams)
+        dense, last = replace(hp.feed_forward(i, ff=hp.ff_of[i]), activation="geglu"), hp.norm(f"{blk}.post_ffw_norm")
         if not hp.n_expert:
             return replace(dense, post_norm=last)
         return replace(
@@ -328,12 +419,12 @@ class Gemma4(Decoder):
 
 def _refuse_unknown(config: Config) -> None:
     """UnsupportedError for settings that this file does not handle."""
-    for key in _SHARED:
-        if integer(config, key):
-            raise UnsupportedError(
-                f"config.json: {key} = {config[key]}: per-layer embeddings and layers that share keys and values (E2B, "
-                "E4B) are not supported in this version"
-            )
+    rows = integer(config, "vocab_size_per_layer_input", _LAYER_VOCAB)
+    if _layer_input(config) and rows != need(config, "vocab_size"):
+        raise UnsupportedError(
+            f"config.json: vocab_size_per_layer_input = {rows}, vocab_size = {config['vocab_size']}; every token needs "
+            "a row of both embeddings, and files have as many of each"
+        )
     refuse(config, "hidden_activation", ("gelu_pytorch_tanh",))
     refuse(config, "attention_bias", (False,))
     refuse(config, "use_bidirectional_attention", ("vision",))  # of image tokens, which the text model has none of
@@ -381,3 +472,45 @@ def _rope_parameters(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
         {"rope_theta": real(whole, "rope_theta") or _BASE, "partial_rotary_factor": part},
         {"rope_theta": real(local, "rope_theta") or _LOCAL_BASE},
     )
+
+
+def _layer_input(config: Config) -> int:
+    """Elements of a token's embedding for a layer; 0 without."""
+    return integer(config, "hidden_size_per_layer_input", _LAYER_INPUT)
+
+
+def _feed_forward_lengths(config: Config) -> int | list[int]:
+    """Rows of gate and up: of all layers, or of each where those without keys and values have twice as many."""
+    need(config, "intermediate_size")
+    width, layers, shared = (
+        integer(config, key) for key in ("intermediate_size", "num_hidden_layers", "num_kv_shared_layers")
+    )
+    if not config.get("use_double_wide_mlp") or not shared:
+        return width
+    return [width * (2 if i >= layers - shared else 1) for i in range(layers)]
+
+
+def _is_double_wide(hp: Gemma4HParams) -> bool:
+    """Whether the layers without keys and values have feed-forwards of twice the size. UnsupportedError if layers
+    differ in another way."""
+    width = hp.ff_of[0]
+    for double in (False, True):
+        if hp.ff_of == tuple(width * (2 if double and i in hp.kv_shared else 1) for i in range(hp.n_layer)):
+            return double
+    raise UnsupportedError(
+        f"{hp.arch}.feed_forward_length = {list(hp.ff_of)!r:.80}; in transformers' {Gemma4.hf[0]} layers without keys "
+        "and values have as much as the others, or twice as much"
+    )
+
+
+def _kv_sources(arch: str, local: tuple[bool, ...], shared: int) -> tuple[int, ...]:
+    """The layer whose keys and values each layer attends to: of the last `shared` ones, the last other of its kind."""
+    first = len(local) - shared
+    if not shared:
+        return tuple(range(len(local)))
+    if first < 2 or local[first - 2 : first] != (True, False):
+        raise UnsupportedError(
+            f"{arch}.attention.shared_kv_layers = {shared} of {len(local)} layers: of the layers before, the last but "
+            "one has to have a sliding window and the last one none, as llama.cpp reads them"
+        )
+    return (*range(first), *(first - 2 if local[i] else first - 1 for i in range(first, len(local))))

@@ -223,7 +223,8 @@ class _Fit:
         devices = {device for places in self.pools.devices.values() for device in places}
         count, used = (largest(self.model.metadata, key) for key in ("expert_count", "expert_used_count"))
         seconds = {d: 1 / (rates.get(d) or ASSUMED["cuda" if d.startswith("CUDA") else "cpu"]) for d in devices}
-        unread = frozenset(["token_embd.weight"] if "output.weight" in self.base else [])
+        looked_up = ["per_layer_token_embd.weight", *(["token_embd.weight"] if "output.weight" in self.base else [])]
+        unread = frozenset(looked_up)
         return Speed(seconds, used / count if count and used else 1.0, unread)
 
     def limits(self, header: int, more: Mapping[str, int]) -> dict[str, float]:

@@ -33,7 +33,8 @@ from quantkit.recipe.rules.shadows import OrderedRule, shadow
 
 GIB = 1 << 30
 _KINDS = (("experts", "_exps."), ("attention", ".attn_"), ("recurrent", ".ssm_"), ("recurrent", ".shortconv."),
-          ("shared experts", "_shexp."), ("feed-forward", ".ffn_"), ("embedding", "token_embd"),
+          ("shared experts", "_shexp."), ("feed-forward", ".ffn_"),
+          ("per-layer embedding", "per_layer_"), ("embedding", "token_embd"),
           ("output", "output"))  # fmt: skip
 
 

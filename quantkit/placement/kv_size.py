@@ -14,6 +14,7 @@ In a model with ssm keys, all layers are recurrent except those that full_attent
 In one with shortconv.l_cache, layers whose attention.head_count_kv is 0 are convolutions; in one with kda.head_dim,
 they have KDA. Where head_count_kv is a list and full_attention_interval is absent, other layers with 0 KV heads are
 recurrent if their feed_forward_length is 0 as well, and have no cache otherwise.
+The last attention.shared_kv_layers layers read the cache of an earlier one: 0 bytes.
 MTP layers have a cache only while they draft: 0 bytes unless `mtp`.
 Sliding windows do not reduce the size: like ik_llama.cpp, the runtime allocates them in full.
 """
@@ -61,7 +62,7 @@ def of_layers(
     found = []
     for layer in range(layers):
         kv_heads = number("attention.head_count_kv", layer) or heads
-        if layer >= main and not mtp:
+        if (layer >= main and not mtp) or main - number("attention.shared_kv_layers") <= layer < main:
             found.append(0)
         elif number("shortconv.l_cache") and not number("attention.head_count_kv", layer):
             found.append(4 * (number("shortconv.l_cache") - 1) * number("embedding_length"))

@@ -91,7 +91,7 @@ def predict(
     prompt_bytes: dict[tuple[str, bool], float] = defaultdict(float)
     weights: dict[tuple[str, bool], float] = defaultdict(float)
     for name, device, nbytes, part in _pieces(tensors, metadata, placement):
-        if name == "token_embd.weight" and "output.weight" in tensors:
+        if name == "per_layer_token_embd.weight" or (name == "token_embd.weight" and "output.weight" in tensors):
             continue  # a token reads only one row
         key, is_expert = (device, name in placement.sharded), "_exps." in name
         token_bytes[key] += nbytes * (share if is_expert else 1)

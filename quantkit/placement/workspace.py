@@ -31,6 +31,7 @@ from quantkit.errors import QuantkitError
 from quantkit.placement import kernel_sizes
 from quantkit.placement.kernel_sizes import BATCH_TOKENS, activation_bytes, whole_lines
 from quantkit.placement.tensor_info import TensorInfo
+from quantkit.repack.eligible import EMBEDDINGS
 
 _PANEL_RECORD = 640  # bytes of 16 rows of 32 columns, unpacked: 576 to 768, by the type's scales
 _BATCH_RECORDS = 24 * (1 + BATCH_TOKENS)  # bytes of the record of a batch, and of its sequences: at most one a token
@@ -82,6 +83,8 @@ def work_bytes(
             _mamba2(prompt, step, tensors, part, threads)
         elif isinstance(part, blocks.ShortConv):
             _short_conv(prompt, step, tensors, part, threads)
+        elif isinstance(part, blocks.LayerInput):
+            _layer_input(prompt, step, tensors, part, threads)
         elif isinstance(part, blocks.Experts):
             _experts(prompt, step, tensors, part, threads)
         elif isinstance(part, blocks.FeedForward):
@@ -119,7 +122,7 @@ def device_bytes(shapes: Mapping[str, tuple[int, ...]], used: int, tokens: int =
         if len(shape) < 2 or not shape[-1]:
             continue
         rows, columns = shape[-2:]
-        largest = max(largest, min(_DECODED, 2 * rows * columns) * (name != "token_embd.weight"))
+        largest = max(largest, min(_DECODED, 2 * rows * columns) * (name not in EMBEDDINGS))
         if name == "output.weight":
             logits = 4 * tokens * rows
         elif name.startswith("blk."):
@@ -259,6 +262,24 @@ def _short_conv(
     step.add("projected", 4 * 3 * channels)
     step.add("gated", activation_bytes(channels))
     step.add("added", 4 * channels)
+
+
+def _layer_input(
+    prompt: _Buffers, step: _Buffers, tensors: Mapping[str, TensorInfo], part: blocks.LayerInput, threads: int
+) -> None:
+    embd, width, every = tensors[part.gate.weight].shape[1], part.width, tensors[part.table].shape[1]
+    prompt.add("embedded", 4 * BATCH_TOKENS * embd)
+    for buffers, tokens in ((prompt, BATCH_TOKENS), (step, 1)):
+        buffers.add("layer rows", 4 * tokens * every)
+        buffers.add("gate", 4 * tokens * width)
+        buffers.add("added", 4 * tokens * embd)
+    prompt.add("layer input", 4 * BATCH_TOKENS * width)
+    _read(prompt, [tensors[part.project.weight], tensors[part.gate.weight]], embd, threads)
+    _read(prompt, [tensors[part.out.weight]], width, threads)
+    step.add("embedded", 4 * embd)
+    step.add("layer inputs", 4 * every)
+    step.add("hidden", activation_bytes(width))
+    step.private("normed", activation_bytes(embd), threads)
 
 
 def _latent_attention(

@@ -56,7 +56,7 @@ def from_config(
     from quantkit.archs.common.mtp import in_head_file
 
     try:
-        arch = archs.from_hf(config)
+        arch = archs.from_hf(config, plans=True)
         if mtp != "auto":
             config = arch.with_mtp(config, mtp)
         keys, tensors = arch.metadata(config), arch.tensors(config)

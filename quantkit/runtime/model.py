@@ -420,6 +420,7 @@ class Model(BlockRunner, Locked):
     def _run(self, tokens: np.ndarray, spans: list[Span]) -> np.ndarray:
         """float32[tokens, n_embd] before the output norm; keys and values go into the spans' caches."""
         x = self.embed_checked(tokens)
+        spans = [span._replace(tokens=tokens[span.start : span.stop]) for span in spans]
         for worker, run in [(None, self.blocks)] if self.split is None else self.split.runs:
             y = None if self.split is None else self.split.replay(worker, run, x, spans)
             if y is None:  # block by block, also to find out why a replay was not finite
@@ -461,7 +462,16 @@ class Model(BlockRunner, Locked):
         return x if self.split is None else self.split.embedded(x)
 
     def layer_cache(self, n_ctx: int) -> Cache:
-        """An empty cache for one sequence and one layer at a time."""
+        """An empty cache for one sequence and one layer at a time.
+
+        UnsupportedError where layers read more than what leaves the layer before them.
+        """
+        for part in (part for block in self.blocks for part in block.parts):
+            if isinstance(part, blocks.LayerInput) or (isinstance(part, blocks.Attention) and part.source is not None):
+                raise UnsupportedError(
+                    f"{self.path}: layers of {self.hparams.arch} with per-layer embeddings, or with keys and values of "
+                    "an earlier layer, cannot be run one at a time in this version"
+                )
         return self._empty_cache(n_ctx, self._kind(None), one_layer=True)
 
     @one_at_a_time

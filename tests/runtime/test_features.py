@@ -32,7 +32,7 @@ from tests.archs.test_kimi_linear import KIMI_LINEAR_48B
 from tests.recipe import configs
 from tests.runtime.conftest import rewrite
 from tests.runtime.test_step import TOKENS, by_steps, changed, spread
-from tests.test_architectures import OTHERS
+from tests.test_architectures import GEMMA_E, OTHERS
 
 GPT_OSS_20B = {
     "architectures": ["GptOssForCausalLM"], "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880,
@@ -284,6 +284,28 @@ def test_sequences_of_their_own_lengths_go_on_together(name: str, tmp_path: Path
         parts = [(TOKENS[d : d + n], cache) for d, n, cache in zip(done, counts, caches)]
         result, done = fast.forward_batch(parts), [d + n for d, n in zip(done, counts)]
         assert spread(result, alone[[d - 1 for d in done]]) < 1e-5
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(
+    "change", [{}, {"attention_k_eq_v": True, "num_global_key_value_heads": 1}], ids=["E2B", "k=v"]
+)
+def test_per_layer_embeddings_and_keys_of_earlier_layers(change: dict[str, Any], threads: int, tmp_path: Path) -> None:
+    path = written(tmp_path / "m.gguf", "gemma4", **(GEMMA_E | change))
+    check(path, 1e-4, threads=threads)  # its scores are not scaled
+    _, fast = pair(path, threads=threads)
+    alone = by_steps(fast, TOKENS[:12])
+    caches = [fast.new_cache(64) for _ in range(3)]
+    done = [0, 0, 0]
+    for counts in ((5, 1, 3), (1, 4, 1), (6, 1, 1)):  # several sequences, each with rows of its own tokens
+        found = fast.forward_batch([(TOKENS[d : d + n], c) for d, n, c in zip(done, counts, caches)])
+        done = [d + n for d, n in zip(done, counts)]
+        assert spread(found, alone[[d - 1 for d in done]]) < 1e-4
+
+
+@pytest.mark.parametrize(("kind", "limit"), [("q8_0", 0.3), ("f16", 1e-3)])
+def test_per_layer_embeddings_of_quantized_weights(kind: str, limit: float, tmp_path: Path) -> None:
+    check(rewrite(written(tmp_path / "m.gguf", "gemma4", **GEMMA_E), tmp_path / "q.gguf", kind), limit)
 
 
 @pytest.mark.parametrize("name", ["gpt-oss", "gemma3", "gemma4", "gemma2", "llama4"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from quantkit.runtime.loading import load
 from tests.archs.files import written
 from tests.runtime.conftest import random_model, rewrite
 from tests.runtime.test_experts import moe  # noqa: F401
+from tests.test_architectures import GEMMA_E
 
 
 @pytest.fixture(scope="session")
@@ -101,9 +103,10 @@ def test_within_a_tenth(which: str, kind: str, request: pytest.FixtureRequest, t
         ("gpt-oss", {}), ("gemma3", {}), ("gemma4", {}), ("bitnet-b1.58", {}), ("minimax-m2", {}), ("mistral3", {}),
         ("glm4moe", {"n_shared_experts": 2}), ("hunyuan-moe", {}), ("ernie4_5-moe", {}), ("llama", {"head_dim": 24}),
         ("lfm2", {}), ("lfm2moe", {}), ("apertus", {}), ("kimi-linear", {}),
+        ("gemma4", GEMMA_E),
     ],
 )  # fmt: skip
-def test_float_matrices_are_predicted_exactly(arch: str, change: dict[str, int], tmp_path: Path) -> None:
+def test_float_matrices_are_predicted_exactly(arch: str, change: dict[str, Any], tmp_path: Path) -> None:
     """To the word that each buffer ends with: panels of float weights have one size, unlike those of quantized ones."""
     path = written(tmp_path / "m.gguf", arch, **change)
     file = gguf.open(path)

@@ -131,6 +131,9 @@ class Attention:
 
     With `gated`, the output of q holds, for each head, the query and then a gate, both float32[head_dim_k]; the output
     of the head is multiplied by sigmoid(gate).
+
+    With `source`, keys and values are those that the layer of this number has cached: k, v, k_norm and v_norm are that
+    layer's, and are not computed again.
     """
 
     norm: Norm | None
@@ -159,6 +162,7 @@ class Attention:
     temperature: Temperature | None = None
     softcap: float | None = None  # c: scores s become c tanh(s / c) before softmax
     chunk: int | None = None  # a token attends to those before it in its own chunk of so many positions
+    source: int | None = None  # a layer before this one
 
 
 @dataclass(frozen=True)
@@ -497,7 +501,34 @@ class Experts:
         return (self.gate, self.down) if self.fused or self.ungated else (self.gate, self.up, self.down)
 
 
-Part = Attention | LatentAttention | DeltaNet | KimiDelta | Mamba2 | ShortConv | FeedForward | Experts
+@dataclass(frozen=True)
+class LayerInput:
+    """A per-layer embedding: x + post_norm(out(act(gate(x)) * u)), with GELU in its tanh form as act.
+
+    u float32[width] is what the layer has of a token. With e the token's row of the model's embedding, scaled, and t
+    columns first ... first + width - 1 of its row of `table`:
+
+        u         2^-1/2 (project_norm(project(e)) + table_scale t)
+
+    The table holds the vectors of all layers side by side, as rows of the matrix of `project` do one below the other.
+    """
+
+    gate: Linear  # [width, n_embd]
+    out: Linear  # [n_embd, width]
+    post_norm: Norm
+    table: str  # tensor [vocabulary, layers * width]
+    first: int
+    table_scale: float
+    project: Linear  # rows first ... first + width of [layers * width, n_embd]
+    project_norm: Norm  # weight float32[width]
+    width: int
+    embedding: str
+    embedding_scale: float
+    embedding_factor: str | None = None  # as in Head
+    norm: Norm | None = None  # the gate reads x itself
+
+
+Part = Attention | LatentAttention | DeltaNet | KimiDelta | Mamba2 | ShortConv | FeedForward | Experts | LayerInput
 
 
 @dataclass(frozen=True)
@@ -586,7 +617,14 @@ class HParams:
     n_mtp_layers: int = 0  # the last ones of n_layer, which are no part of the trunk
     kv_heads_of: tuple[int, ...] = ()  # of each layer, where they differ; n_head_kv is then the most
     head_dims_of: tuple[int, ...] = ()  # of keys and of values of each layer, where they differ; head_dim_k: the most
+    kv_sources: tuple[int, ...] = ()  # the layer whose keys and values each layer attends to, where some share them
+    unread: frozenset[str] = frozenset()  # tensors that a file may have and that no layer reads
     tensors: frozenset[str] = frozenset()  # names in the file, which decide the optional parts
+
+    @property
+    def kv_shared(self) -> frozenset[int]:
+        """Layers without keys and values of their own."""
+        return frozenset(i for i, source in enumerate(self.kv_sources) if source != i)
 
     def head_dims(self, layer: int) -> tuple[int, int]:
         """Elements of a head's key and of its value in a layer."""

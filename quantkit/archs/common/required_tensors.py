@@ -44,6 +44,8 @@ def required(
             yield from _mamba2(part, hp.n_embd)
         elif isinstance(part, blocks.ShortConv):
             yield from _short_conv(part, hp.n_embd)
+        elif isinstance(part, blocks.LayerInput):
+            yield from _layer_input(part, hp, parts)
         elif isinstance(part, blocks.Experts):
             yield from _experts(part, hp)
         else:
@@ -161,6 +163,15 @@ def _short_conv(part: blocks.ShortConv, n_embd: int) -> Shapes:
     yield from _linear(part.in_proj, 3 * n_embd, n_embd)
     yield part.conv, (n_embd, part.sizes.kernel)
     yield from _linear(part.out, n_embd, n_embd)
+
+
+def _layer_input(part: blocks.LayerInput, hp: blocks.HParams, parts: Sequence[blocks.Block]) -> Shapes:
+    yield part.table, (hp.n_vocab, len(parts) * part.width)
+    yield from _linear(part.project, 0, hp.n_embd)
+    yield from _norm(part.project_norm, part.width)
+    yield from _linear(part.gate, part.width, hp.n_embd)
+    yield from _linear(part.out, hp.n_embd, part.width)
+    yield from _norm(part.post_norm, hp.n_embd)
 
 
 def _experts(part: blocks.Experts, hp: blocks.HParams) -> Shapes:

@@ -75,6 +75,22 @@ shortconv.conv      embd l_cache
 shortconv.out_proj  embd embd
 
 layer_output_scale  1
+per_layer_token_embd    vocab layers*layer_input
+per_layer_model_proj    layers*layer_input embd
+per_layer_proj_norm     layer_input
+inp_gate            layer_input embd
+proj                embd layer_input
+post_norm           embd
+altup_proj          altup_others embd embd
+altup_unembd_proj   altup_others embd embd
+altup_predict_coef  altup*altup altup
+altup_correct_coef  altup altup
+altup_correct_scale embd
+altup_router        altup embd
+altup_router_norm   embd
+laurel_l            laurel embd
+laurel_r            embd laurel
+laurel_post_norm    embd
 post_ffw_norm       embd
 post_ffw_norm_1     embd
 post_ffw_norm_2     embd
@@ -182,7 +198,8 @@ _KEYS = {
     "kv_lora": "attention.kv_lora_rank", "rope": "rope.dimension_count", "kernel": "ssm.conv_kernel",
     "index": "attention.indexer.key_length", "index_heads": "attention.indexer.head_count",
     "state": "ssm.state_size", "groups": "ssm.group_count", "rank": "ssm.time_step_rank", "inner": "ssm.inner_size",
-    "l_cache": "shortconv.l_cache",
+    "l_cache": "shortconv.l_cache", "layers": "block_count", "layer_input": "embedding_length_per_layer_input",
+    "altup": "altup.num_inputs",
 }  # fmt: skip
 _NUMBERS: dict[str, Callable[[Sizes], int]] = {
     "kv_heads": lambda s: s.key("attention.head_count_kv") or s["heads"],

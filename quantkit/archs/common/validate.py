@@ -223,7 +223,12 @@ def _unused_tensors(found: Description, wanted: Mapping[str, object], tensors: M
     for name in tensors:
         _, layer, _ = split_name(name)
         of_mtp = layer is not None and hp.n_main <= layer < hp.n_layer
-        if name not in wanted and name not in unneeded and not of_mtp and not _IGNORED_TENSORS.fullmatch(name):
+        if (
+            name not in wanted
+            and name not in unneeded | hp.unread
+            and not of_mtp
+            and not _IGNORED_TENSORS.fullmatch(name)
+        ):
             yield f"tensor {name} is not used by {hp.arch} as quantkit computes it; the model is a variant of it"
 
 

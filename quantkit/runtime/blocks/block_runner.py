@@ -21,6 +21,7 @@ from quantkit.runtime.blocks import (
     float_ops,
     kimi_delta,
     latent,
+    layer_input,
     mamba2,
     recurrent,
 )
@@ -92,28 +93,25 @@ class BlockRunner:
             return self.mamba2(part, layer, x, spans)
         if isinstance(part, blocks.ShortConv):
             return self.short_conv(part, layer, x, spans)
+        if isinstance(part, blocks.LayerInput):
+            return layer_input.layer_input(self, part, x, spans)
         if isinstance(part, blocks.Experts):
             return self._experts(part, x)
         return self._gated(part, self._norm_before(part.norm, x))
 
     def _attention(self, part: blocks.Attention, layer: int, x: np.ndarray, spans: list[Span]) -> np.ndarray:
         y = self._norm_before(part.norm, x)
-        spans = self.hold(y, [part.q, part.k, part.v], spans)
-        projected, k = self.linear(part.q, y), self.linear(part.k, y)
-        v = k if part.v == part.k else self.linear(part.v, y)
+        own = part.source is None
+        spans = self.hold(y, [part.q, part.k, part.v] if own else [part.q], spans)
+        projected = self.linear(part.q, y)
+        k, v = self._keys_and_values(part, y) if own else (None, None)
         gates = None if part.head_gate is None else self.linear(part.head_gate, y)
-        if part.v_norm is not None:
-            v = self.norm(part.v_norm, v.reshape(-1, part.head_dim_v)).reshape(v.shape)
         q = self.without_gates(projected, part.heads) if part.gated else projected
-        if not part.norms_after_rope:
-            q, k = self._head_norms(part, q, k)
-        for heads in (q, k):
-            self.apply_rope(heads, part.rope, part.head_dim_k, spans)
-        if part.norms_after_rope:
-            q, k = self._head_norms(part, q, k)
+        q = self._rotated(part, part.q_norm, q, spans)
+        k = None if k is None else self._rotated(part, part.k_norm, k, spans)
         if part.temperature is not None:
             self.scale_queries(q, part.temperature, spans)
-        y = self.append_and_attend(part, layer, q, k, v, spans)
+        y = self.append_and_attend(part, layer if part.source is None else part.source, q, k, v, spans)
         self.release(spans, part.heads)
         if part.gated:
             self.apply_gates(y, projected, part.head_dim_v)
@@ -122,12 +120,30 @@ class BlockRunner:
         self.check(f"attention of blk.{layer} over a cache of {spans[0].cache.cache_type}", y)
         return self._post_norm(part.post_norm, self.linear(part.out, self._post_norm(part.sub_norm, y)))
 
+    def _keys_and_values(self, part: blocks.Attention, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Keys float32[tokens, kv_heads * head_dim_k] before norm and RoPE, and values with their norm."""
+        k = self.linear(part.k, y)
+        v = k if part.v == part.k else self.linear(part.v, y)
+        if part.v_norm is not None:
+            v = self.norm(part.v_norm, v.reshape(-1, part.head_dim_v)).reshape(v.shape)
+        return k, v
+
     def append_and_attend(
-        self, part: blocks.Attention, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray, spans: list[Span]
+        self,
+        part: blocks.Attention,
+        layer: int,
+        q: np.ndarray,
+        k: np.ndarray | None,
+        v: np.ndarray | None,
+        spans: list[Span],
     ) -> np.ndarray:
-        """float32[tokens, heads * head_dim_v] of queries, keys and values after rope; the caches get the latter two."""
-        for span in spans:
-            self.append_rows(k[span.start : span.stop], v[span.start : span.stop], span.cache, layer)
+        """float32[tokens, heads * head_dim_v] of queries, keys and values after rope.
+
+        The caches get the latter two, as `layer`; without, they have them already.
+        """
+        if k is not None and v is not None:
+            for span in spans:
+                self.append_rows(k[span.start : span.stop], v[span.start : span.stop], span.cache, layer)
         return self.attend(Heads.of(part, self.vector(part.sinks) if part.sinks else None), layer, q, spans)
 
     def attend(
@@ -265,13 +281,17 @@ class BlockRunner:
 
     # ------------------------------------------------------------------------------------------------------------------
 
-    def _head_norms(self, part: blocks.Attention, q: np.ndarray, k: np.ndarray) -> list[np.ndarray]:
-        """Queries and keys float32[tokens, heads * dim] normed head by head, or all heads as one; or as they are."""
-        found = []
-        for norm, x in ((part.q_norm, q), (part.k_norm, k)):
-            dim = x.shape[1] if part.norms_across_heads else part.head_dim_k
-            found.append(x if norm is None else self.norm(norm, x.reshape(-1, dim)).reshape(x.shape))
-        return found
+    def _rotated(
+        self, part: blocks.Attention, norm: blocks.Norm | None, x: np.ndarray, spans: list[Span]
+    ) -> np.ndarray:
+        """Queries or keys float32[tokens, heads * dim] with RoPE and their norm, head by head or over all heads."""
+        dim = x.shape[1] if part.norms_across_heads else part.head_dim_k
+        if norm is not None and not part.norms_after_rope:
+            x = self.norm(norm, x.reshape(-1, dim)).reshape(x.shape)
+        self.apply_rope(x, part.rope, part.head_dim_k, spans)
+        if norm is not None and part.norms_after_rope:
+            x = self.norm(norm, x.reshape(-1, dim)).reshape(x.shape)
+        return x
 
     def norm(self, norm: blocks.Norm, x: np.ndarray) -> np.ndarray:
         """`rms_norm` with the tensors that a block names, and the non-finite check."""

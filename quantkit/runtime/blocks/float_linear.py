@@ -24,6 +24,9 @@ STRIP_ELEMENTS = 1 << 17  # decoded at a time for smaller ones, by each thread: 
 ROWS_TOGETHER = 16  # the largest group; matrices of all types are cut at multiples of it: repacked, they round the same
 
 
+Weights = Mapping[str, Tensor]
+
+
 def matrix(tensors: Mapping[str, Tensor], linear: blocks.Linear) -> Tensor:
     """The matrix of a product: a tensor, or some rows of one."""
     tensor = tensors[linear.weight]
@@ -134,15 +137,16 @@ def _multiply(x: np.ndarray, panel: np.ndarray, out: np.ndarray, threads: int) -
     thread_pool.over_rows(task, len(tiles), threads=threads)
 
 
-def embed(tensors: Mapping[str, Tensor], head: blocks.Head | blocks.MtpLayer, tokens: np.ndarray) -> np.ndarray:
+def embed(tensors: Weights, head: blocks.Head | blocks.MtpLayer | blocks.LayerInput, tokens: np.ndarray) -> np.ndarray:
     """float32[tokens, n_embd]: rows of the embedding that int[tokens] name, scaled. Only their groups are decoded."""
-    x = _embedding_rows(tensors[head.embedding], tokens)
+    x = embedding_rows(tensors[head.embedding], tokens)
     if head.embedding_factor is not None:
         x *= vector(tensors[head.embedding_factor])[0]
     return x if head.embedding_scale == 1 else x * np.float32(head.embedding_scale)
 
 
-def _embedding_rows(tensor: Tensor, tokens: np.ndarray) -> np.ndarray:
+def embedding_rows(tensor: Tensor, tokens: np.ndarray) -> np.ndarray:
+    """float32[tokens, columns]: the rows of a table that int[tokens] name."""
     group = tensor.type.interleave
     groups, index_of = np.unique(tokens // group, return_inverse=True)
     data = tensor.data.reshape(-1, group, tensor.row_bytes)[groups]

@@ -16,6 +16,7 @@ class Span(NamedTuple):
     selected   bool[stop - start, positions]: the positions that each token attends to; None: all up to its own
     received   float64[stop - start], to which attention adds what each token receives: the sum of its softmax weights
                over queries and heads; None: it is not wanted
+    tokens     int64[stop - start], for layers that look up embeddings of their own; None: the model has none
     """
 
     start: int
@@ -23,6 +24,7 @@ class Span(NamedTuple):
     cache: Cache
     selected: np.ndarray | None = None
     received: np.ndarray | None = None
+    tokens: np.ndarray | None = None
 
 
 def batches(

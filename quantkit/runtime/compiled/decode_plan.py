@@ -4,6 +4,7 @@ Operations per block, with barriers where | stands:
 
     attention       norm, q, k, v | attention | merge, out, add to x |
     latent          see latent.py
+    per-layer       see layer_input.py; embeddings
     recurrent       see delta_net.py and mamba2.py
     feed-forward    norm, gate, up, activation | down, add to x |
     experts         norm, router | select, gate, up, activation | down, add to x | (norm, add | norm, add to x |)
@@ -24,7 +25,7 @@ import numpy as np
 from quantkit.archs.common import blocks
 from quantkit.placement import kernel_sizes
 from quantkit.placement.kernel_sizes import activation_bytes, whole_lines
-from quantkit.runtime.compiled import delta_net, kimi_delta, latent, mamba2, short_conv
+from quantkit.runtime.compiled import delta_net, kimi_delta, latent, layer_input, mamba2, short_conv
 from quantkit.runtime.compiled.cached_attention import Projected, attend_token
 from quantkit.runtime.compiled.plan_base import (
     SPLIT_ROWS,
@@ -48,11 +49,15 @@ class DecodePlan(CompiledPlan):
         super().__init__(model)
         self._position = np.zeros(1, np.int64)
         self._x, self._logits = np.zeros(model.n_embd, np.float32), np.zeros(model.vocab, np.float32)
+        self._rows = layer_input.LayerRows(model, 1)
 
     def __call__(self, token: int, cache: Cache) -> Array:
         """A fresh array. The caller makes sure that the cache has room."""
         ops = self._point_to([cache])
-        self._x[:] = self.model.embed(np.array([token]))[0]
+        tokens = np.array([token])
+        embedded = self.model.embed(tokens)
+        self._x[:] = embedded[0]
+        self._rows.look_up(tokens, embedded)
         self._position[0] = cache.length
         ops.run()
         cache.extend(1)
@@ -66,10 +71,15 @@ class DecodePlan(CompiledPlan):
 
     def _build(self, shape: PlannedCaches) -> PlanOps:
         ops = DecodeOps(self.model, self._x, self._position)
+        ops.keep(self._rows.rows)
+        layer_input.add_projections(ops, layer_input.of_model(self.model))
         for block in self.model.block_list:
             normed = ops.norm(block.parts[0].norm) if block.parallel else None
             for part in block.parts:
-                add_part(ops, block.layer, part, shape, normed)
+                if isinstance(part, blocks.LayerInput):
+                    layer_input.add_decode(ops, part, self._rows.address(part))
+                else:
+                    add_part(ops, block.layer, part, shape, normed)
             if block.out_scale is not None:
                 ops.scale_residual(block.out_scale)
         add_head(ops, self._logits)
@@ -83,7 +93,7 @@ class DecodePlan(CompiledPlan):
 
     @property
     def work_bytes(self) -> int:
-        return super().work_bytes + self._x.nbytes + self._position.nbytes + self._logits.nbytes
+        return super().work_bytes + self._x.nbytes + self._position.nbytes + self._logits.nbytes + self._rows.nbytes
 
 
 class DecodeOps(TokenOps):
@@ -223,13 +233,13 @@ def add_attention(
     if part.head_gate is not None:
         head_gates = ops.buffer("head gates", 4 * part.heads)
         ops.matvec(part.head_gate, normed, head_gates, multiple=ops.group(part.head_gate))
-    _add_heads(ops, part, part.k, part.k_norm, normed, k, view, values=v if part.v == part.k else 0)
-    if part.v != part.k:
-        ops.matvec(part.v, normed, v, multiple=math.lcm(SPLIT_ROWS, part.head_dim_v) if part.v_norm else SPLIT_ROWS)
-        if part.v_norm is not None:
-            _add_head_norm(ops, part.v_norm, v, ops.rows(part.v), part.head_dim_v)
+    if part.source is None:
+        _add_keys_and_values(ops, part, normed, k, v, view)
+    else:
+        k = v = 0
     ops.add_barrier()
     if part.norms_across_heads:
+        assert part.source is None, f"{part.q.weight}: norms over all heads, and keys of an earlier layer"
         q = _norm_across_heads(ops, part.q, part.q_norm, q, "q normed")
         k = _norm_across_heads(ops, part.k, part.k_norm, k, "k normed")
         ops.add_barrier()
@@ -241,6 +251,17 @@ def add_attention(
     merged = attend_token(ops, shape, projected)
     width = part.heads * part.head_dim_v
     ops.add_to_residual(part.out, ops.sub_norm(part.sub_norm, merged, width), part.post_norm)
+
+
+def _add_keys_and_values(
+    ops: DecodeOps, part: blocks.Attention, normed: Activations, k: int, v: int, view: int
+) -> None:
+    """Append keys and values with their norms, into the buffers k and v."""
+    _add_heads(ops, part, part.k, part.k_norm, normed, k, view, values=v if part.v == part.k else 0)
+    if part.v != part.k:
+        ops.matvec(part.v, normed, v, multiple=math.lcm(SPLIT_ROWS, part.head_dim_v) if part.v_norm else SPLIT_ROWS)
+        if part.v_norm is not None:
+            _add_head_norm(ops, part.v_norm, v, ops.rows(part.v), part.head_dim_v)
 
 
 def _add_heads(

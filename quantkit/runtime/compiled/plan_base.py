@@ -228,6 +228,8 @@ class PlanOps(OpList):
 
     def layer_view(self, layer: int, part: AnyAttention) -> int:
         """Address of the layer's LayerView record, which `Plan._point_to` fills."""
+        if isinstance(part, blocks.Attention) and part.source is not None:
+            layer = part.source
         view = self.record(LayerView(cos=0, sin=0, caches=0, window=0))
         self.views.append((layer, part, view))
         return view.address
@@ -261,8 +263,8 @@ class TokenOps(PlanOps, ABC):
         """Append out = W x (+ bias), split between threads at a multiple of rows."""
 
     @abstractmethod
-    def add_to_residual(self, linear: blocks.Linear, x: Activations) -> None:
-        """Append x += W x', the end of a block."""
+    def add_to_residual(self, linear: blocks.Linear, x: Activations, post_norm: blocks.Norm | None = None) -> None:
+        """Append x += W x', the end of a block, or x += norm(W x')."""
 
 
 class BatchOps(PlanOps, ABC):
@@ -295,8 +297,8 @@ class BatchOps(PlanOps, ABC):
         """Append out (+)= W x (+ bias)."""
 
     @abstractmethod
-    def add_to_residual(self, linear: blocks.Linear, x: ProductRows) -> None:
-        """Append x += W x', the end of a block."""
+    def add_to_residual(self, linear: blocks.Linear, x: ProductRows, post_norm: blocks.Norm | None = None) -> None:
+        """Append x += W x', the end of a block, or x += norm(W x')."""
 
 
 def rope_fields(part: AnyAttention, *, is_applied: bool = False) -> dict[str, int]:

@@ -5,6 +5,7 @@ Operations per block, with barriers where | stands:
     attention       norm | q, k, v | RoPE, append to the caches | attention | quantize | out, add to x |
     latent          see latent.py
     recurrent       see delta_net.py
+    per-layer       see layer_input.py; embeddings
     feed-forward    norm | gate, up | activation | down, add to x |
     experts         norm | router | route | group | gather | gate, up, activation | down, add to x | (norms, add to x |)
 
@@ -25,7 +26,7 @@ from quantkit.archs.common import blocks
 from quantkit.placement import kernel_sizes
 from quantkit.placement.kernel_sizes import BATCH_TOKENS, activation_bytes, whole_lines
 from quantkit.runtime.blocks.spans import Span
-from quantkit.runtime.compiled import delta_net, kimi_delta, latent, mamba2, short_conv
+from quantkit.runtime.compiled import delta_net, kimi_delta, latent, layer_input, mamba2, short_conv
 from quantkit.runtime.compiled.cached_attention import Projected, attend_batch
 from quantkit.runtime.compiled.plan_base import (
     Array,
@@ -53,12 +54,14 @@ class PrefillPlan(CompiledPlan):
         nbytes = prefill_ops.STATE_BYTES + prefill_ops.SPAN_BYTES * BATCH_TOKENS
         self._state = np.zeros(nbytes // 8, np.int64)
         self._x = np.zeros((BATCH_TOKENS, model.n_embd), np.float32)
+        self._rows = layer_input.LayerRows(model, BATCH_TOKENS)
 
     def __call__(self, tokens: Array, spans: Sequence[Span]) -> Array:
         """At most BATCH_TOKENS tokens; a view that the next call overwrites. All caches have one type."""
         ops = self._point_to([span.cache for span in spans])
         count = len(tokens)
         self._x[:count] = self.model.embed(tokens)
+        self._rows.look_up(tokens, self._x[:count])
         records = [prefill_ops.SpanState(span.start, span.stop - span.start, span.cache.length) for span in spans]
         header = prefill_ops.BatchState(tokens=count, next_piece=0, spans=len(spans))
         state = np.array([*header, *itertools.chain.from_iterable(records)], np.int64)
@@ -76,17 +79,22 @@ class PrefillPlan(CompiledPlan):
 
     def _build(self, shape: PlannedCaches) -> PlanOps:
         ops = PrefillOps(self.model, self._x, self._state)
+        ops.keep(self._rows.rows)
+        embedded = int(ops.keep(self._rows.x).ctypes.data)
         for block in self.model.block_list:
             normed = ops.norm(block.parts[0].norm, ()).floats if block.parallel else 0
             for part in block.parts:
-                add_part(ops, block.layer, part, shape, normed)
+                if isinstance(part, blocks.LayerInput):
+                    layer_input.add_prefill(ops, part, embedded, self._rows.address(part))
+                else:
+                    add_part(ops, block.layer, part, shape, normed)
             if block.out_scale is not None:
                 ops.scale_residual(block.out_scale)
         return ops
 
     @property
     def work_bytes(self) -> int:
-        return super().work_bytes + self._x.nbytes + self._state.nbytes
+        return super().work_bytes + self._x.nbytes + self._state.nbytes + self._rows.nbytes
 
 
 class PrefillOps(BatchOps):
@@ -222,7 +230,8 @@ def add_attention(
 ) -> None:
     """Append attention with its norm: projections, RoPE, caches, softmax, output; the result is added to x."""
     head_gates = ops.floats("head gates", part.heads) if part.head_gate is not None else 0
-    readers = (part.q, part.k, part.v, *((part.head_gate,) if part.head_gate is not None else ()))
+    own = (part.k, part.v) if part.source is None else ()
+    readers = (part.q, *own, *((part.head_gate,) if part.head_gate is not None else ()))
     normed = _normed(ops, part.norm, normed_at, readers)
     width_q = part.heads * part.head_dim_k
     q, k, v = (ops.floats(name, n) for name, n in zip("qkv", (width_q, ops.rows(part.k), ops.rows(part.v))))
@@ -232,11 +241,15 @@ def add_attention(
     ops.multiply(part.q, normed, projected)
     if part.head_gate is not None:
         ops.multiply(part.head_gate, normed, head_gates)
-    ops.multiply(part.k, normed, k, barrier=part.v == part.k)
-    if part.v != part.k:
-        ops.multiply(part.v, normed, v, barrier=True)
-    if part.v_norm is not None:
-        _add_norm_by_heads(ops, part.v_norm, k if part.v == part.k else v, part.kv_heads, part.head_dim_v, v)
+    if part.source is None:
+        ops.multiply(part.k, normed, k, barrier=part.v == part.k)
+        if part.v != part.k:
+            ops.multiply(part.v, normed, v, barrier=True)
+        if part.v_norm is not None:
+            _add_norm_by_heads(ops, part.v_norm, k if part.v == part.k else v, part.kv_heads, part.head_dim_v, v)
+    else:
+        k = v = 0
+        ops.add_barrier()
     if part.gated:
         split = gates.SplitQueriesParameters(
             tokens=ops.token_count,
@@ -250,7 +263,8 @@ def add_attention(
         ops.add(gates.split_batch_queries, split)
     view = ops.layer_view(layer, part)
     _add_head_norm(ops, part, part.q_norm, q, part.heads, view)
-    _add_head_norm(ops, part, part.k_norm, k, part.kv_heads, view)
+    if part.source is None:
+        _add_head_norm(ops, part, part.k_norm, k, part.kv_heads, view)
     width = part.heads * part.head_dim_v
     out = ops.floats("attended", width)
     attending = Projected(

@@ -39,6 +39,9 @@ def unsupported_feature(weights: Weights, parts: Sequence[blocks.Block], head: b
         elif isinstance(part, blocks.ShortConv):
             linears += [part.in_proj, part.out]
             reason = None
+        elif isinstance(part, blocks.LayerInput):
+            linears += [part.project, part.gate, part.out]
+            reason = _in_layer_input(part)
         else:
             linears += [part.gate, part.up, part.down]
             if isinstance(part, blocks.Experts):
@@ -58,6 +61,12 @@ def unsupported_feature(weights: Weights, parts: Sequence[blocks.Block], head: b
 def _in_attention(part: blocks.Attention) -> str | None:
     if min(part.head_dim_k, part.head_dim_v) < MIN_HEAD_DIM:
         return f"heads of {part.head_dim_k} and {part.head_dim_v} elements: kernels need at least {MIN_HEAD_DIM}"
+    return None
+
+
+def _in_layer_input(part: blocks.LayerInput) -> str | None:
+    if part.project.is_scaled and part.project.scale:
+        return f"no operation scales the projections of single layers ({part.project.scale})"
     return None
 
 

@@ -7,6 +7,8 @@ An attention layer has two arrays of encoded rows; RoPE is applied to the keys a
 
 Layers may differ in heads and dimensions (`HParams.kv_heads_of`, `head_dims_of`).
 
+Layers that attend to the keys and values of an earlier one (`HParams.kv_sources`) have none of their own.
+
 MTP layers have none: their caches are with the layers (runtime/mtp.py).
 
 With latent attention (runtime/blocks/latent.py) k has one row per token, its latent, and v none.
@@ -98,18 +100,20 @@ class Cache:
 
     def __init__(self, hparams: HParams, n_ctx: int, cache_type: str | CacheType, *, one_layer: bool = False):
         """`one_layer` makes all layers share one pair of arrays, and one state: enough for a sequence that is run once,
-        as a whole."""
+        as a whole. Layers whose keys and values later ones read keep arrays of their own."""
         kind = cache_type if isinstance(cache_type, CacheType) else CacheType.parse(cache_type)
         self._describe(CacheShape.of(hparams), n_ctx, kind, one_layer)
         kv_heads = hparams.kv_heads_of or (hparams.n_head_kv,) * hparams.n_layer
-        without = hparams.recurrent | set(range(hparams.n_main, hparams.n_layer))  # MTP layers: see runtime/mtp.py
+        of_mtp = set(range(hparams.n_main, hparams.n_layer))  # see runtime/mtp.py
+        without = hparams.recurrent | hparams.kv_shared | of_mtp
+        kept = {hparams.kv_sources[i] for i in hparams.kv_shared}
         heads = [0 if i in without else kv_heads[i] for i in range(hparams.n_layer)]
         self.k, self.v = (
             _rows(
                 heads,
                 self.n_ctx,
                 [types.layout(name).row_bytes(dims[side]) for dims in self.shape.head_dims],
-                one_layer,
+                kept if one_layer else None,
             )
             for side, name in enumerate((self.type.k, self.type.v))
         )
@@ -294,18 +298,21 @@ class Cache:
         return before, after
 
 
-def _rows(heads: list[int], n_ctx: int, row_bytes: list[int], one_layer: bool) -> tuple[np.ndarray, ...]:
-    """An array [heads, n_ctx, row bytes] for each layer; with `one_layer`, one for all layers of one shape."""
+def _rows(heads: list[int], n_ctx: int, row_bytes: list[int], kept: set[int] | None) -> tuple[np.ndarray, ...]:
+    """An array [heads, n_ctx, row bytes] for each layer; with `kept`, one for all layers of one shape, except for those
+    in `kept`."""
     shared: dict[tuple[int, ...], np.ndarray] = {}
     shapes = [(count, n_ctx, nbytes) if count else (1, 0, nbytes) for count, nbytes in zip(heads, row_bytes)]
     found = []
     try:
-        for shape in shapes:
-            new = not one_layer or shape not in shared
-            found.append(np.zeros(shape, np.uint8) if new else shared[shape])
-            shared[shape] = found[-1]
+        for layer, shape in enumerate(shapes):
+            if kept is None or layer in kept:
+                found.append(np.zeros(shape, np.uint8))
+            else:
+                found.append(shared[shape] if shape in shared else np.zeros(shape, np.uint8))
+                shared[shape] = found[-1]
     except (MemoryError, ValueError):
-        size = sum(map(math.prod, set(shapes) if one_layer else shapes))
+        size = sum(map(math.prod, shapes if kept is None else set(shapes)))
         raise DataError(
             f"a cache of {n_ctx} tokens takes about {2 * size / (1 << 30):.0f} GiB, more than there is; take a "
             "smaller context (-c) or type (-ctk, -ctv)"

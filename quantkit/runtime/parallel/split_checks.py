@@ -65,6 +65,11 @@ def require_known(parts: Sequence[blocks.Block], placement: Placement) -> None:
                     "share, which this version does not; leave out --devices, -sm, --profile and rules for other "
                     "devices, or quantize to a type without scales of its own"
                 )
+            if isinstance(part, blocks.Attention) and part.source is not None:
+                raise UnsupportedError(
+                    f"blk.{block.layer}: attention to the keys and values of blk.{part.source} runs on one device in "
+                    "this version; leave out --devices, -sm, --profile and rules for other devices"
+                )
             if isinstance(part, blocks.LatentAttention) and part.sparse:
                 raise UnsupportedError(
                     f"blk.{block.layer}: sparse attention ({part.kv_a.weight}) runs on one device in this version; "

@@ -174,12 +174,20 @@ class Worker(BlockRunner):
             return super().attend(heads, layer, q, spans, attention)
 
     def append_and_attend(
-        self, part: blocks.Attention, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray, spans: list[Span]
+        self,
+        part: blocks.Attention,
+        layer: int,
+        q: np.ndarray,
+        k: np.ndarray | None,
+        v: np.ndarray | None,
+        spans: list[Span],
     ) -> np.ndarray:
         """As `BlockRunner.append_and_attend`, on the device of the layer's cache."""
         other = self._split.attends(layer, self)
         if other is self:
             return super().append_and_attend(part, layer, q, k, v, spans)
+        if k is None or v is None:
+            raise AssertionError(f"{part.q.weight}: keys of an earlier layer, on several devices")
         return self._run_on(other, lambda q, k, v: other.append_and_attend(part, layer, q, k, v, spans), q, k, v)
 
     def attend_latents(

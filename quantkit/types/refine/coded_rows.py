@@ -14,16 +14,16 @@ from quantkit.types.refine.moments import Moments
 class CodedRows(NamedTuple):
     """Encoded rows.
 
+    e        float32[padded rows, padded n], as `moments.gradient` takes it: decoded row - row
     codes    uint8[rows, n]
     decoded  float32[rows, n]
     unit     float32[rows, n]: what a unit of the type's ladder is worth
-    e        float32[padded rows, padded n], as `moments.gradient` takes it: decoded row - row
     """
 
+    e: np.ndarray
     codes: np.ndarray
     decoded: np.ndarray
     unit: np.ndarray
-    e: np.ndarray
 
 
 def read_rows(kind: Codec, found: Codes, x: np.ndarray, data: np.ndarray, moments: Moments) -> CodedRows:
@@ -39,7 +39,7 @@ def read_rows(kind: Codec, found: Codes, x: np.ndarray, data: np.ndarray, moment
     write_codes(others, found, moved)
     unit = kind.dequantize(moved, n, threads=1)
     _divide_by_steps(codes, found.ladder, decoded, unit)
-    return CodedRows(codes, decoded, unit, e)
+    return CodedRows(e, codes, decoded, unit)
 
 
 @kernel

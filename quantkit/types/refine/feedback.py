@@ -26,14 +26,10 @@ _MIN_PARALLEL_ROWS = 2048
 
 
 def keep_lower(
-    now: Sequence[np.ndarray], before: Sequence[np.ndarray], found: np.ndarray, size: int, rows: int
+    now: Sequence[np.ndarray], before: Sequence[np.ndarray], errors: np.ndarray, errors_before: np.ndarray
 ) -> None:
-    """Undo changes in the rows whose error did not fall. now, before: arrays by rows, the first is e.
-
-    found: `factors` for groups of `size`
-    """
-    lower = row_errors(now[0], found, size, rows) < row_errors(before[0], found, size, rows)
-    kept = np.flatnonzero(~lower)
+    """Undo changes in the rows whose error did not fall. now, before: arrays by rows; errors: float64[rows]."""
+    kept = np.flatnonzero(~(errors < errors_before))
     for array, old in zip(now, before):
         array[kept] = old[kept]
 

@@ -118,6 +118,8 @@ def _tile(ir: IrBuilder, e: Value, e_stride: Value, panel: Value, n: Value, out:
 @kernel
 def gradient(e: np.ndarray, panel: np.ndarray, n: int, out: np.ndarray) -> None:
     """out = e @ panel over the first `n` columns of e float32[rows, columns]; rows are a multiple of TILE_ROWS."""
+    if n == 0:
+        out[:] = np.float32(0)
     stride = e.shape[1] * 4
     for first in range(0, n, _TOGETHER):  # these rows of the panel stay in the cache for all rows of e
         many = min(_TOGETHER, n - first)

@@ -41,15 +41,15 @@ def refine(
     """
     scale, minimum = (scale_of(kind), minimum_of(kind)) if any(rounds) else (None, None)
     factors = feedback.factors(moments, 1)
-    coded = read_rows(kind, found, x, data, moments)
-    before = coded.e.copy(), data.copy()
+    before, given = read_rows(kind, found, x, data, moments), data.copy()
     if scale is not None:
-        sub_block_search.search(kind, found, scale, x, data, coded, factors)
+        errors = sub_block_search.search(kind, found, scale, x, data, before, factors)
     else:
-        feed_back(coded.e, coded.codes, coded.unit, found.ladder, factors, len(x))
-        write_codes(coded.codes, found, data)
-    feedback.keep_lower((coded.e, data), before, factors, 1, len(x))
+        codes = before.codes.copy()
+        errors = feed_back(before.e.copy(), codes, before.unit, found.ladder, factors, len(x))
+        write_codes(codes, found, data)
     coded = read_rows(kind, found, x, data, moments)
+    feedback.keep_lower((*coded, data), (*before, given), errors, feedback.row_errors(before.e, factors, 1, len(x)))
     scales, minima = (sub_block_scales.read(kind, number, data, coded.decoded) for number in (scale, minimum))
     for count in rounds:
         moves = descend(
@@ -66,29 +66,37 @@ def refine(
 @kernel
 def feed_back(
     e: np.ndarray, codes: np.ndarray, unit: np.ndarray, ladder: Ladder, factors: np.ndarray, rows: int
-) -> None:
-    """Choose each code against the errors of the columns before it. As in `descend`; factors: of `feedback.factors`."""
+) -> np.ndarray:
+    """Choose each code against the errors of the columns before it. As in `descend`; factors: of `feedback.factors`.
+
+    Returns e^T H e of each row, float64[rows].
+    """
     n = codes.shape[1]
-    r = np.empty((len(e), PANEL), np.float32)
+    r, total = np.empty((len(e), PANEL), np.float32), np.zeros(rows, np.float64)
     for p in range(len(factors)):
         first, last = p * PANEL, min(n, (p + 1) * PANEL)
-        if p:
-            gradient(e, factors[p], first, r)
-        else:
-            r[:] = np.float32(0)
+        gradient(e, factors[p], first, r)
         a = factors[p, first : first + PANEL]
         for row in range(rows):
-            _choose_codes(e[row, first:last], codes[row, first:last], unit[row, first:last], ladder, a, r[row])
+            own = e[row, first:last], codes[row, first:last], unit[row, first:last]
+            total[row] += _choose_codes(own[0], own[1], own[2], ladder, a, r[row])
+    return total
 
 
 @subkernel
 def _choose_codes(
     e: np.ndarray, codes: np.ndarray, unit: np.ndarray, ladder: Ladder, a: np.ndarray, fed: np.ndarray
-) -> None:
-    """Choose the codes of a row in a panel; fed float32[PANEL]: what the errors before it add up to."""
+) -> np.float64:
+    """Choose the codes of a row in a panel; fed float32[PANEL]: what the errors before it add up to.
+
+    Returns the panel's part of e^T H e.
+    """
+    total = np.float64(0)
     for j in range(len(codes)):
         codes[j], e[j] = _nearest(ladder, codes[j], unit[j], e[j], fed[j])
+        total += (e[j] + fed[j]) * (e[j] + fed[j]) * a[j, j]
         add_scaled(e[j], a[j].ctypes.data, fed.ctypes.data)
+    return total
 
 
 @subkernel

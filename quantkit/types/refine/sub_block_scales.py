@@ -61,7 +61,7 @@ def read(kind: Decoder, number: SubBlockNumber | None, data: np.ndarray, decoded
 
 
 @subkernel
-def _place(values: np.ndarray, start: int, target: np.float32) -> int:
+def first_place(values: np.ndarray, start: int, target: np.float32) -> int:
     """The first place whose value is not below `target`, from a place near it; len(values) if there is none."""
     low = high = start  # values[low - 1] < target <= values[high]
     reach = 1
@@ -108,7 +108,7 @@ def move_numbers(
         slope, curve = dot(u, g[first:].ctypes.data, size), dot(u, product[first:].ctypes.data, size)
         if not curve > 0:
             continue
-        at = _place(values, places[i], value - slope / curve)
+        at = first_place(values, places[i], value - slope / curve)
         best, gain = places[i], np.float32(0)
         for place in (at - 1, at):
             if 0 <= place < len(values) and (values[place] != 0 or not scales_unit):

@@ -217,8 +217,9 @@ def refine(
     chosen = [e, points, signs, scales, *([numbers.places] if number is not None else [])]
     before = [array.copy() for array in chosen]
     factors = feedback.factors(moments, size)
-    feed_back(e, points, signs, table, scales, numbers, codes, factors, rows, flips)
-    feedback.keep_lower(chosen, before, factors, size, rows)
+    errors_before = feedback.row_errors(e, factors, size, rows)
+    errors = feed_back(e, points, signs, table, scales, numbers, codes, factors, rows, flips)
+    feedback.keep_lower(chosen, before, errors, errors_before)
     for moves in moves_scales:
         own = numbers if moves else sub_block_scales.NONE
         moved = descend(e, points, signs, table, scales, own, codes, moments.panels, rows, flips, INNER)
@@ -241,13 +242,15 @@ def feed_back(
     factors: np.ndarray,
     rows: int,
     flips: int,
-) -> None:
+) -> np.ndarray:
     """Choose each group's point against the errors of the groups before it (`feedback`), walking from its own point to
     the best of its neighbours until none is better; with `numbers` also the scale of each sub-block, among the REACH
     next smaller and larger ones. Parameters as in `descend`; factors: of `feedback.factors`.
+
+    Returns e^T H e of each row, float64[rows].
     """
     size, n = codes.values.shape[2], points.shape[1] * codes.values.shape[2]
-    r = np.empty((len(e), PANEL), np.float32)
+    r, total = np.empty((len(e), PANEL), np.float32), np.zeros(rows, np.float64)
     work = (
         np.empty((size, NEAR), np.float32),
         np.empty(NEAR, np.float32),
@@ -260,10 +263,7 @@ def feed_back(
     for p in range(len(factors)):
         first = p * PANEL
         last = min(first + PANEL, n)
-        if p:
-            gradient(e, factors[p], first, r)
-        else:
-            r[:] = np.float32(0)
+        gradient(e, factors[p], first, r)
         a = factors[p, first : first + PANEL]
         groups = slice(first // size, last // size)
         for row in range(rows):
@@ -272,9 +272,10 @@ def feed_back(
                         tables[row, groups], scales[row, groups], places)  # fmt: skip
             if numbers.size:
                 for block in range(len(places)):
-                    _choose_sub_block(part, codes, numbers, block, flips, work, first_choice, best)
+                    total[row] += _choose_sub_block(part, codes, numbers, block, flips, work, first_choice, best)
             else:
-                _choose_points(part, codes, flips, work, 0, len(part.points))
+                total[row] += _choose_points(part, codes, flips, work, 0, len(part.points))
+    return total
 
 
 class Choice(NamedTuple):
@@ -325,8 +326,8 @@ def _rescale(part: Part, codes: VectorCodes, start: int, stop: int, ratio: np.fl
 def _choose_sub_block(
     part: Part, codes: VectorCodes, numbers: Numbers, block: int, flips: int, work: tuple[np.ndarray, ...],
     first: Choice, best: Choice,
-) -> None:  # fmt: skip
-    """Choose the scale and the points of a sub-block: those with the smallest sum of d^T D d.
+) -> np.float32:  # fmt: skip
+    """Choose the scale and the points of a sub-block: those with the smallest sum of d^T D d, which is returned.
 
     first, best: work space
     """
@@ -345,6 +346,7 @@ def _choose_sub_block(
             least, part.places[block] = total, other
             _save(part, start, stop, size, best)
     _restore(part, start, stop, size, best)
+    return least
 
 
 @subkernel
@@ -360,14 +362,14 @@ def _choose_points(
     total = np.float32(0)
     for group in range(start, stop):
         at = group * size
+        if flips == 1 and part.scales[group] != 0:
+            _follow_target(part, codes.values, group)
+        for i in range(size):
+            factors[i] = part.scales[group] * part.signs[at + i]
+            slopes[i] = np.float32(0)
+            for k in range(size):
+                slopes[i] += (e[at + k] + fed[at + k]) * a[at + k, at + i]
         if part.scales[group] != 0:
-            if flips == 1:
-                _follow_target(part, codes.values, group)
-            for i in range(size):
-                factors[i] = part.scales[group] * part.signs[at + i]
-                slopes[i] = np.float32(0)
-                for k in range(size):
-                    slopes[i] += (e[at + k] + fed[at + k]) * a[at + k, at + i]
             for _ in range(WALK):
                 table, point = part.tables[group], part.points[group]
                 best = _best_neighbour(codes, table, point, factors, slopes, a[at:, at:], step, gains)
@@ -378,8 +380,8 @@ def _choose_points(
                     e[at + i] += step[i, best]
                     for k in range(size):
                         slopes[k] += step[i, best] * a[at + i, at + k]
-            for i in range(size):
-                total += (e[at + i] + fed[at + i]) * slopes[i]
+        for i in range(size):
+            total += (e[at + i] + fed[at + i]) * slopes[i]
         for i in range(size):  # to the columns behind the group; those of the group itself are not read any more
             add_scaled(e[at + i], a[at + i].ctypes.data, fed.ctypes.data)
     return total

@@ -12,7 +12,7 @@ from quantkit.types.families.scale_bits import minimum_of, read_numbers, scale_o
 from quantkit.types.refine import feedback, prepare
 from quantkit.types.refine.coded_rows import read_rows
 from quantkit.types.refine.moments import PANEL
-from quantkit.types.refine.sub_block_search import LANES, candidates, rungs_of, search, weigh_candidates
+from quantkit.types.refine.sub_block_search import LANES, Candidates, _weigh, candidates, rungs_of, search
 from tests.types.data import second_moments
 from tests.types.refine.test_feedback import factored
 
@@ -22,18 +22,8 @@ OTHERS = ["q4_0", "q5_0", "q6_0", "q3_K", "q6_K", "iq4_nl", "iq4_xs", "mxfp4"]
 
 
 @kernel
-def run_weigh(x, fed, a, values, rungs, middles, first, gap, work, even):
-    pointers = x.ctypes.data, fed.ctypes.data, a.ctypes.data, values.ctypes.data
-    if even:
-        weigh_candidates(
-            pointers[0], pointers[1], pointers[2], len(x), pointers[3], rungs.ctypes.data, middles.ctypes.data,
-            len(middles), first, gap, work.ctypes.data, 1,
-        )  # fmt: skip
-    else:
-        weigh_candidates(
-            pointers[0], pointers[1], pointers[2], len(x), pointers[3], rungs.ctypes.data, middles.ctypes.data,
-            len(middles), first, gap, work.ctypes.data, 0,
-        )  # fmt: skip
+def run_weigh(x, fed, a, rungs, numbers, errors):
+    _weigh(x, fed, a, rungs, Candidates(numbers[0], numbers[1], numbers[2], numbers[3], numbers[4], errors))
 
 
 @pytest.mark.parametrize("size", [16, 32, 128])
@@ -43,14 +33,11 @@ def test_weighing_against_the_plain_formula(name: str, size: int) -> None:
     x, fed = rng.standard_normal((2, size)).astype(np.float32)
     a = (0.2 * rng.standard_normal((size, PANEL))).astype(np.float32)
     a[range(size), range(size)] = rng.uniform(0.5, 2, size)
-    values = np.empty((3, LANES), np.float32)
-    values[0], values[1] = rng.uniform(-3, -1, LANES), rng.uniform(2, 6, LANES)
-    values[:2, :5] *= -1  # a scale of the other sign
-    run_weigh(
-        x, fed, a, values, rungs.values, rungs.middles, rungs.first, rungs.gap, np.empty((PANEL, 16), np.float32),
-        bool(rungs.gap > 0),
-    )  # fmt: skip
-    for low, unit, total in values.T.astype(np.float64):
+    numbers, errors = np.zeros((5, LANES), np.float32), np.empty((LANES // 32, PANEL, 32), np.float32)
+    numbers[0], numbers[1] = rng.uniform(-3, -1, LANES), rng.uniform(2, 6, LANES)
+    numbers[:2, :5] *= -1  # a scale of the other sign
+    run_weigh(x, fed, a, rungs, numbers, errors)
+    for lane, (low, unit, total) in enumerate(numbers[:3].T.astype(np.float64)):
         already, expected = fed.astype(np.float64), 0.0
         for j in range(size):
             own = low + unit * rungs.values - x[j]
@@ -58,6 +45,11 @@ def test_weighing_against_the_plain_formula(name: str, size: int) -> None:
             expected += a[j, j] * (e + already[j]) ** 2
             already[j + 1 :] += e * a[j, j + 1 : size]
         np.testing.assert_allclose(total, expected, rtol=1e-2)  # a code at a midpoint may go either way
+        e = errors[lane // 32, :size, lane % 32].astype(np.float64)
+        places = (x + e - low) / unit
+        np.testing.assert_allclose(np.abs(places[:, None] - rungs.values).min(axis=1), 0, atol=1e-4)
+        d = fed + e + e @ np.triu(a[:, :size], 1)
+        np.testing.assert_allclose(total, (d**2 * np.diagonal(a)).sum(), rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", [*WITH_TABLES, *OTHERS, *WITH_MINIMA])
@@ -71,11 +63,12 @@ def test_the_best_candidate_is_taken(name: str) -> None:
     x = np.random.default_rng(7).standard_normal((1, n)).astype(np.float32)
     before = t.quantize(x, moments.importance)
     after = before.copy()
-    coded = read_rows(t, found, x, after, moments)
-    search(t, found, scale, x, after, coded, feedback.factors(moments, 1))
-    assert np.array_equal(coded.e[0, :n], t.dequantize(after, n)[0] - x[0])
+    factors = feedback.factors(moments, 1)
+    errors = search(t, found, scale, x, after, read_rows(t, found, x, after, moments), factors)
+    written = read_rows(t, found, x, after, moments)
+    np.testing.assert_allclose(errors, feedback.row_errors(written.e, factors, 1, 1), rtol=1e-4)
     a, d = factored(moments, 1)
-    weights, e = np.diagonal(d), coded.e[0, :n].astype(np.float64)
+    weights, e = np.diagonal(d), (t.dequantize(after, n)[0] - x[0]).astype(np.float64)
 
     places, tried = np.empty((1, n // scale.size), np.int64), candidates(scale, minimum is not None, table is not None)
     read_numbers(before, scale, places)

@@ -171,7 +171,7 @@ class AttentionParameters(NamedTuple):
 
     position: int  # address of an int64: the token's position
     q: int  # float32[heads, dim_k]
-    k: int  # float32[kv_heads, dim_k], overwritten
+    k: int  # float32[kv_heads, dim_k], overwritten; 0: the cache has the token's key and value already
     v: int  # float32[kv_heads, dim_v], overwritten
     rope_dim: int
     pair_step: int  # RoPE pair j is elements j * pair_step and j * pair_step + pair_stride
@@ -211,7 +211,7 @@ def attention(shape: KernelHeads) -> Callback:
             apply_rope(x, y, dim_k, cos, sin, rope_dim, pair_step, pair_stride, scale)
             y[dim_k:] = 0
         rotate(queries, heads * dim_k, rotate_k)
-        if thread == threads - 1:
+        if thread == threads - 1 and p.k != 0:
             for head in range(p.kv_heads):
                 x = floats(p.k + head * dim_k * 4, dim_k)
                 apply_rope(x, x, dim_k, cos, sin, rope_dim, pair_step, pair_stride, np.float32(1))

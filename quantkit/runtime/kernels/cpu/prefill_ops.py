@@ -117,7 +117,7 @@ class RopeParameters(NamedTuple):
 
     state: int
     q: int  # float32[tokens, heads, dim_k], overwritten
-    k: int  # float32[tokens, kv_heads, dim_k], overwritten
+    k: int  # float32[tokens, kv_heads, dim_k], overwritten; 0: the caches have the tokens' keys and values already
     v: int  # float32[tokens, kv_heads, dim_v], overwritten
     rope_dim: int
     pair_step: int  # RoPE pair j is elements j * pair_step and j * pair_step + pair_stride
@@ -156,10 +156,12 @@ def rope(shape: KernelHeads) -> Callback:
                 for head in range(heads):
                     x = floats(q + head * dim_k * 4, dim_k)
                     apply_rope(x, x, dim_k, cos, sin, rope_dim, pair_step, pair_stride, query_scale)
+                rotate(q, heads * dim_k, rotate_k)
+                if p.k == 0:
+                    continue
                 for head in range(kv_heads):
                     x = floats(k + head * dim_k * 4, dim_k)
                     apply_rope(x, x, dim_k, cos, sin, rope_dim, pair_step, pair_stride, np.float32(1))
-                rotate(q, heads * dim_k, rotate_k)
                 rotate(k, kv_heads * dim_k, rotate_k)
                 rotate(v, kv_heads * dim_v, rotate_v)
                 for head in range(kv_heads):

@@ -243,6 +243,21 @@ OTHERS: dict[str, dict[str, Any]] = {
                             "original_max_position_embeddings": 50, "mscale": 1.0, "mscale_all_dim": 1.0,
                             "llama_4_scaling_beta": 0.3},
     },
+    "longcat-flash": {
+        "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 6, "num_layers": 3, "q_lora_rank": 64,
+        "kv_lora_rank": 32, "qk_nope_head_dim": 64, "qk_rope_head_dim": 16, "head_dim": 16, "v_head_dim": 32,
+        "n_routed_experts": 12, "zero_expert_num": 4, "moe_topk": 5, "expert_ffn_hidden_size": 64,
+        "routed_scaling_factor": 1.0,
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "mscale": 1.0,
+                         "mscale_all_dim": 1.0, "beta_fast": 32.0, "beta_slow": 1.0},
+    },
+    "mistral-large4": {
+        "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 6, "num_hidden_layers": 4,
+        "kv_lora_rank": 32, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 32, "n_routed_experts": 12,
+        "num_experts_per_tok": 4, "n_shared_experts": 2, "first_k_dense_replace": 2, "mlp_layer_types": None,
+        "index_topk": 120, "index_n_heads": 16, "indexer_types": None, "no_rope_layers": None, "attention_bias": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "final_logit_softcapping": 30.0,
+    },
     "mistral3": {
         "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 1, "num_hidden_layers": 3, "head_dim": 16,
         "tie_word_embeddings": True,
@@ -328,7 +343,8 @@ MIXTRAL = {
 # Architectures that wheel 0.1.5 does not know, or computes in another way whatever the configuration; see `in_wheel`.
 NOT_IN_WHEEL = frozenset((
     "apertus", "cohere2_moe", "deepseek32", "exaone4", "glm-dsa", "granitemoe", "hunyuan-dense", "hy_v3", "kimi-linear",
-    "lfm2", "lfm2moe", "llama4", "minimax-m3", "nemotron", "nemotron_h", "nemotron_h_moe", "olmo2", "olmoe",
+    "lfm2", "lfm2moe", "llama4", "longcat-flash", "minimax-m3", "mistral-large4", "nemotron", "nemotron_h",
+    "nemotron_h_moe", "olmo2", "olmoe",
 ))  # fmt: skip
 
 

@@ -68,17 +68,26 @@ def test_every_architectures_example(tmp_path: Path, arch: str) -> None:
             export_gguf(tmp_path / "m.gguf", tmp_path / "back")
         return
     export_gguf(tmp_path / "m.gguf", tmp_path / "back")
-    if arch == "bailingmoe2":  # which transformers does not know
+    if arch in ("bailingmoe2", "longcat-flash"):  # transformers does not know the first, and loads the second one wrong
         before, after = (open_checkpoint(tmp_path / name).tensors for name in ("hf", "back"))
-        assert before.keys() == after.keys()
-        assert all(np.array_equal(before[name].dequantize(), after[name].dequantize()) for name in before)
+        unused = {name for name in before if arch == "longcat-flash" and re.search(r"\.experts\.[678]\.", name)}
+        assert before.keys() - after.keys() == unused
+        assert not after.keys() - before.keys()
+        assert all(np.array_equal(before[name].dequantize(), after[name].dequantize()) for name in after)
         return
+    if arch == "mistral-large4":  # the encoder that an export leaves out, of the size of the test's
+        whole, exported = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("hf", "back"))
+        exported["vision_config"] = whole["vision_config"]
+        (tmp_path / "back" / "config.json").write_text(json.dumps(exported))
     again = loaded(tmp_path / "back")
     with torch.no_grad():
         back = again(torch.tensor([tokens])).logits
-        # float32 rounds norm weights plus 1 (Gemma, Nemotron) and the exponential of A_log (recurrent layers)
-        rounded = arch in ("gemma2", "gemma3", "nemotron") or any("A_log" in name for name in model.state_dict())
-        assert torch.allclose(back, expected, atol=1e-4) if rounded else torch.equal(back, expected)
+        # float32 rounds norm weights plus 1 (Gemma, Nemotron) and exponentials: of A_log (recurrent layers), of alpha
+        rounded = arch in ("gemma2", "gemma3", "nemotron", "mistral-large4") or any(
+            "A_log" in name for name in model.state_dict()
+        )
+        limit = 1e-3 if arch == "mistral-large4" else 1e-4  # the frequencies of all layers are rounded
+        assert torch.allclose(back, expected, atol=limit) if rounded else torch.equal(back, expected)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

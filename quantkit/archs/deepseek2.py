@@ -57,6 +57,10 @@ class LatentHParams(HParams):
         """Elements of a head's query and key without RoPE."""
         return self.head_dim_k - self.rope.dim
 
+    def of_layer(self, layer: int) -> LatentHParams:
+        """The numbers of one layer: these, where all layers have the same."""
+        return self
+
 
 # --------------------------------------------------------------------------------------------- attn_kv_b and its halves
 
@@ -174,7 +178,7 @@ def half_rules(*, stacked: bool = False) -> tuple[TensorRule, ...]:
         return TensorRule(
             f"blk.N.attn_{part}_b",
             "model.layers.N.self_attn.kv_b_proj",
-            lambda hp: half(_HeadSizes.of(hp), stacked=stacked),
+            transform_of=lambda hp, layer: half(_HeadSizes.of(hp.of_layer(layer)), stacked=stacked),
             to_gguf_only=True,
         )
 
@@ -185,7 +189,7 @@ def split_rules(rules: Iterable[TensorRule]) -> tuple[TensorRule, ...]:
     """The rules of files with attn_k_b and attn_v_b, of three dimensions, and without attn_kv_b."""
     halves = {rule.gguf: rule for rule in half_rules(stacked=True)}
     return tuple(
-        replace(halves[rule.gguf], layers=rule.layers) if rule.gguf in halves else rule
+        replace(halves[rule.gguf], hf=rule.hf, layers=rule.layers) if rule.gguf in halves else rule
         for rule in rules
         if rule.gguf != "blk.N.attn_kv_b"
     )
@@ -289,14 +293,21 @@ class DeepSeek2(Decoder):
         entries.setdefault(f"{a}.expert_weights_norm", (gating == "sigmoid", "bool"))  # transformers' default
         if config.get("q_lora_rank"):
             entries[f"{a}.attention.q_lora_rank"] = (config["q_lora_rank"], "u32")
-        if parameters["rope_type"] == "yarn":
-            if not scales["mscale_all_dim"] or scales["mscale"] != scales["mscale_all_dim"]:
-                raise UnsupportedError(
-                    f"config.json: yarn with mscale {scales['mscale']} and mscale_all_dim {scales['mscale_all_dim']}; "
-                    f"{a} files say one number, which both have to be"
-                )
-            entries[f"{a}.rope.scaling.yarn_log_multiplier"] = (0.1 * scales["mscale_all_dim"], "f32")
-        return entries
+        return entries | self.yarn_entries(scales) if parameters["rope_type"] == "yarn" else entries
+
+    def yarn_entries(self, scales: Mapping[str, Any]) -> Entries:
+        """The GGUF keys of YaRN's `mscale` and `mscale_all_dim`, whose values are None where config.json has none."""
+        if not scales["mscale_all_dim"] or scales["mscale"] != scales["mscale_all_dim"]:
+            raise UnsupportedError(
+                f"config.json: yarn with mscale {scales['mscale']} and mscale_all_dim {scales['mscale_all_dim']}; "
+                f"{self.name} files say one number, which both have to be"
+            )
+        return {f"{self.name}.rope.scaling.yarn_log_multiplier": (0.1 * scales["mscale_all_dim"], "f32")}
+
+    def yarn_config(self, keys: Keys) -> dict[str, Any]:
+        """The settings of config.json's rope_scaling that `yarn_entries` stores."""
+        scale = shortest(10 * keys.real("rope.scaling.yarn_log_multiplier"))
+        return {"mscale": scale, "mscale_all_dim": scale}
 
     def is_generated(self, name: str) -> bool:
         return name.endswith((".attn_k_b.weight", ".attn_v_b.weight"))
@@ -304,15 +315,15 @@ class DeepSeek2(Decoder):
     def to_hf(self, hparams: HParams, shapes: Mapping[str, Shape]) -> list[Piece]:
         """As `Arch.to_hf`. The kv_b_proj of a "split" file is joined from its halves."""
         assert isinstance(hparams, LatentHParams)
-        transform = JoinHalves(_HeadSizes.of(hparams))
-        halves = {}
+        halves, transforms = {}, {}
         for i in range(hparams.n_layer):
             joint, keys, values = (f"blk.{i}.attn_{part}_b.weight" for part in ("kv", "k", "v"))
             if joint not in shapes and keys in shapes and values in shapes:
                 halves[joint] = (keys, values)
-        found = super().to_hf(hparams, {**shapes, **dict.fromkeys(halves, transform.shape())})
+                transforms[joint] = JoinHalves(_HeadSizes.of(hparams.of_layer(i)))
+        found = super().to_hf(hparams, {**shapes, **{name: made.shape() for name, made in transforms.items()}})
         return [
-            replace(piece, sources=halves[piece.sources[0]], transform=transform)
+            replace(piece, sources=halves[piece.sources[0]], transform=transforms[piece.sources[0]])
             if piece.sources[0] in halves
             else piece
             for piece in found
@@ -344,8 +355,7 @@ class DeepSeek2(Decoder):
         }
         if scaling := rope.scaling_parameters(keys):
             if scaling["rope_type"] == "yarn":
-                scale = shortest(10 * keys.real("rope.scaling.yarn_log_multiplier"))
-                scaling |= {"mscale": scale, "mscale_all_dim": scale}
+                scaling |= self.yarn_config(keys)
             found["rope_scaling"] = scaling
         return found
 

@@ -38,7 +38,8 @@ class SparseHParams(LatentHParams):
     has_indexer: tuple[bool, ...]  # of each layer
 
 
-def _has_indexer(hp: SparseHParams, layer: int) -> bool:
+def has_indexer_in(hp: SparseHParams, layer: int) -> bool:
+    """Whether a layer has an indexer."""
     return hp.has_indexer[layer]
 
 
@@ -48,7 +49,7 @@ INDEXER_RULES = tuple(
         f"model.layers.N.self_attn.indexer.{theirs}",
         bias=ours == "k_norm",
         f32=ours == "k_norm",
-        layers=_has_indexer,
+        layers=has_indexer_in,
     )
     for ours, theirs in _NAMES.items()
 )

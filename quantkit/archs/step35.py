@@ -164,7 +164,7 @@ class Step35(Decoder):
         if whole.dim != dim:
             raise UnsupportedError(f"{self.name}.rope.dimension_count = {whole.dim}; known: {dim}, a whole head")
         known = [dim if i else int(_PART * dim) for i in local]
-        dims = keys.per_layer("rope.dimension_count_per_layer", known)
+        dims = keys.per_layer("rope.dimension_count_per_layer", known, 1)
         bases = keys.get("rope.freq_base_per_layer", ())
         if dims != known or len(set(zip(local, bases))) > 2:
             raise UnsupportedError(

@@ -145,7 +145,7 @@ def bytes_per_token(model: Model, n_kv: int) -> int:
         if isinstance(part, blocks.Experts):
             stacked = sum(model.weights[linear.weight].nbytes for linear in part.matrices)
             used = model.expert_reduction[0] if model.expert_reduction else part.used
-            weights -= stacked // part.count * (part.count - used)
+            weights -= stacked // part.stacked * max(0, part.stacked - used)
     if embedding != output:
         weights += model.weights[embedding].nbytes // model.vocab_size
     cache = model.new_cache(1)

@@ -159,6 +159,11 @@ def _sizes(source: GGUF) -> HeadSizes:
     hp = validate.describe(source.metadata, source.tensors, source.path).hparams
     if not isinstance(hp, LatentHParams):
         raise UnsupportedError(f"{source.path}: {hp.arch} has no latent attention; convert-mla has nothing to change")
+    if other := next((i for i in range(hp.n_layer) if hp.of_layer(i).nope != hp.nope), None):
+        raise UnsupportedError(
+            f"{source.path}: heads of blk.{other} have {hp.of_layer(other).nope} elements without RoPE, others "
+            f"{hp.nope}; convert-mla takes files whose layers have one number of them"
+        )
     return HeadSizes(hp.n_head, hp.nope, hp.head_dim_v, hp.kv_lora, hp.rope.dim)
 
 

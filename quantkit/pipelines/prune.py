@@ -59,6 +59,11 @@ def plan_prune(
     """
     described = validate.describe(source.metadata, source.tensors, source.path)
     hp = described.hparams
+    if any(block.layers for block in described.blocks):
+        raise UnsupportedError(
+            f"{source.path}: a layer of {hp.arch} is two blocks, whose experts are in the first one; prune does not "
+            "handle such files"
+        )
     if wrong := [layer for layer in drop_layers if not 0 <= layer < hp.n_layer]:
         raise DataError(f"{source.path}: --prune-layers {wrong[0]}: the file has layers 0 to {hp.n_layer - 1}")
     stay = [layer for layer in range(hp.n_layer) if layer not in set(drop_layers)]

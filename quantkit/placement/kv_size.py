@@ -4,7 +4,8 @@
 
     attention     per KV head n_ctx rows of key_length in the key type, and of value_length in the value type; in layers
                   that sliding_window_pattern lists, of key_length_swa and value_length_swa if there are such keys
-    latent        n_ctx rows of kv_lora_rank + RoPE dims in the key type (`mla` 1 to 3), and with an indexer of its
+    latent        n_ctx rows of kv_lora_rank + RoPE dims (of the layer, where rope.dimension_count_per_layer lists
+                  them) in the key type (`mla` 1 to 3), and with an indexer of its
                   key in the value type; `mla` 0 caches full heads
     KDA           as recurrent layers, with as many heads as attention.head_count, all dims kda.head_dim
     recurrent     conv_kernel - 1 columns and a state of heads * key dim * value dim in float32, for any context
@@ -59,6 +60,7 @@ def of_layers(
     width = number("embedding_length") // heads if heads else 0
     latent = number("attention.kv_lora_rank")
     listed = isinstance(metadata.get(f"{arch}.attention.head_count_kv"), (list, tuple)) and not interval
+    rotates = f"{arch}.rope.dimension_count_per_layer" in metadata
     found = []
     for layer in range(layers):
         kv_heads = number("attention.head_count_kv", layer) or heads
@@ -76,7 +78,8 @@ def of_layers(
             found.append(4 * _state(number))
         elif latent and mla:
             index = number("attention.indexer.key_length")
-            rows = _row(keys, latent + number("rope.dimension_count")) + (_row(values, index) if index else 0)
+            rotated = number(f"rope.dimension_count{'_per_layer' if rotates else ''}", layer)
+            rows = _row(keys, latent + rotated) + (_row(values, index) if index else 0)
             found.append(n_ctx * rows)
         else:
             kv_heads = heads if latent else kv_heads

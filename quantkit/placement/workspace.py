@@ -75,6 +75,7 @@ def work_bytes(
             _latent_attention(prompt, step, tensors, part, threads, n_ctx, mla)
             tables.add((part.rope, 8 * (part.rope.dim // 2)))
             tables.add((part.temperature, 4 if part.temperature else 0))
+            tables.add((blocks.HeadScaling, 4 if part.scaling else 0))  # of logarithms
         elif isinstance(part, blocks.DeltaNet):
             _recurrent(prompt, step, tensors, part, threads)
         elif isinstance(part, blocks.KimiDelta):
@@ -323,6 +324,10 @@ def _latent_attention(
     )
     prompt.private("pieces", 4 * sum(floats), threads)
     if part.indexer is not None:
+        if part.indexer.q_norm is not None:
+            entering = tensors[part.indexer.q_b.weight].shape[1]
+            prompt.add("index query normed", 4 * BATCH_TOKENS * entering)
+            step.private("index query normed", activation_bytes(entering), threads)
         _indexer(prompt, step, part.indexer, threads, max(n_ctx, part.indexer.top_k))
 
 
@@ -386,12 +391,12 @@ def _experts(
     prompt: _Buffers, step: _Buffers, tensors: Mapping[str, TensorInfo], part: blocks.Experts, threads: int
 ) -> None:
     router, gate, up, down = (tensors[linear.weight] for linear in (part.router, part.gate, part.up, part.down))
-    count, ff, embd, used, width = part.count, part.ff, router.shape[1], part.used, gate.shape[2]
+    count, ff, embd, used, width = part.stacked, part.ff, router.shape[1], part.used, gate.shape[2]
     if part.shared is not None:
         _feed_forward(prompt, step, tensors, part.shared, threads)
     most = kernel_sizes.max_entries(BATCH_TOKENS, count, used, kernel_sizes.TILE_TOKENS)
     _read(prompt, [router], embd, threads)
-    prompt.add("router", 4 * BATCH_TOKENS * count)
+    prompt.add("router", 4 * BATCH_TOKENS * part.count)
     prompt.add("assignment", kernel_sizes.assignment_bytes(BATCH_TOKENS, count, used, kernel_sizes.TILE_TOKENS))
     prompt.add("selected", 8 * BATCH_TOKENS * used)
     prompt.add("expert weights", 4 * BATCH_TOKENS * used)
@@ -422,7 +427,10 @@ def _experts(
         step.private("quantized latents", activation_bytes(width), threads)
         if part.latent_up.is_scaled:
             prompt.add("added", 4 * BATCH_TOKENS * embd)
-    step.add("router", 4 * count)
-    step.private("selected", kernel_sizes.selected_experts_bytes(count, used), threads)
+    if part.deferred:
+        prompt.add("deferred", 4 * BATCH_TOKENS * embd)
+        step.add("deferred", 4 * embd)
+    step.add("router", 4 * part.count)
+    step.private("selected", kernel_sizes.selected_experts_bytes(part.count, used), threads)
     step.add("experts", used * whole_lines(activation_bytes(ff)))
     step.add("products", 8 * used * ff)

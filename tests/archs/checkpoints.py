@@ -113,7 +113,7 @@ def tiny(directory: Path, dtype: str = "float32", arch: str = "llama", **config:
                 parameter += torch.rand_like(parameter) - 0.5  # from 1, or where it is stored less 1 from 0
             elif name.endswith(("bias", "sinks", "scale")):
                 parameter.uniform_(0.5, 1.5)
-            elif name.endswith((".alpha_p", ".alpha_n")):
+            elif name.endswith((".alpha_p", ".alpha_n", "rotary_emb.alpha")):
                 parameter += torch.rand_like(parameter) - 0.5
             elif parameter.ndim >= 2:
                 parameter.normal_(0, parameter.shape[-1] ** -0.5)
@@ -204,6 +204,9 @@ def _multimodal(text: dict[str, Any]) -> Any:
             "image_size": 28,
             "patch_size": 14,
         }
+    if text["model_type"] == "mistral_large4_text":
+        vision = {"model_type": "pixtral", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
+                  "num_attention_heads": 2, "patch_size": 14, "image_size": 28}  # fmt: skip
     kind = {"step3p5": "step3p7"}.get(text["model_type"], text["model_type"].removesuffix("_text"))
     outer = transformers.AutoConfig.for_model(kind)
     config = type(outer)(text_config=text, vision_config=vision,

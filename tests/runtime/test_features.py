@@ -29,6 +29,8 @@ from quantkit.runtime.loading import load
 from quantkit.runtime.model import Model
 from tests.archs.files import written
 from tests.archs.test_kimi_linear import KIMI_LINEAR_48B
+from tests.archs.test_longcat_flash import LONGCAT_FLASH
+from tests.archs.test_mistral_large4 import MISTRAL_LARGE_4
 from tests.recipe import configs
 from tests.runtime.conftest import rewrite
 from tests.runtime.test_step import TOKENS, by_steps, changed, spread
@@ -175,7 +177,7 @@ FULL_SIZE: dict[str, dict[str, Any]] = {
     "ernie4_5-moe": ERNIE_21B, "deepseek2": configs.DEEPSEEK_V3, "qwen3moe": configs.QWEN3_235B,
     "qwen35": configs.QWEN35_27B, "gemma4": GEMMA4_26B, "step35": STEP_35_FLASH, "bailingmoe2": LING_1T,
     "nemotron_h": NEMOTRON_NANO_9B, "nemotron_h_moe": NEMOTRON_NANO_30B,
-    "kimi-linear": KIMI_LINEAR_48B,
+    "kimi-linear": KIMI_LINEAR_48B, "longcat-flash": LONGCAT_FLASH, "mistral-large4": MISTRAL_LARGE_4,
 }  # fmt: skip
 
 
@@ -267,7 +269,7 @@ def test_other_ratios_of_every_architecture(name: str, tmp_path: Path) -> None:
 
 SOME = ("gpt-oss", "gemma3", "gemma4", "step35", "hunyuan-moe", "minimax-m2", "bitnet-b1.58", "mistral3", "cohere2",
         "cohere2_moe", "gemma2", "llama4", "nemotron", "nemotron_h", "nemotron_h_moe", "phi3", "apertus",
-        "kimi-linear")  # fmt: skip
+        "kimi-linear", "longcat-flash", "mistral-large4")  # fmt: skip
 
 
 @pytest.mark.parametrize("threads", [1, 3])

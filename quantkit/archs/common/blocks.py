@@ -66,6 +66,7 @@ class Norm:
     eps: float
     centred: bool = False
     bias: str | None = None  # tensor float32[n] that is added
+    factor: float = 1.0  # of the weight
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,14 @@ class Temperature:
     beta: float
     length: int  # n
     offset: int = 0
+
+
+@dataclass(frozen=True)
+class HeadScaling:
+    """Query scaling by position and head: a query of head h at position p is times scale[h] ln(p + 1) + bias[h]."""
+
+    scale: str  # tensor float32[heads]
+    bias: str  # tensor float32[heads]
 
 
 @dataclass(frozen=True)
@@ -324,8 +333,9 @@ RECURRENT = (DeltaNet, KimiDelta, Mamba2, ShortConv)  # the parts with a state
 class Indexer:
     """Lightning indexer: the positions that a token attends to, the `top_k` ones with the largest scores.
 
-    With y = norm(x) and u the queries' latent, after q_a_norm: q = q_b(u) split into heads, k = k_norm(k(y)), which the
-    cache holds, w = weights(y). RoPE is applied to the first rope.dim elements of q and k. The score of position t is
+    With y = norm(x) and u the queries' latent, after q_a_norm, or y without a latent: q = q_b(u) split into heads,
+    k = k_norm(k(y)), which the cache holds, w = weights(y). With `q_norm`, q_b gets q_norm(u). RoPE is applied to the
+    first rope.dim elements of q and k. The score of position t is
 
         sum over h of w_h * max(0, q_h . k_t) * (heads * dim)^-0.5
 
@@ -341,6 +351,8 @@ class Indexer:
     dim: int
     top_k: int
     rope: Rope
+    q_norm: Norm | None = None
+    scaling: HeadScaling | None = None  # of q
 
 
 @dataclass(frozen=True)
@@ -376,6 +388,7 @@ class LatentAttention:
     scale: float  # of the scores, before softmax
     rope: Rope
     temperature: Temperature | None = None
+    scaling: HeadScaling | None = None  # in place of a temperature
     sparse: bool = False
     indexer: Indexer | None = None
 
@@ -453,10 +466,12 @@ class Experts:
     latent_down   [latent, n_embd]: gate_e and up_e get latent_down(y), while the router and `shared` get y
     latent_up     [n_embd, latent]: of the sum over e, before the output of `shared` is added. The two come together,
                   without the three norms
+    identity      the last so many of `count` experts have no matrices (zero-computation experts): they give y
+    deferred      what the experts add is added at the end of the block, so that the parts in between do not see it
 
     Where gate and up are one matrix, an expert has no gate, as a FeedForward.
-    gate, up: weights [count, ff, n_embd], or both halves of one [count, 2 ff, n_embd]; down: [count, n_embd, ff]. With
-    latents they have `latent` for n_embd.
+    gate, up: weights [count, ff, n_embd], or both halves of one [count, 2 ff, n_embd]; down: [count, n_embd, ff], with
+    `stacked` for count. With latents they have `latent` for n_embd.
     """
 
     norm: Norm
@@ -484,6 +499,13 @@ class Experts:
     latent_down: Linear | None = None
     latent_up: Linear | None = None
     latent: int = 0  # elements of a token's latent; 0 without latents
+    identity: int = 0
+    deferred: bool = False
+
+    @property
+    def stacked(self) -> int:
+        """The experts with matrices."""
+        return self.count - self.identity
 
     @property
     def fused(self) -> bool:
@@ -543,6 +565,12 @@ class Block:
     parts: tuple[Part, ...]
     parallel: bool = False
     out_scale: str | None = None
+    layers: tuple[int, ...] = ()  # of each part, whose cache it uses, where a block spans several; else all are `layer`
+
+    @property
+    def numbered_parts(self) -> tuple[tuple[int, Part], ...]:
+        """The layer of each part, and the part."""
+        return tuple(zip(self.layers or (self.layer,) * len(self.parts), self.parts, strict=True))
 
 
 @dataclass(frozen=True)
@@ -619,6 +647,9 @@ class HParams:
     head_dims_of: tuple[int, ...] = ()  # of keys and of values of each layer, where they differ; head_dim_k: the most
     kv_sources: tuple[int, ...] = ()  # the layer whose keys and values each layer attends to, where some share them
     unread: frozenset[str] = frozenset()  # tensors that a file may have and that no layer reads
+    cached_dims_of: tuple[
+        tuple[int, int], ...
+    ] = ()  # of latents and of indexers' keys of each layer, where they differ
     tensors: frozenset[str] = frozenset()  # names in the file, which decide the optional parts
 
     @property
@@ -628,6 +659,8 @@ class HParams:
 
     def head_dims(self, layer: int) -> tuple[int, int]:
         """Elements of a head's key and of its value in a layer."""
+        if self.cached_dims_of:
+            return self.cached_dims_of[layer]
         dim = self.head_dims_of[layer] if self.head_dims_of else 0
         return (dim, dim) if dim else (self.head_dim_k, self.head_dim_v)
 

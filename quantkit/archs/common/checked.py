@@ -170,7 +170,7 @@ _BASE = Real(1, 1e30, open_below=True)
 
 # Keys of config.json, GGUF keys without the architecture's name, and the bound of both.
 _TABLE: tuple[tuple[str, str, Bound], ...] = (
-    ("num_hidden_layers", "block_count", _LAYERS),
+    ("num_hidden_layers num_layers", "block_count", _LAYERS),
     ("hidden_size", "embedding_length", _WIDTH),
     ("num_attention_heads num_key_value_heads head_dim attention_head_dim", "", Count(1, 1 << 16)),
     ("", "attention.head_count attention.head_count_kv attention.key_length attention.value_length "
@@ -186,12 +186,12 @@ _TABLE: tuple[tuple[str, str, Bound], ...] = (
     ("num_experts n_routed_experts num_local_experts moe_num_experts", "expert_count", _EXPERTS),
     ("num_experts_per_tok top_k_experts n_shared_experts n_group topk_group first_k_dense_replace "
      "num_nextn_predict_layers num_mtp_layers mtp_num_hidden_layers moe_num_shared_experts moe_layer_start_index "
-     "num_dense_layers num_experts_per_token num_shared_experts num_expert_group",
+     "num_dense_layers num_experts_per_token num_shared_experts num_expert_group moe_topk zero_expert_num",
      "expert_used_count expert_shared_count expert_group_count expert_group_used_count leading_dense_block_count "
-     "nextn_predict_layers expert_gating_func",
+     "nextn_predict_layers expert_gating_func expert_zero_count",
      Count(0, 1 << 16, per_layer=True)),
     ("intermediate_size intermediate_size_mlp moe_intermediate_size shared_expert_intermediate_size "
-     "dense_intermediate_size "
+     "dense_intermediate_size ffn_hidden_size expert_ffn_hidden_size "
      "shared_intermediate_size moe_shared_expert_intermediate_size block_ff_dim",
      "feed_forward_length expert_feed_forward_length expert_shared_feed_forward_length", _SIZE),
     ("moe_latent_size", "moe_latent_size", _WIDTH),
@@ -208,7 +208,7 @@ _TABLE: tuple[tuple[str, str, Bound], ...] = (
     ("num_sliding_attention_heads share_expert_dim", "", Count(1, 1 << 24)),
     ("moe_router_scaling_factor", "", _STRENGTH),
     ("", "swiglu_clamp_exp swiglu_clamp_shexp swiglu_limits swiglu_limits_shared", EachLayer(Real(0, 1e6))),
-    ("", "rope.dimension_count_per_layer", Count(1, 1 << 16, per_layer=True)),
+    ("", "rope.dimension_count_per_layer", Count(0, 1 << 16, per_layer=True)),
     ("", "rope.freq_base_per_layer", EachLayer(_BASE)),
     ("attention_value_scale", "attention.value_scale", _STRENGTH),
     ("sliding_window attention_chunk_size", "attention.sliding_window", Count(0, 1 << 31)),

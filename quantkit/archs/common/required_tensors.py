@@ -102,9 +102,12 @@ def _latent(part: blocks.LatentAttention, n_embd: int, tensors: Mapping[str, Sha
                 yield linear.scale, (1,)
     yield from _norm(part.q_a_norm, part.q_lora)
     yield from _norm(part.kv_a_norm, lora)
+    yield from _scaling(part.scaling, part.heads)
     yield from _factors(part.rope)
     if (indexer := part.indexer) is not None:
-        yield from _linear(indexer.q_b, indexer.heads * indexer.dim, part.q_lora)
+        yield from _linear(indexer.q_b, indexer.heads * indexer.dim, part.q_lora or n_embd)
+        yield from _norm(indexer.q_norm, part.q_lora or n_embd)
+        yield from _scaling(indexer.scaling, indexer.heads)
         yield from _linear(indexer.k, indexer.dim, n_embd)
         yield from _linear(indexer.weights, indexer.heads, n_embd)
         yield indexer.k_norm.weight, (indexer.dim,)
@@ -187,10 +190,10 @@ def _experts(part: blocks.Experts, hp: blocks.HParams) -> Shapes:
     for linear in part.matrices:
         rows, columns = (width, part.ff) if linear is part.down else (gate_rows, width)
         if linear.bias:
-            yield linear.bias, (part.count, rows)
+            yield linear.bias, (part.stacked, rows)
         if linear.scale:
-            yield linear.scale, (part.count,)
-        yield linear.weight, (part.count, rows, columns)
+            yield linear.scale, (part.stacked,)
+        yield linear.weight, (part.stacked, rows, columns)
     if part.shared_gate is not None:
         yield part.shared_gate, (hp.n_embd,)
     if part.shared is not None:
@@ -211,6 +214,11 @@ def _factors(rope: blocks.Rope) -> Shapes:
     for name in (rope.factors, rope.long_factors):
         if name:
             yield name, (rope.factor_count or rope.dim // 2,)
+
+
+def _scaling(scaling: blocks.HeadScaling | None, heads: int) -> Shapes:
+    for name in (scaling.scale, scaling.bias) if scaling is not None else ():
+        yield name, (heads,)
 
 
 def _norm(norm: blocks.Norm | None, n: int) -> Shapes:

@@ -30,6 +30,7 @@ attn_output         embd o
 attn_q_norm         q_norm
 attn_k_norm         k_norm
 attn_sinks          heads
+attn_ssmax          heads
 attn_sub_norm       o
 post_attention_norm embd
 
@@ -49,6 +50,8 @@ indexer.proj        index_heads embd
 indexer.q_proj      index_heads*index embd
 indexer.k_proj      index embd
 indexer.q_norm      index
+indexer.norm        embd
+indexer.ssmax       index_heads
 
 attn_qkv            qkv embd
 attn_gate           inner embd

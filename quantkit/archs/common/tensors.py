@@ -151,6 +151,7 @@ class TensorRule:
     full_names: bool = False  # the names are complete
     often_shared: bool = False  # a checkpoint may leave it out, because it shares another one; config.json does not say
     to_gguf_only: bool = False  # export does not use the rule: it makes the checkpoint tensor from other GGUF tensors
+    transform_of: Callable[[Any, int], Transform] | None = None  # `transform` of (hparams, layer), where layers differ
 
     def names(self, side: str) -> tuple[str, ...]:
         """The complete names, with `N` and `E`, on one side, "gguf" or "hf": the weight's and, if any, the bias's."""
@@ -229,7 +230,7 @@ def pieces(rules: Sequence[TensorRule], shapes: Mapping[str, Shape], hparams: HP
             elif ".E." in rule.hf:
                 found += [((*order, piece), part) for piece, part in enumerate(_unstacked(rule, name, shape, hparams))]
             else:
-                found.append((order, _renamed(rule, name, filled, shape, hparams, to_gguf)))
+                found.append((order, _renamed(rule, name, layer, filled, shape, hparams, to_gguf)))
     found += [(order, _stacked(rule, target, each, shapes)) for target, (order, rule, each) in stacks.items()]
     return [piece for _, piece in sorted(found, key=lambda pair: pair[0])]
 
@@ -245,8 +246,12 @@ def numbered_experts(rules: Sequence[TensorRule], names: Iterable[str]) -> set[i
     return found
 
 
-def _renamed(rule: TensorRule, name: str, target: str, shape: Shape, hparams: HParams, to_gguf: bool) -> Piece:
+def _renamed(
+    rule: TensorRule, name: str, layer: int | None, target: str, shape: Shape, hparams: HParams, to_gguf: bool
+) -> Piece:
     transform = rule.transform(hparams) if rule.transform else COPY
+    if rule.transform_of is not None and layer is not None:
+        transform = rule.transform_of(hparams, layer)
     if not to_gguf:
         transform = transform.inverse()
     new_shape = transform.shape(shape)

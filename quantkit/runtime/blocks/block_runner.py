@@ -74,9 +74,15 @@ class BlockRunner:
 
     def run_block(self, block: blocks.Block, x: np.ndarray, spans: list[Span]) -> np.ndarray:
         """float32[tokens, n_embd] that leaves a block."""
-        out = x
-        for part in block.parts:
-            out = out + self.run_part(part, block.layer, x if block.parallel else out, spans)
+        out, deferred = x, []
+        for layer, part in block.numbered_parts:
+            added = self.run_part(part, layer, x if block.parallel else out, spans)
+            if isinstance(part, blocks.Experts) and part.deferred:
+                deferred.append(added)
+            else:
+                out = out + added
+        for added in deferred:
+            out = out + added
         return out if block.out_scale is None else out * self.vector(block.out_scale)
 
     def run_part(self, part: blocks.Part, layer: int, x: np.ndarray, spans: list[Span]) -> np.ndarray:
@@ -169,6 +175,8 @@ class BlockRunner:
 
     def apply_rope(self, x: np.ndarray, rope: blocks.Rope, dim: int, spans: list[Span]) -> None:
         """Apply RoPE to heads of `dim` elements, in place."""
+        if not rope.dim:
+            return
         positions = np.concatenate([np.arange(s.stop - s.start) + s.cache.length for s in spans])
         rope = rope.of_context(max(s.cache.n_ctx for s in spans))
         tables = self._rope(rope, int(positions.max()) + 1)
@@ -243,6 +251,10 @@ class BlockRunner:
     def scale_queries(self, q: np.ndarray, temperature: blocks.Temperature, spans: list[Span]) -> None:
         """Scale queries by their position, in place; see `float_ops.scale_queries`."""
         float_ops.scale_queries(q, temperature, spans)
+
+    def scale_heads(self, q: np.ndarray, scaling: blocks.HeadScaling, spans: list[Span]) -> None:
+        """Scale queries by their position and head, in place; see `float_ops.scale_heads`."""
+        float_ops.scale_heads(q, self.vector(scaling.scale), self.vector(scaling.bias), spans)
 
     def append_rows(self, k: np.ndarray, v: np.ndarray | None, cache: Cache, layer: int) -> None:
         """Append keys and values of a layer to a cache, at `cache.length`."""
@@ -358,6 +370,9 @@ class BlockRunner:
 
     def norm_weight(self, norm: blocks.Norm, n: int) -> np.ndarray:
         """float32[n] of a norm; ones where it has no weight."""
+        if norm.factor != 1:
+            scaled: np.ndarray = jit.readonly(self.vector(norm.weight) * np.float32(norm.factor))
+            return scaled
         return self.vector(norm.weight) if norm.weight else jit.readonly(np.ones(n, np.float32))
 
     def vector(self, name: str) -> np.ndarray:

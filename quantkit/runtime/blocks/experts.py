@@ -90,6 +90,9 @@ def run(
     out = np.zeros((len(x), tensors[part.down.weight].shape[1]), np.float32)
     for number in np.unique(chosen[chosen >= 0]):
         token, rank = np.nonzero(chosen == number)
+        if number >= part.stacked:
+            out[token] += x[token] * weights[token, rank][:, None]
+            continue
         gate, up, down = (matrix(linear, int(number)) for linear in (part.gate, part.up, part.down))
         inputs, shares = np.ascontiguousarray(x[token]), weights[token, rank][:, None]
         if part.weighs_inputs:
@@ -99,10 +102,10 @@ def run(
         hidden = float_ops.activate(part.activation, entering, both, threads, part.limit)
         if observe is not None:
             for linear in part.matrices:
-                observe(linear.weight, hidden if linear is part.down else inputs, int(number), part.count)
+                observe(linear.weight, hidden if linear is part.down else inputs, int(number), part.stacked)
         outputs = down(hidden)
         if observe_outputs is not None:
-            observe_outputs(part.down.weight, outputs, shares[:, 0], int(number), part.count)
+            observe_outputs(part.down.weight, outputs, shares[:, 0], int(number), part.stacked)
         out[token] += outputs if part.weighs_inputs else outputs * shares
     return out
 

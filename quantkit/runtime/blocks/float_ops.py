@@ -159,6 +159,20 @@ def scale_queries(q: np.ndarray, temperature: blocks.Temperature, spans: Sequenc
         q[span.start : span.stop] *= query_factors(temperature, position)[:, None]
 
 
+def scale_heads(q: np.ndarray, scale: np.ndarray, bias: np.ndarray, spans: Sequence[Span]) -> None:
+    """Multiply queries float32[tokens, heads * dim] by position and head, in place; see blocks.HeadScaling."""
+    heads = q.reshape(len(q), len(scale), -1)
+    for span in spans:
+        position = np.arange(span.cache.length, span.cache.length + span.stop - span.start)
+        heads[span.start : span.stop] *= (scale * position_logarithms(position)[:, None] + bias)[:, :, None]
+
+
+def position_logarithms(positions: np.ndarray) -> np.ndarray:
+    """float32[n]: ln(p + 1) of int[n] positions, computed in float64."""
+    logarithms: np.ndarray = jit.readonly(np.log1p(positions).astype(np.float32))
+    return logarithms
+
+
 def query_factors(temperature: blocks.Temperature, positions: np.ndarray) -> np.ndarray:
     """float32[n]: the factors of queries at int[n] positions, computed in float64."""
     steps = np.floor((positions + temperature.offset) / temperature.length)

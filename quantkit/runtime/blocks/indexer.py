@@ -38,6 +38,12 @@ class IndexerRun(Protocol):
     def apply_rope(self, x: np.ndarray, rope: blocks.Rope, dim: int, spans: list[Span]) -> None:
         """RoPE in place, of heads of `dim` elements."""
 
+    def norm(self, norm: blocks.Norm, x: np.ndarray) -> np.ndarray:
+        """RMS norm or LayerNorm."""
+
+    def scale_heads(self, q: np.ndarray, scaling: blocks.HeadScaling, spans: list[Span]) -> None:
+        """Scale queries by their position and head, in place."""
+
     def check(self, what: str, y: np.ndarray) -> None:
         """Non-finite check of `what`."""
 
@@ -47,7 +53,7 @@ def select(
 ) -> list[Span]:
     """The spans with the positions that their tokens attend to; the caches get the keys of the indexer.
 
-    y float32[tokens, n_embd] is the normed input of the block, u float32[tokens, q_lora] its queries' latent.
+    y float32[tokens, n_embd] is the normed input of the block, u float32[tokens, q_lora] its queries' latent, or y.
     """
     if part.indexer is not None:
         run.selections = _selections(run, part.indexer, layer, y, u, spans)
@@ -64,7 +70,10 @@ def _selections(
         float_attention.append_rows(None, keys[span.start : span.stop], span.cache, layer)
     if not run.observes and all(span.cache.length + span.stop - span.start <= part.top_k for span in spans):
         return [None] * len(spans)
-    q, weights = run.linear(part.q_b, u), run.linear(part.weights, y)
+    entering = u if part.q_norm is None else run.norm(part.q_norm, u)
+    q, weights = run.linear(part.q_b, entering), run.linear(part.weights, y)
+    if part.scaling is not None:
+        run.scale_heads(q, part.scaling, spans)
     run.apply_rope(q, part.rope, part.dim, spans)
     q = q.reshape(len(q), part.heads, part.dim)
     found: list[np.ndarray | None] = []

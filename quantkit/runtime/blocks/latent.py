@@ -81,6 +81,9 @@ class LatentRun(Observed, Protocol):
     def scale_queries(self, q: np.ndarray, temperature: blocks.Temperature, spans: list[Span]) -> None:
         """Scale queries by their position, in place."""
 
+    def scale_heads(self, q: np.ndarray, scaling: blocks.HeadScaling, spans: list[Span]) -> None:
+        """Scale queries by their position and head, in place."""
+
     def check(self, what: str, y: np.ndarray) -> None:
         """Non-finite check of `what`."""
 
@@ -122,7 +125,13 @@ def cached(hparams: blocks.HParams, parts: Sequence[blocks.Block], mla: int) -> 
                 f"({indexed[0].k.weight}); take -mla 1, 2 or 3"
             )
         return hparams
-    return replace(hparams, n_head_kv=1, head_dim_k=latents[0].latent, head_dim_v=indexed[0].dim if indexed else 0)
+    found = replace(hparams, n_head_kv=1, head_dim_k=latents[0].latent, head_dim_v=indexed[0].dim if indexed else 0)
+    if len({part.latent for part in latents}) == 1:
+        return found
+    rows = {i: p.latent for block in parts for i, p in block.numbered_parts if isinstance(p, blocks.LatentAttention)}
+    most = max(rows.values())
+    dims = tuple((rows.get(layer, most), found.head_dim_v) for layer in range(hparams.n_layer))
+    return replace(found, head_dim_k=most, cached_dims_of=dims)
 
 
 # --------------------------------------------------------------------------------------------- between latent and head
@@ -284,6 +293,8 @@ def attention(run: LatentRun, part: blocks.LatentAttention, layer: int, x: np.nd
     q[:, :, part.nope :] = rotated.reshape(len(x), part.heads, -1)
     if part.temperature is not None:
         run.scale_queries(q.reshape(len(x), -1), part.temperature, spans)
+    if part.scaling is not None:
+        run.scale_heads(q.reshape(len(x), -1), part.scaling, spans)
     kv = run.linear(part.kv_a, y)
     c = run.norm(part.kv_a_norm, np.ascontiguousarray(kv[:, : part.kv_lora]))
     r = np.ascontiguousarray(kv[:, part.kv_lora :])

@@ -75,11 +75,13 @@ class DecodePlan(CompiledPlan):
         layer_input.add_projections(ops, layer_input.of_model(self.model))
         for block in self.model.block_list:
             normed = ops.norm(block.parts[0].norm) if block.parallel else None
-            for part in block.parts:
+            for layer, part in block.numbered_parts:
                 if isinstance(part, blocks.LayerInput):
                     layer_input.add_decode(ops, part, self._rows.address(part))
                 else:
-                    add_part(ops, block.layer, part, shape, normed)
+                    add_part(ops, layer, part, shape, normed)
+            if any(isinstance(part, blocks.Experts) and part.deferred for part in block.parts):
+                ops.add_deferred()
             if block.out_scale is not None:
                 ops.scale_residual(block.out_scale)
         add_head(ops, self._logits)
@@ -117,7 +119,7 @@ class DecodeOps(TokenOps):
         buffer, stride = self.private_buffer(name, activation_bytes(n))
         parameters = decode_ops.NormParameters(
             x=x.address,
-            weight=0 if norm is None else self.vector(norm.weight),
+            weight=0 if norm is None else self.norm_weight(norm, n),
             n=n,
             eps=self.constant(norm.eps if norm else 0.0),
             buffer=buffer,
@@ -175,6 +177,16 @@ class DecodeOps(TokenOps):
     def group(self, linear: blocks.Linear) -> int:
         """Rows that are not split between threads, of a matrix with few rows."""
         return max(4, self.tensor(linear).type.interleave)
+
+    @property
+    def deferred(self) -> int:
+        """Address of what experts add at the end of the block, float32[n_embd]."""
+        return self.buffer("deferred", 4 * self.n_embd)
+
+    def add_deferred(self) -> None:
+        """Append x += what experts have deferred."""
+        add = decode_norms.AddParameters(x=self.x, y=self.deferred, n=self.n_embd, multiple=SPLIT_ROWS)
+        self.add(decode_norms.add, add, barrier=True)
 
     def scale_residual(self, name: str) -> None:
         """Append x *= a tensor float32[1]."""
@@ -380,6 +392,7 @@ def add_experts(ops: DecodeOps, part: blocks.Experts, normed: Activations | None
     """
     n = 4 * ops.n_embd
     both, routed = (ops.buffer("both", n), ops.buffer("routed", n)) if part.post_norm else (0, ops.x)
+    routed = ops.deferred if part.deferred else routed
     width = part.latent or ops.n_embd
     if part.shared is not None and part.shared.norm != part.norm:
         add_gated(ops, part.shared, ops.norm(part.shared.norm), part.shared_gate, both)
@@ -453,6 +466,8 @@ def add_experts(ops: DecodeOps, part: blocks.Experts, normed: Activations | None
         scales=ops.expert_scales(part.down),
         weighted=int(not part.weighs_inputs),
         fresh=int(routed != ops.x),
+        identity_x=normed.address if part.identity else 0,
+        identity_stride=normed.stride,
     )
     ops.add(decode_experts.down, down_parameters, barrier=True)
     if part.latent_up is not None:

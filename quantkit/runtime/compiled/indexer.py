@@ -77,6 +77,7 @@ def _key_parameters(
         q=q,
         rotate=latent_attention.rotator(rows.rotation).address if rows.rotation else 0,
         multiple=multiple,
+        **ops.head_scaling(part.scaling),
     )
 
 

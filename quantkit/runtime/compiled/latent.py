@@ -6,7 +6,8 @@ Operations, with barriers where | stands; q_a and its norm only where the block 
     one token, mla 0    norm, q_a, kv_a | norm of q_a, q, norm of c, kv_b | attention | merge, out, add to x |
     batch               norm | q_a, kv_a | norm of q_a | q | RoPE, append to the caches | attention | quantize | out,
                         add to x |
-    with an indexer     its operations (indexer.py) come before the projection of q
+    with an indexer     its operations (indexer.py), after the norm of its queries' input if there is one, come before
+                        the projection of q
     batch, mla 0        norm | q_a, kv_a | norm of q_a | q | RoPE | kv_b | append to the caches | attention | quantize |
                         out, add to x |
 
@@ -122,13 +123,18 @@ def add_decode(ops: TokenOps, layer: int, part: blocks.LatentAttention, shape: P
     multiple = math.lcm(SPLIT_ROWS, part.head_dim_k)
     if part.indexer is not None:
         indexer.add_decode_keys(ops, part.indexer, normed)
-    ops.matvec(part.kv_a, normed, kv, barrier=part.q_a is None and not ops.model.mla)
+    is_last = part.q_a is None and (not ops.model.mla or part.indexer is not None)
+    ops.matvec(part.kv_a, normed, kv, barrier=is_last)
     if part.q_a is not None and part.q_a_norm is not None:
         query_latent = ops.buffer("query latent", 4 * part.q_lora)
         ops.matvec(part.q_a, normed, query_latent, barrier=True)
         normed = ops.norm_of(part.q_a_norm, Activations(query_latent, 0), part.q_lora, "query latent normed")
     if part.indexer is not None:
-        indexer.add_decode(ops, layer, part.indexer, normed, shape)
+        entering = normed
+        if part.indexer.q_norm is not None:
+            n = part.q_lora or ops.n_embd
+            entering = ops.norm_of(part.indexer.q_norm, normed, n, "index query normed")
+        indexer.add_decode(ops, layer, part.indexer, entering, shape)
     ops.matvec(part.q, normed, q, multiple=multiple)
     view = ops.layer_view(layer, part)
     add = _add_absorbed if ops.model.mla else _add_full
@@ -159,6 +165,7 @@ def _add_absorbed(
         out=queries,
         scratch=scratch,
         private_stride=stride,
+        **ops.head_scaling(part.scaling),
     )
     ops.add(latent_attention.absorbed_queries, absorb, barrier=True)
     attending = replace(ops.model.attending, flash=not ops.model.attends_plainly)
@@ -172,7 +179,7 @@ def _add_absorbed(
         sizes=sizes,
         queries=queries,
         kv=kv,
-        weight=ops.vector(part.kv_a_norm.weight),
+        weight=ops.norm_weight(part.kv_a_norm, part.kv_lora),
         eps=ops.constant(part.kv_a_norm.eps),
         layer_view=view,
         span=span,
@@ -236,7 +243,7 @@ def add_prefill(ops: BatchOps, layer: int, part: blocks.LatentAttention, shape: 
     """Append latent attention of a batch with its norm; the result is added to x."""
     readers = [part.kv_a, part.q if part.q_a is None else part.q_a]
     if part.indexer is not None:
-        readers += [part.indexer.k, part.indexer.weights]
+        readers += [part.indexer.k, part.indexer.weights, part.indexer.q_b]
     normed = ops.norm(part.norm, readers)
     kv, q = _tiled(ops, "latent", part.latent), _tiled(ops, "latent q", part.heads * part.head_dim_k)
     ops.multiply(part.kv_a, normed, kv)
@@ -249,7 +256,15 @@ def add_prefill(ops: BatchOps, layer: int, part: blocks.LatentAttention, shape: 
         readers = [part.q] if part.indexer is None else [part.q, part.indexer.q_b]
         normed = ops.quantize(query_latent, part.q_lora, readers)
     if part.indexer is not None:
-        indexer.add_prefill(ops, layer, part.indexer, normed, shape)
+        entering, n = normed, part.q_lora or ops.n_embd
+        if part.indexer.q_norm is not None:
+            out = ops.floats("index query normed", n)
+            ops.norm_of(part.indexer.q_norm, normed.floats, n, out)
+            ops.add_barrier()  # all products with what the tiles hold are done
+            entering = ops.quantize(out, n, [part.indexer.q_b])
+        indexer.add_prefill(ops, layer, part.indexer, entering, shape)
+        if part.indexer.q_norm is not None:
+            normed = ops.quantize(normed.floats, n, [part.q])
     ops.multiply(part.q, normed, q, barrier=True)
     view, rows, sizes = ops.layer_view(layer, part), _rows(part, shape), _sizes(ops, part)
     is_cached = ops.model.mla > 0
@@ -258,12 +273,13 @@ def add_prefill(ops: BatchOps, layer: int, part: blocks.LatentAttention, shape: 
         sizes=sizes,
         q=q,
         kv=kv,
-        weight=ops.vector(part.kv_a_norm.weight),
+        weight=ops.norm_weight(part.kv_a_norm, part.kv_lora),
         eps=ops.constant(part.kv_a_norm.eps),
         scale=ops.constant(part.scale if is_cached else 1.0),
         layer_view=view,
         write=latent_attention.latent_writer(rows).address if is_cached else 0,
         row_bytes=rows.nbytes if is_cached else 0,
+        **ops.head_scaling(part.scaling),
     )
     ops.add(latent_attention.latents, latents, barrier=True)
     width = part.heads * part.head_dim_v

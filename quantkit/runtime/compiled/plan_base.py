@@ -167,7 +167,17 @@ class PlanOps(OpList):
 
     def norm_weight(self, norm: blocks.Norm, n: int) -> int:
         """Address of a norm's weight float32[n]; ones where it has none."""
+        if norm.factor != 1:
+            weight = float_linear.vector(self.model.weights[norm.weight]) * np.float32(norm.factor)
+            return int(self.keep(jit.readonly(weight)).ctypes.data)
         return self.vector(norm.weight) if norm.weight else self.keep(np.ones(n, np.float32)).ctypes.data
+
+    def head_scaling(self, scaling: blocks.HeadScaling | None) -> dict[str, int]:
+        """Parameters of operations that scale queries by position and head: addresses of float32[heads], or 0."""
+        return {
+            "head_scale": self.vector(scaling.scale if scaling else None),
+            "head_bias": self.vector(scaling.bias if scaling else None),
+        }
 
     def activation(self, name: blocks.Activation, limit: float | None = None) -> int:
         """Address of the function of kernels/cpu/gated_activations.py for the activation of a block."""
@@ -223,6 +233,7 @@ class PlanOps(OpList):
             sigmoid=int(part.gating == "sigmoid"),
             groups=part.groups,
             groups_used=part.groups_used,
+            identity=part.identity,
         )
         return self.record(record).address
 
@@ -333,7 +344,7 @@ class CompiledPlan(ABC):
         self._states: list[LayerState] = []  # of their recurrent layers: `Cache.state` may exchange one
         self._cache_records: list[Array] = []  # per layer, a LayerCache or LayerStates per cache
         self._rope_tables: dict[blocks.Rope, tuple[Array, Array]] = {}
-        self._query_factors: dict[blocks.Temperature, Array] = {}
+        self._query_factors: dict[blocks.Temperature | None, Array] = {}  # None: logarithms
 
     @abstractmethod
     def _build(self, shape: PlannedCaches) -> PlanOps:
@@ -362,7 +373,7 @@ class CompiledPlan(ABC):
         ]
         for layer, part, view in ops.views:
             cos, sin = self._tables(part.rope.of_context(n_ctx), n_ctx)
-            factors = None if isinstance(part, blocks.Indexer) else self._factors(part.temperature, n_ctx)
+            factors = self._factors(part, n_ctx)
             view.set(
                 cos=cos.ctypes.data,
                 sin=sin.ctypes.data,
@@ -389,13 +400,24 @@ class CompiledPlan(ABC):
             tables = self._rope_tables[rope] = float_ops.rope_tables(rope, n_ctx, factors)
         return tables
 
-    def _factors(self, temperature: blocks.Temperature | None, n_ctx: int) -> Array | None:
-        """float32[positions]: factors of queries, for at least n_ctx positions; None where queries have none."""
-        if temperature is None:
+    def _factors(self, part: AnyAttention, n_ctx: int) -> Array | None:
+        """float32[positions]: factors of queries, for at least n_ctx positions; None where queries have none.
+
+        With a HeadScaling they are the logarithms that it multiplies.
+        """
+        temperature = None if isinstance(part, blocks.Indexer) else part.temperature
+        has_logarithms = not isinstance(part, blocks.Attention) and part.scaling is not None
+        if temperature is None and not has_logarithms:
             return None
+        assert temperature is None or not has_logarithms, "queries have a temperature and a scaling by head"
         factors = self._query_factors.get(temperature)
         if factors is None or len(factors) < n_ctx:
-            factors = self._query_factors[temperature] = float_ops.query_factors(temperature, np.arange(n_ctx))
+            positions = np.arange(n_ctx)
+            factors = self._query_factors[temperature] = (
+                float_ops.position_logarithms(positions)
+                if temperature is None
+                else float_ops.query_factors(temperature, positions)
+            )
         return factors
 
     @property

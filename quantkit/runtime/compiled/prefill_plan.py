@@ -83,11 +83,13 @@ class PrefillPlan(CompiledPlan):
         embedded = int(ops.keep(self._rows.x).ctypes.data)
         for block in self.model.block_list:
             normed = ops.norm(block.parts[0].norm, ()).floats if block.parallel else 0
-            for part in block.parts:
+            for layer, part in block.numbered_parts:
                 if isinstance(part, blocks.LayerInput):
                     layer_input.add_prefill(ops, part, embedded, self._rows.address(part))
                 else:
-                    add_part(ops, block.layer, part, shape, normed)
+                    add_part(ops, layer, part, shape, normed)
+            if any(isinstance(part, blocks.Experts) and part.deferred for part in block.parts):
+                ops.add_normed(None, ops.deferred, ops.x)
             if block.out_scale is not None:
                 ops.scale_residual(block.out_scale)
         return ops
@@ -132,7 +134,7 @@ class PrefillOps(BatchOps):
         parameters = prefill_ops.NormParameters(
             state=self.state,
             x=x,
-            weight=self.vector(norm.weight),
+            weight=self.norm_weight(norm, n),
             n=n,
             eps=self.constant(norm.eps),
             out=out,
@@ -188,6 +190,11 @@ class PrefillOps(BatchOps):
         weight, eps = (self.vector(norm.weight), self.constant(norm.eps)) if norm else (0, 0)
         parameters = prefill_norms.AddParameters(state=self.state, y=y, weight=weight, n=self.n_embd, eps=eps, x=x)
         self.add(prefill_norms.add, parameters, barrier=True)
+
+    @property
+    def deferred(self) -> int:
+        """Address of what experts add at the end of the block, float32[tokens, n_embd]."""
+        return self.floats("deferred", self.n_embd)
 
     def scale_residual(self, name: str) -> None:
         """Append x *= a tensor float32[1]."""
@@ -368,9 +375,12 @@ class Assignment(NamedTuple):
 
 
 def _add_assignment(
-    ops: PrefillOps, part: blocks.Experts, normed: ProductRows, inputs: int, multiple: int
+    ops: PrefillOps, part: blocks.Experts, normed: ProductRows, inputs: int, multiple: int, out: int
 ) -> Assignment:
-    """Append the router, the choice of experts, and the assignment of tokens, rows of `inputs`, to them."""
+    """Append the router, the choice of experts, and the assignment of tokens, rows of `inputs`, to them.
+
+    Rows of experts that give their input are added to `out`.
+    """
     logits, entering = ops.floats("router", part.count), normed
     if part.router_norm is not None:
         rows = ops.floats("router normed", ops.n_embd)
@@ -380,17 +390,24 @@ def _add_assignment(
     selected = ops.buffer("selected", 8 * BATCH_TOKENS * part.used)
     weights = ops.floats("expert weights", part.used)
     route = prefill_experts.RouteParameters(
-        tokens=ops.token_count, logits=logits, routing=ops.routing(part), selected=selected, weights=weights
+        tokens=ops.token_count,
+        logits=logits,
+        routing=ops.routing(part),
+        selected=selected,
+        weights=weights,
+        x=inputs if part.identity else 0,
+        out=out,
+        n=part.latent or ops.n_embd,
     )
     ops.add(prefill_experts.route_batch, route, barrier=True)
-    entries = kernel_sizes.max_entries(BATCH_TOKENS, part.count, part.used, multiple)
-    nbytes = kernel_sizes.assignment_bytes(BATCH_TOKENS, part.count, part.used, multiple)
+    entries = kernel_sizes.max_entries(BATCH_TOKENS, part.stacked, part.used, multiple)
+    nbytes = kernel_sizes.assignment_bytes(BATCH_TOKENS, part.stacked, part.used, multiple)
     assignment = ops.buffer("assignment", nbytes)
     group = prefill_experts.GroupParameters(
         tokens=ops.token_count,
         x=inputs,
         n=part.latent or ops.n_embd,
-        experts=part.count,
+        experts=part.stacked,
         used=part.used,
         selected=selected,
         weights=weights,
@@ -410,6 +427,7 @@ def add_experts(ops: PrefillOps, part: blocks.Experts, normed_at: int = 0) -> No
     first = (part.router if part.router_norm is None else None, part.latent_down)
     normed = _normed(ops, part.norm, normed_at, [linear for linear in first if linear is not None])
     both, routed = (ops.floats(name, ops.n_embd) for name in ("both", "routed")) if part.post_norm else (0, ops.x)
+    routed = ops.deferred if part.deferred else routed
     width, entering = part.latent or ops.n_embd, normed.floats
     if part.latent_down is not None:
         assert part.post_norm is None, f"{part.latent_down.weight}: latents and norms of experts"
@@ -420,14 +438,14 @@ def add_experts(ops: PrefillOps, part: blocks.Experts, normed_at: int = 0) -> No
         ops.add(prefill_norms.clear, clear)  # barriers follow before anything is added
     gate, up, down = (_kernels(ops, linear) for linear in (part.gate, part.up, part.down))
     multiple = math.lcm(gate.tokens, up.tokens, down.tokens)
-    assignment, entries = _add_assignment(ops, part, normed, entering, multiple)
-    vectors = _vectors(ops, "vectors", part.count, width)
-    rows = Entries(assignment + kernel_sizes.row_addresses_offset(part.count, entries), 8, *vectors)
+    assignment, entries = _add_assignment(ops, part, normed, entering, multiple, routed)
+    vectors = _vectors(ops, "vectors", part.stacked, width)
+    rows = Entries(assignment + kernel_sizes.row_addresses_offset(part.stacked, entries), 8, *vectors)
     tile_bytes = kernel_sizes.RECORD_BYTES * (width // 32)  # of one entry
     tiles = ops.buffer("gathered", entries * tile_bytes) if gate.quantized or up.quantized else 0
     gather = prefill_experts.GatherParameters(
         assignment=assignment,
-        experts=part.count,
+        experts=part.stacked,
         max_entries=entries,
         n=width,
         tiles=tiles,
@@ -441,7 +459,7 @@ def add_experts(ops: PrefillOps, part: blocks.Experts, normed_at: int = 0) -> No
     hidden = Entries(
         ops.buffer("activated", entries * hidden_bytes),
         hidden_bytes,
-        *_vectors(ops, "activated vectors", part.count, part.ff),
+        *_vectors(ops, "activated vectors", part.stacked, part.ff),
     )
     target = prefill_experts.HiddenBuffers(
         hidden=hidden.x,
@@ -517,7 +535,7 @@ def _add_gate_up(
     ops.add_barrier()
     activate = prefill_experts.ActivateParameters(
         assignment=assignment, gate=products[0], up=products[-1], ff=part.ff, hidden=target.address,
-        activation=ops.activation(part.activation, part.limit), experts=part.count,
+        activation=ops.activation(part.activation, part.limit), experts=part.stacked,
         weighted=entries if part.weighs_inputs else 0,
     )  # fmt: skip
     ops.add(prefill_experts.activate, activate, barrier=True)

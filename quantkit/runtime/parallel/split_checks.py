@@ -59,6 +59,12 @@ def require_known(parts: Sequence[blocks.Block], placement: Placement) -> None:
                     f"blk.{block.layer}: {type(part).__name__} layers run on one device in this version; leave out "
                     "--devices, -sm and rules for other devices"
                 )
+            if isinstance(part, blocks.Experts) and (part.identity or part.deferred):
+                raise UnsupportedError(
+                    f"blk.{block.layer}: experts without matrices, or added at the end of a block "
+                    f"({part.router.weight}), run on one device in this version; leave out --devices, -sm, --profile "
+                    "and rules for other devices"
+                )
             if scaled := _scaled_apart(part, block.layer in placement.shares):
                 raise UnsupportedError(
                     f"blk.{block.layer}: {scaled} scales matrices of latent attention, or of experts that devices "

@@ -9,7 +9,8 @@ up are fused, an expert's gate is followed by its up.
     0                     8           int64: number of selected experts
     8                     8 used      int64[used]: their numbers
     8 + 8 used            4 used      float32[used]: their weights
-    8 + 12 used           4 experts   float32[experts]: probabilities, scratch
+    8 + 12 used           4 experts   float32[experts]: probabilities, scratch; the first one becomes the sum of the
+                                      weights of selected experts that give their input, which the record leaves out
 
 `gate_up` treats the gate rows of all selected experts as one matrix and splits its rows between the threads, so that
 each thread reads long runs of memory. Rows of up are split in the same way, and the thread that computed a row of both
@@ -44,6 +45,7 @@ class Routing(NamedTuple):
     sigmoid: int  # 0: softmax
     groups: int
     groups_used: int
+    identity: int = 0  # the last so many experts give their input
 
 
 @kernel
@@ -54,6 +56,20 @@ def route_token(routing, logits, selected, weights):
         logits, bias, routing.sigmoid != 0, routing.groups, routing.groups_used, routing.used, routing.min_used,
         load_float(routing.min_share), routing.normalize != 0, load_float(routing.scale), selected, weights,
     )  # fmt: skip
+
+
+@kernel
+def _without_identity(ids, weights, count, stacked, total):
+    """How many of `count` experts have matrices; they come first. `total` gets the sum of the others' weights."""
+    left, identity = 0, floats(total, 1)
+    identity[0] = np.float32(0)
+    for i in range(count):
+        if ids[i] < stacked:
+            ids[left], weights[left] = ids[i], weights[i]
+            left += 1
+        else:
+            identity[0] += weights[i]
+    return left
 
 
 class SelectParameters(NamedTuple):
@@ -76,6 +92,8 @@ def select_experts(parameters, thread, threads):
     copy_floats(probabilities, p.logits, experts)
     ids = integers(selected + 8, used)
     count = route_token(routing, floats(probabilities, experts), ids, floats(weights, used))
+    if routing.identity != 0:
+        count = _without_identity(ids, floats(weights, used), count, experts - routing.identity, probabilities)
     store_int(count, selected)
 
 
@@ -169,6 +187,8 @@ class DownParameters(NamedTuple):
     scales: int = 0  # float32[experts], or 0
     weighted: int = 1  # 0: add the outputs as they are
     fresh: int = 0  # 1: residual = the sum, whatever it was
+    identity_x: int = 0  # float32[rows], which the experts give that have no matrices; 0: there are none
+    identity_stride: int = 0
 
 
 @callback(OPERATION)
@@ -181,6 +201,10 @@ def down(parameters, thread, threads):
     out, residual = floats(p.out, rows), floats(p.residual, rows)
     if p.fresh != 0:
         residual[first:last] = np.float32(0)
+    if p.identity_x != 0:
+        share, x = load_float(selected + 8 + 12 * used), floats(p.identity_x + thread * p.identity_stride, rows)
+        for row in range(first, last):
+            residual[row] += share * x[row]
     for i in range(load_int(selected)):
         expert = load_int(selected + 8 + 8 * i)
         matrix = p.weights + expert * p.expert_bytes

@@ -15,7 +15,7 @@ import numpy as np
 from quantkit.codegen.callbacks import callback
 from quantkit.codegen.simd import floats, load_float, load_int
 from quantkit.runtime.kernels.cpu.decode_attention import apply_rope
-from quantkit.runtime.kernels.cpu.decode_ops import rms_scale, scale_range
+from quantkit.runtime.kernels.cpu.decode_ops import add_range, rms_scale, scale_range
 from quantkit.runtime.kernels.cpu.kv_rows import LayerView
 from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record, split
 from quantkit.runtime.kernels.reference import exp
@@ -63,6 +63,22 @@ def scale(parameters, thread, threads):
     p = load_record(ScaleParameters, parameters)
     first, last = split(p.n, p.multiple, thread, threads), split(p.n, p.multiple, thread + 1, threads)
     scale_range(p.x, first, last, load_float(p.factor))
+
+
+class AddParameters(NamedTuple):
+    """Parameters of `add`."""
+
+    x: int  # float32[n], overwritten
+    y: int  # float32[n]
+    n: int
+    multiple: int
+
+
+@callback(OPERATION)
+def add(parameters, thread, threads):
+    """x += y; each thread has its own share."""
+    p = load_record(AddParameters, parameters)
+    add_range(p.y, p.x, split(p.n, p.multiple, thread, threads), split(p.n, p.multiple, thread + 1, threads))
 
 
 class SoftCapParameters(NamedTuple):

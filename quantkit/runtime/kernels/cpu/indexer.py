@@ -23,7 +23,7 @@ from quantkit.placement.kernel_sizes import INDEX_BLOCK, INDEX_GROUP
 from quantkit.runtime.kernels.cpu.decode_attention import apply_rope
 from quantkit.runtime.kernels.cpu.gemm import token_share
 from quantkit.runtime.kernels.cpu.kv_rows import CACHE_BYTES, LayerCache, LayerView
-from quantkit.runtime.kernels.cpu.latent_attention import block_scores
+from quantkit.runtime.kernels.cpu.latent_attention import block_scores, query_scale
 from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record, split
 from quantkit.runtime.kernels.cpu.prefill_ops import SPAN_BYTES, STATE_BYTES, BatchState, SpanState
 
@@ -55,6 +55,8 @@ class KeyParameters(NamedTuple):
     q: int  # float32[tokens, heads, dim], overwritten
     rotate: int  # `latent_attention.rotator`, or 0
     multiple: int  # at which rows of q are split between threads; 0 for a batch
+    head_scale: int = 0  # of blocks.HeadScaling
+    head_bias: int = 0
 
 
 @kernel
@@ -83,6 +85,16 @@ def _rotate_pairs(s, view, x, position):
     apply_rope(y, y, s.rope, cos, sin, s.rope, s.pair_step, s.pair_stride, np.float32(1))
 
 
+@kernel
+def _prepare_query(p, s, view, x, position, head):
+    """Scaling and RoPE of a query, in place."""
+    if p.head_scale != 0:
+        y, factor = floats(x, s.dim), query_scale(np.float32(1), view, position, head, p.head_scale, p.head_bias)
+        for i in range(s.dim):
+            y[i] *= factor
+    _rotate_pairs(s, view, x, position)
+
+
 @callback(OPERATION)
 def index_token(parameters, thread, threads):
     """Append the token's key to the cache; RoPE of the queries of the thread's heads, rotated like the cache."""
@@ -93,7 +105,7 @@ def index_token(parameters, thread, threads):
     rows = s.heads * s.dim
     first, last = split(rows, p.multiple, thread, threads), split(rows, p.multiple, thread + 1, threads)
     for head in range(first // s.dim, last // s.dim):
-        _rotate_pairs(s, view, p.q + head * s.dim * 4, position)
+        _prepare_query(p, s, view, p.q + head * s.dim * 4, position, head)
     if p.rotate != 0:
         call6(p.rotate, p.q + first * 4, last - first, 0, 0, 0, 0)
 
@@ -114,8 +126,8 @@ def index_batch(parameters, thread, threads):
         for token in range(max(first, span.start), min(last, span.start + span.tokens)):
             position = span.position + token - span.start
             _append_key(p, s, view, p.k + token * s.dim * 4, rows + position * s.row_bytes, position)
-            for head in range(token * s.heads, (token + 1) * s.heads):
-                _rotate_pairs(s, view, p.q + head * s.dim * 4, position)
+            for head in range(s.heads):
+                _prepare_query(p, s, view, p.q + (token * s.heads + head) * s.dim * 4, position, head)
     if p.rotate != 0:
         call6(p.rotate, p.q + first * s.heads * s.dim * 4, (last - first) * s.heads * s.dim, 0, 0, 0, 0)
 

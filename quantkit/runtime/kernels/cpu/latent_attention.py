@@ -215,11 +215,14 @@ def _scale(x, n, factor):
 
 
 @kernel
-def _query_scale(scale, view, position):
-    """The factor of the queries of a position."""
-    if view.query_factors != 0:
-        scale *= load_float(view.query_factors + position * 4)
-    return scale
+def query_scale(scale, view, position, head, head_scale, head_bias):
+    """The factor of the query of a position and head; `head_scale` and `head_bias` are addresses of float32[heads]."""
+    if view.query_factors == 0:
+        return scale
+    factor = load_float(view.query_factors + position * 4)
+    if head_scale != 0:
+        factor = load_float(head_scale + head * 4) * factor + load_float(head_bias + head * 4)
+    return scale * factor
 
 
 @kernel
@@ -244,6 +247,8 @@ class QueriesParameters(NamedTuple):
     out: int  # float32[heads, kv_lora + rope]
     scratch: int  # kernel_sizes.latent_scratch_bytes per thread
     private_stride: int
+    head_scale: int = 0  # of blocks.HeadScaling
+    head_bias: int = 0
 
 
 @callback(OPERATION)
@@ -252,13 +257,13 @@ def absorbed_queries(parameters, thread, threads):
     p = load_record(QueriesParameters, parameters)
     s, matrices = load_record(Sizes, p.sizes), load_record(HeadMatrices, p.matrices)
     view, position = load_record(LayerView, p.layer_view), load_int(p.position)
-    scale = _query_scale(load_float(p.scale), view, position)
     cos, sin = _angles(view, position, s.rope)
     dim, latent = s.nope + s.rope, s.kv_lora + s.rope
     buffer = p.scratch + thread * p.private_stride
     first, last = _head_share(s.heads, dim, p.multiple, thread, threads)
     for head in range(first, last):
         q, out, keys = p.q + head * dim * 4, p.out + head * latent * 4, matrices.keys + head * matrices.key_bytes
+        scale = query_scale(load_float(p.scale), view, position, head, p.head_scale, p.head_bias)
         _scale(q, s.nope, scale)
         if matrices.keys_transposed != 0:
             copy_floats(buffer, q, s.nope)
@@ -534,6 +539,8 @@ class LatentsParameters(NamedTuple):
     layer_view: int  # address of a LayerView
     write: int  # `latent_writer`; 0: latents are not cached, and q is not multiplied by the factors of positions
     row_bytes: int  # of the cache
+    head_scale: int = 0  # of blocks.HeadScaling
+    head_bias: int = 0
 
 
 @callback(OPERATION)
@@ -550,12 +557,13 @@ def latents(parameters, thread, threads):
         for token in range(max(first, span.start), min(last, span.start + span.tokens)):
             position = span.position + token - span.start
             cos, sin = _angles(view, position, s.rope)
-            query_scale = _query_scale(scale, view, position) if p.write != 0 else scale
-            for head in range(token * s.heads, (token + 1) * s.heads):
-                q = p.q + head * dim * 4
-                _scale(q, s.nope, query_scale)
+            for head in range(s.heads):
+                q, factor = p.q + (token * s.heads + head) * dim * 4, scale
+                if p.write != 0:
+                    factor = query_scale(scale, view, position, head, p.head_scale, p.head_bias)
+                _scale(q, s.nope, factor)
                 b = floats(q + s.nope * 4, s.rope)
-                apply_rope(b, b, s.rope, cos, sin, s.rope, s.pair_step, s.pair_stride, query_scale)
+                apply_rope(b, b, s.rope, cos, sin, s.rope, s.pair_step, s.pair_stride, factor)
             kv = p.kv + token * latent * 4
             rms_norm_into(kv, p.weight, s.kv_lora, eps, kv)
             r = floats(kv + s.kv_lora * 4, s.rope)

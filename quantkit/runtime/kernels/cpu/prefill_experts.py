@@ -112,6 +112,20 @@ class RouteParameters(NamedTuple):
     routing: int  # address of a Routing
     selected: int  # int64[tokens, used], -1 where fewer are selected
     weights: int  # float32[tokens, used]
+    x: int = 0  # float32[tokens, n], which the experts give that have no matrices; 0: there are none
+    out: int = 0  # float32[tokens, n], to which it is added
+    n: int = 0
+
+
+@kernel
+def _add_identity(p, stacked, token, selected, weights, count):
+    """Add what the token's experts without matrices give to its row of `out`, and select them no more."""
+    x, out = floats(p.x + token * p.n * 4, p.n), floats(p.out + token * p.n * 4, p.n)
+    for i in range(count):
+        if selected[i] >= stacked:
+            selected[i] = -1
+            for c in range(p.n):
+                out[c] += weights[i] * x[c]
 
 
 @callback(OPERATION)
@@ -126,6 +140,8 @@ def route_batch(parameters, thread, threads):
         weights = floats(p.weights + token * used * 4, used)
         count = route_token(routing, floats(p.logits + token * experts * 4, experts), selected, weights)
         selected[count:] = -1
+        if p.x != 0:
+            _add_identity(p, experts - routing.identity, token, selected, weights, count)
 
 
 class GroupParameters(NamedTuple):

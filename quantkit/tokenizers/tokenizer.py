@@ -39,7 +39,9 @@ class Tokenizer:
 
     def __init__(self, metadata: Mapping[str, object]):
         self._metadata = metadata
-        self._model = json.dumps(hf_tokenizer.tokenizer_json(metadata))
+        definition = hf_tokenizer.tokenizer_json(metadata)
+        self._model = json.dumps(definition)
+        self._normalized = [token["id"] for token in definition["added_tokens"] if token["normalized"]]
         self._tokens = hf_tokenizer.token_texts(metadata)
         self._types = hf_tokenizer.token_types(metadata)
         self._byte_level = metadata["tokenizer.ggml.model"] == "gpt2"
@@ -116,12 +118,20 @@ class Tokenizer:
 
     # --------------------------------------------------------------------------------------------------------- decode
 
+    @functools.cached_property
+    def _normalized_texts(self) -> dict[int, bytes]:
+        """Added tokens that are matched in the normalized text, as they stand there: with a space in front, perhaps."""
+        texts = {token: self._engines[True].id_to_token(token) for token in self._normalized}
+        return {token: text.replace(hf_tokenizer.SPACE, " ").encode() for token, text in texts.items()}
+
     def token_bytes(self, token: int) -> bytes:
         """The bytes of a token's text; for a control token, of its name."""
         token = arguments.integer(token, "a token")
         if not 0 <= token < len(self._tokens):
             raise DataError(f"token {token} is not in the vocabulary of {len(self._tokens)}")
         text, kind = self._tokens[token], self._types[token]
+        if self._normalized and token in self._normalized_texts:
+            return self._normalized_texts[token]
         if kind == hf_tokenizer.BYTE and hf_tokenizer.BYTE_TOKEN.fullmatch(text):
             return bytes([int(text[3:5], 16)])
         if kind not in (hf_tokenizer.NORMAL, hf_tokenizer.BYTE):
@@ -210,7 +220,11 @@ def _valid(text: str | bytes) -> str:
 
 
 class Decoder:
-    """Text of a stream of tokens. The space that encoding puts before a text is removed."""
+    """Text of a stream of tokens. The space that encoding puts before a text is removed.
+
+    As in transformers, it is removed from the beginning of what is returned: after a control token that is shown, the
+    space stays.
+    """
 
     def __init__(self, tokenizer: Tokenizer, special: bool = True):
         self._tokenizer = tokenizer
@@ -221,8 +235,8 @@ class Decoder:
     def push(self, token: int) -> str:
         """The text that this token completes, often "" inside a character of several tokens."""
         data = self._tokenizer.token_bytes(token)
-        if self._tokenizer.is_control(token):
-            return self._utf8.decode(data) if self._special else ""
+        if self._tokenizer.is_control(token) and not self._special:
+            return ""
         if self._at_start:
             self._at_start = False
             data = data.removeprefix(b" ")

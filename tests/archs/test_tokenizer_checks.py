@@ -19,7 +19,7 @@ from quantkit.tokenizers import pretokenizers, vocab
 from quantkit.tokenizers.checks import check_charsmap, check_normalizer, check_pre_tokenizer
 from quantkit.tokenizers.tokenizer import Tokenizer
 from tests.archs.checkpoints import sentencepiece, write_tokenizer
-from tests.archs.test_tokenizers import charsmap
+from tests.archs.tokenizer_files import charsmap
 
 UNIGRAM = {
     "tokenizer.ggml.model": "t5", "tokenizer.ggml.tokens": ["<unk>", "a", "b", "\u2581"],

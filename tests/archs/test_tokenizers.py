@@ -1,16 +1,12 @@
 """Published kinds of tokenizer, from Hugging Face's files through GGUF's keys: the ids are those of transformers.
 
-The definitions are the published ones, with a small vocabulary trained here. A few hundred strings a kind; with
-`-m full` ten thousand, which takes a minute.
+A few hundred strings a kind; with `-m full` ten thousand, as `benchmarks/bench_tokenizers.py` has them.
 """
 
 from __future__ import annotations
 
 import base64
-import functools
 import json
-import random
-import struct
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -23,180 +19,25 @@ from quantkit import types
 from quantkit.errors import DataError, FormatError, UnsupportedError
 from quantkit.formats.gguf import Metadata, TensorSpec, Writer
 from quantkit.formats.gguf import open as open_gguf
-from quantkit.tokenizers import hf_tokenizer, pretokenizers, tiktoken, vocab
+from quantkit.tokenizers import hf_tokenizer, tiktoken, vocab
 from quantkit.tokenizers.tokenizer import Tokenizer
-from tests.archs.checkpoints import HARD, TEXT, byte_level, sentencepiece, write_tokenizer
-
-# Expressions as the makers' tokenizer.json have them; written out, not taken from the table under test.
-LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+from tests.archs.checkpoints import HARD, byte_level, write_tokenizer
+from tests.archs.tokenizer_files import (
+    BYTE_LEVEL,
+    KINDS,
+    charsmap,
+    differences,
+    field,
+    files,
+    mixed,
+    sentencepiece_file,
+    size_of,
+    spaced,
+    step,
+    strings,
+    through,
+    trained,
 )
-QWEN2 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-QWEN35 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-DEEPSEEK3 = (
-    r"\p{N}{1,3}",
-    "[一-龥\u3040-ゟ゠-ヿ]+",
-    "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+"
-    "| ?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+",
-)
-GPT4O = "|".join([
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
-    r"\p{N}{1,3}",
-    r" ?[^\s\p{L}\p{N}]+[\r\n/]*",
-    r"\s*[\r\n]+",
-    r"\s+(?!\S)",
-    r"\s+",
-])  # fmt: skip
-DEEPSEEK_CODER = ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-\ud7ff]+")
-DIGITS = {"type": "Digits", "individual_digits": True}
-NFC = {"type": "NFC"}
-
-# name in GGUF -> what comes before ByteLevel, normalizer, settings of the model, special tokens
-BYTE_LEVEL: dict[str, tuple[list[Any], Any, dict[str, Any], list[str]]] = {
-    "llama-bpe": ([LLAMA3], None, {"ignore_merges": True}, ["<|begin_of_text|>", "<|eot_id|>"]),
-    "glm4": ([LLAMA3], None, {}, ["<|endoftext|>", "[gMASK]", "<sop>"]),
-    "qwen2": ([QWEN2], NFC, {}, ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]),
-    "qwen35": ([QWEN35], NFC, {}, ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]),
-    "deepseek-v3": ([*DEEPSEEK3], {"type": "Sequence", "normalizers": []}, {},
-                    ["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>"]),
-    "deepseek-coder": ([*DEEPSEEK_CODER, DIGITS], None, {}, ["<｜begin▁of▁sentence｜>", "<|EOT|>"]),
-    "deepseek-llm": ([*pretokenizers.get("deepseek-llm").splits[:-1], DIGITS], None, {}, ["<｜begin▁of▁sentence｜>"]),
-    "gpt-4o": ([("Removed", GPT4O)], None, {}, ["<|startoftext|>", "<|endoftext|>", "<|end|>"]),
-    "smollm": ([DIGITS, None], None, {}, ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]),
-    "gpt-2": ([None], None, {}, ["<|endoftext|>"]),
-    # not as any name says: kept beside the name
-    "gpt-4o with NFC": ([GPT4O], NFC, {"ignore_merges": True}, ["<|endoftext|>"]),
-}  # fmt: skip
-SENTENCEPIECE = ("bpe", "bpe, new form", "bpe, first only", "bpe, no space", "gemma4", "unigram", "unigram, bytes")
-
-ALPHABETS = (
-    "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ", "0123456789½²Ⅷ٣४", "àéîõüßÆœŁžńİıſ", "абвгдежАБВГД",
-    "αβγδεζΑΒΓΔὭΏ", "אבגדהוז", "ابتثجحخ", "अआइईकखगहिन्दी", "กขคงจฉ", "你好世界中文漢字龍",
-    "ひらがなカタカナ", "한국어가나다",
-    "e\u0301o\u0308a\u0323\u0302", "😀👍🏽👩‍👩‍👧❤️🇩🇪", "!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~", "“”‘’…—¿¡€£¥°§",
-    " \t\n\r\u00a0\u2003\u3000\u200b",
-    "\x00\x01\x07\x1b\x7f\x85\ufeff\u202e\ufffd", "𝔘𝕟𝕚𐐀𐐨ǅǈʰˇ₁ªº",
-)  # fmt: skip
-CODE = (
-    "def f(x: int) -> int:\n    return x * 2  # twice\n", "#include <stdio.h>\nint main() { return 0; }\r\n",
-    'for (let i=0;i<10;i++) console.log(`${i}`);', "SELECT * FROM t WHERE a='b';", '{"key": [1, 2.5e-3, null]}',
-    "https://example.org/a/b?c=d&e=f#g", "C:\\Users\\x\\n.txt", "I'm, you'RE, they'll; don't 'twas it'S",
-    "CamelCaseHTTPServer snake_case 3rd-party 1,234,567.89", "   \n\n \t x", "▁▁ <0x41> <unk> </s> Ġ Ċ",
-)  # fmt: skip
-
-
-@functools.cache
-def strings(count: int) -> tuple[str, ...]:
-    """Texts of many scripts, emoji, code, spaces, control characters; the same each time."""
-    rng = random.Random(5)
-
-    def word() -> str:
-        choice = rng.random()
-        if choice < 0.1:
-            return rng.choice(CODE)
-        if choice < 0.25:
-            return rng.choice(" ".join(TEXT).split())
-        if choice < 0.3:
-            return chr(rng.choice([*range(1, 0xD800), *range(0xE000, 0x30000, 3)]))
-        return "".join(rng.choices(rng.choice(ALPHABETS), k=rng.randint(1, 8)))
-
-    gaps = ["", "", " ", " ", " ", "  ", "\n", "\n\n", "\t", "\r\n", "   "]
-    made = ["".join(rng.choice(gaps) + word() for _ in range(rng.randint(0, 12))) for _ in range(count - 2)]
-    return (*made, HARD, " ")
-
-
-def step(found: Any) -> dict[str, Any]:
-    """A step of a `pre_tokenizer`: an expression, isolated; how and an expression; None for GPT-2's own; JSON."""
-    if found is None:
-        return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    if isinstance(found, dict):
-        return found
-    how, regex = found if isinstance(found, tuple) else ("Isolated", found)
-    return {"type": "Split", "pattern": {"Regex": regex}, "behavior": how, "invert": how == "Removed"}
-
-
-@functools.cache
-def trained(name: str) -> dict[str, Any]:
-    """tokenizer.json of a byte-level kind, with 1000 tokens learned from the texts that are tokenized afterwards."""
-    splits, normalizer, settings, special = BYTE_LEVEL[name]
-    steps = [step(found) for found in splits]
-    if splits[-1] is not None:
-        steps.append(step(None) | {"use_regex": False})
-    blank = tokenizers.Tokenizer(tokenizers.models.BPE())
-    definition = json.loads(blank.to_str())
-    definition |= {"pre_tokenizer": {"type": "Sequence", "pretokenizers": steps}, "normalizer": normalizer}
-    made = tokenizers.Tokenizer.from_str(json.dumps(definition))
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=1000, initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(), show_progress=False
-    )
-    made.train_from_iterator([*strings(300), *TEXT, *CODE], trainer)
-    made.add_special_tokens(special)
-    made.add_tokens([tokenizers.AddedToken("<tool_call>", special=False, normalized=False)])
-    found = json.loads(made.to_str())
-    found["model"] |= settings
-    return found
-
-
-@functools.cache
-def spaced(kind: str) -> dict[str, Any]:
-    """tokenizer.json of a SentencePiece kind."""
-    if kind == "unigram":
-        return unigram(False)
-    if kind == "unigram, bytes":
-        return unigram(True)
-    made = sentencepiece(600, prefix=kind not in ("bpe, no space", "gemma4"))
-    if kind == "gemma4":
-        made["pre_tokenizer"] = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious",
-                                 "invert": False}  # fmt: skip
-        channel = {"id": len(made["model"]["vocab"]), "content": "<|channel>", "special": True}
-        made["added_tokens"].append(channel | dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False))
-    if kind in ("bpe, new form", "bpe, first only"):
-        scheme = "always" if kind == "bpe, new form" else "first"
-        made["normalizer"] = None
-        made["pre_tokenizer"] = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme, "split": False}
-    return made
-
-
-def unigram(byte_fallback: bool) -> dict[str, Any]:
-    """As T5 has it: <pad> </s> <unk>, spaces at the end removed, runs of spaces one. Scores are float32, as there."""
-    made = tokenizers.Tokenizer(tokenizers.models.Unigram())
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
-    special = ["<pad>", "</s>", "<unk>"]
-    pieces = special + [f"<0x{byte:02X}>" for byte in range(256) if byte_fallback]
-    trainer = tokenizers.trainers.UnigramTrainer(
-        vocab_size=700, special_tokens=pieces, unk_token="<unk>", show_progress=False, max_piece_length=8
-    )
-    lines = [*TEXT, *CODE, *(line for line in strings(150) if "😀" not in line)]
-    made.train_from_iterator(lines, trainer)
-    found = json.loads(made.to_str())
-    found["added_tokens"] = [token for token in found["added_tokens"] if token["content"] in special]
-    found["model"]["vocab"] = [
-        [text, struct.unpack("<f", struct.pack("<f", x))[0]] for text, x in found["model"]["vocab"]
-    ]
-    found["model"]["byte_fallback"] = byte_fallback
-    strip = {"type": "Strip", "strip_left": False, "strip_right": True}
-    spaces = {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": "▁"}
-    found["normalizer"] = {"type": "Sequence", "normalizers": [strip, spaces]}
-    return found
-
-
-def through(directory: Path, size: int, pre: str | None = None, **config: Any) -> Tokenizer:
-    """quantkit's tokenizer of a directory's files, by way of GGUF's keys alone."""
-    metadata = Metadata()
-    for key, (value, kind) in vocab.read(directory, {"vocab_size": size} | config, pre).items():
-        metadata.set(key, value, kind)
-    return Tokenizer.from_gguf(metadata)
-
-
-def size_of(definition: dict[str, Any]) -> int:
-    return 1 + max([len(definition["model"]["vocab"]) - 1, *(token["id"] for token in definition["added_tokens"])])
 
 
 def assert_same(ours: Tokenizer, directory: Path, texts: Iterable[str]) -> None:
@@ -211,21 +52,21 @@ def assert_same(ours: Tokenizer, directory: Path, texts: Iterable[str]) -> None:
 
 
 @pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.full)])
-@pytest.mark.parametrize("name", [*BYTE_LEVEL, *SENTENCEPIECE])
-def test_same_ids_as_transformers(tmp_path: Path, name: str, count: int) -> None:
-    definition = trained(name) if name in BYTE_LEVEL else spaced(name)
-    write_tokenizer(tmp_path, definition)
-    ours = through(tmp_path, size_of(definition) + 3, **({"model_type": "gemma4_text"} if name == "gemma4" else {}))
-    named = [token["content"] for token in definition["added_tokens"]]
-    marked = [f"{named[i % len(named)]}{text}{named[-1]} x" for i, text in enumerate(strings(300)[::10])]
-    assert_same(ours, tmp_path, [*strings(count), *marked])
+@pytest.mark.parametrize("name", KINDS)
+def test_same_ids_and_texts_as_transformers(tmp_path: Path, name: str, count: int) -> None:
+    made = files(name, tmp_path)
+    ours = through(made.source, made.config.pop("vocab_size"), **made.config)
+    found = differences(ours, made.json, mixed(count, made.named))
+    assert not found.first, f"{found.counts} of {found.compared} differ"
+    assert found.compared["encode"] == count
+    assert min(found.compared.values()) > count // 2
     if name in BYTE_LEVEL:
-        assert ours._metadata["tokenizer.ggml.pre"] == name.split()[0]
-        kept = name != name.split()[0]
-        assert (hf_tokenizer.OVERRIDES in ours._metadata) == kept
+        assert ours._metadata["tokenizer.ggml.pre"] == name.split()[0].rstrip(",")
+        assert (hf_tokenizer.OVERRIDES in ours._metadata) == (" with " in name)
     if name == "gemma4":
         assert ours._metadata["tokenizer.ggml.model"] == "gemma4"
-        assert hf_tokenizer.token_types(ours._metadata)[named_id(definition, "<|channel>")] == hf_tokenizer.USER_DEFINED
+        channel = named_id(spaced("gemma4"), "<|channel>")
+        assert hf_tokenizer.token_types(ours._metadata)[channel] == hf_tokenizer.USER_DEFINED
 
 
 def named_id(definition: dict[str, Any], content: str) -> int:
@@ -273,50 +114,6 @@ def test_invalid_utf8_is_refused(tmp_path: Path, text: str | bytes) -> None:
 
 
 # --------------------------------------------------------------------------------------------------- tokenizer.model
-
-
-def field(number: int, value: int | float | bool | bytes | str) -> bytes:
-    """One field of a protocol-buffers message."""
-    if isinstance(value, float):
-        return varint(number << 3 | 5) + struct.pack("<f", value)
-    if isinstance(value, int):
-        return varint(number << 3) + varint(value & (1 << 64) - 1)
-    data = value.encode() if isinstance(value, str) else value
-    return varint(number << 3 | 2) + varint(len(data)) + data
-
-
-def varint(value: int) -> bytes:
-    out = b""
-    while value > 127:
-        out, value = out + bytes([value & 127 | 128]), value >> 7
-    return out + bytes([value])
-
-
-def charsmap() -> bytes:
-    """A compiled table of replacements with one entry, q for Q: a double-array trie, then the texts."""
-    units = [0] * 256
-    units[ord("Q")] = ord("Q") | 1 << 8 | 0x80 << 10  # its label, that a key ends here, where the value is
-    return struct.pack("<257I", 4 * len(units), *units) + b"q\0"
-
-
-def sentencepiece_file(definition: dict[str, Any], removes_spaces: bool = False, table: bytes = b"") -> bytes:
-    """The tokenizer.model that says what a tokenizer.json of ours says."""
-    model = definition["model"]
-    if model.get("type") == "Unigram":
-        pieces, kind = [(text, float(score)) for text, score in model["vocab"]], 1
-    else:
-        order = {"".join(merge): -float(i) for i, merge in enumerate(model["merges"])}
-        texts = sorted(model["vocab"], key=model["vocab"].__getitem__)
-        pieces, kind = [(text, order.get(text, -5000.0)) for text in texts], 2
-    types = {"<unk>": 2, "<s>": 3, "</s>": 3, "<pad>": 3}
-    out = b""
-    for text, score in pieces:
-        sort = 6 if text.startswith("<0x") else types.get(text, 1)
-        out += field(1, field(1, text) + field(2, score) + (field(3, sort) if sort != 1 else b""))
-    ids = {text: i for i, (text, _) in enumerate(pieces)}
-    named = ((40, "<unk>"), (41, "<s>"), (42, "</s>"), (43, "<pad>"))
-    trainer = field(3, kind) + b"".join(field(number, ids.get(text, -1)) for number, text in named)
-    return out + field(2, trainer) + field(3, field(2, table) + field(4, removes_spaces))
 
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram", "unigram, bytes"])

@@ -199,20 +199,6 @@ def test_any_number_of_threads(threads: int, odd: Path) -> None:
     assert spread(np.concatenate([fast.forward([t], cache) for t in TOKENS[90:100]]), expected[90:100]) < 2e-5
 
 
-def test_several_sequences_in_a_batch(odd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    exact, fast = models(odd)
-    whole = exact.logits(TOKENS)
-    for limit in (512, 40):  # in one batch, or in several
-        monkeypatch.setattr("quantkit.runtime.model.TOGETHER_TOKENS", limit)
-        caches, done = [fast.new_cache(room) for room in (210, 220, 215)], [0, 0, 0]
-        for counts in ((1, 70, 5), (1, 1, 1), (64, 2, 9), (1, 1, 1)):
-            parts = [(TOKENS[d : d + n], cache) for d, n, cache in zip(done, counts, caches)]
-            done = [d + n for d, n in zip(done, counts)]
-            assert spread(fast.forward_batch(parts), whole[[d - 1 for d in done]]) < 2e-5
-    fresh = fast.forward_sequences(TOKENS.reshape(3, 70), slice(60, 70))
-    assert spread(fresh, exact.forward_sequences(TOKENS.reshape(3, 70), slice(60, 70))) < 2e-5
-
-
 def test_states_are_saved_marked_and_restored(odd: Path) -> None:
     exact, fast = models(odd)
     whole, cache = exact.logits(TOKENS), fast.new_cache(len(TOKENS))
@@ -234,16 +220,6 @@ def test_states_are_saved_marked_and_restored(odd: Path) -> None:
     assert spread(steps, whole[90:95]) < 2e-5
     cache.truncate(0)
     assert spread(fast.forward(TOKENS[:20], cache), whole[:20]) < 2e-5
-
-
-def test_layer_by_layer_and_the_plans_continue_each_other(odd: Path) -> None:
-    """Layer by layer exchanges the arrays of states, so the plans have to look where they are."""
-    exact, fast = models(odd)
-    whole, cache, rows = exact.logits(TOKENS), fast.new_cache(len(TOKENS)), []
-    for i, part in enumerate(np.split(TOKENS, (10, 11, 12, 50, 51, 120, 121))):
-        fast.observer = (lambda *_: None) if i % 2 else None
-        rows.append(fast.forward(part, cache))
-    assert spread(np.concatenate(rows), whole) < 2e-5
 
 
 def test_a_state_of_another_length_is_refused(odd: Path) -> None:

@@ -238,18 +238,6 @@ def test_latent_sizes_that_contradict_the_tensors(size: int | None, message: str
         load(with_keys(path, tmp_path / "bad.gguf", {"nemotron_h_moe.moe_latent_size": entry}))
 
 
-def test_several_sequences_in_a_batch(odd: Path) -> None:
-    exact, fast = models(odd)
-    whole = exact.logits(TOKENS)
-    caches, done = [fast.new_cache(room) for room in (210, 220, 215)], [0, 0, 0]
-    for counts in ((1, 70, 5), (1, 1, 1), (64, 2, 9), (1, 1, 1)):
-        parts = [(TOKENS[d : d + n], cache) for d, n, cache in zip(done, counts, caches)]
-        done = [d + n for d, n in zip(done, counts)]
-        assert spread(fast.forward_batch(parts), whole[[d - 1 for d in done]]) < 2e-5
-    fresh = fast.forward_sequences(TOKENS.reshape(3, 70), slice(60, 70))
-    assert spread(fresh, exact.forward_sequences(TOKENS.reshape(3, 70), slice(60, 70))) < 2e-5
-
-
 def test_states_are_saved_marked_and_restored_and_never_cut(odd: Path) -> None:
     for model in models(odd):
         cache = model.new_cache(len(TOKENS))
@@ -271,15 +259,6 @@ def test_states_are_saved_marked_and_restored_and_never_cut(odd: Path) -> None:
         cache.length = 12
         with pytest.raises(DataError, match="state of recurrent layer 0 is that after 90 tokens, the cache holds 12"):
             model.forward(TOKENS[:1], cache)
-
-
-def test_layer_by_layer_and_the_plans_continue_each_other(odd: Path) -> None:
-    exact, fast = models(odd)
-    whole, cache, rows = exact.logits(TOKENS), fast.new_cache(len(TOKENS)), []
-    for i, part in enumerate(np.split(TOKENS, (10, 11, 12, 50, 51, 120, 121))):
-        fast.observer = (lambda *_: None) if i % 2 else None
-        rows.append(fast.forward(part, cache))
-    assert spread(np.concatenate(rows), whole) < 2e-5
 
 
 def test_the_inputs_of_a_projection_are_observed_once(odd: Path) -> None:

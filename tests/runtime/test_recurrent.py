@@ -90,39 +90,15 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-def test_any_split_of_a_prompt_gives_the_same(hybrid: Path) -> None:
+def test_saved_sequences_that_do_not_fit_are_refused(hybrid: Path) -> None:
     model = quantkit.load(hybrid)
-    whole = model.logits(TOKENS)
-    for bounds in ((1, 2, 3, 4), (64, 65), (7, 100, 101, 149)):
-        cache = model.new_cache(len(TOKENS))
-        parts = [model.forward(part, cache) for part in np.split(TOKENS, bounds)]
-        assert np.abs(np.concatenate(parts) - whole).max() < 1e-4
-    one, other = model.new_cache(200), model.new_cache(200)
-    model.forward(TOKENS[:11], other)
-    both = model.forward_batch([(TOKENS, one), (TOKENS[11:60], other)])
-    assert np.abs(both - whole[[-1, 59]]).max() < 1e-4
-    together = model.forward_sequences(np.stack([TOKENS[:60], TOKENS[60:120]]), slice(59, 60))
-    assert np.abs(together[0, 0] - whole[59]).max() < 1e-4
-
-
-def test_a_sequence_is_saved_and_restored_anywhere(hybrid: Path) -> None:
-    model = quantkit.load(hybrid)
-    whole = model.logits(TOKENS)
     cache = model.new_cache(len(TOKENS))
-    saved = []
-    for start, stop in ((0, 1), (1, 64), (64, 70), (70, 150)):
-        saved.append((start, cache.save()))
-        model.forward(TOKENS[start:stop], cache)
-    for into in (cache, model.new_cache(len(TOKENS) + 1)):  # the same, and a larger one
-        for start, state in reversed(saved):
-            into.restore(state)
-            assert (into.length, state.length) == (start, start)
-            assert np.abs(model.forward(TOKENS[start : start + 9], into) - whole[start : start + 9]).max() < 1e-4
-    assert state.nbytes < saved[-1][1].nbytes
+    model.forward(TOKENS[:70], cache)
+    state = cache.save()
     with pytest.raises(DataError, match="a state of 70 tokens does not fit a cache of 69"):
-        model.new_cache(69).restore(saved[-1][1])
+        model.new_cache(69).restore(state)
     with pytest.raises(DataError, match="does not fit this one of f16"):
-        model.new_cache(150, "f16").restore(saved[-1][1])
+        model.new_cache(150, "f16").restore(state)
     with pytest.raises(DataError, match="cannot be saved"):
         model.layer_cache(8).save()
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from quantkit import recipe, types
 from quantkit.formats import gguf
-from quantkit.pipelines.quantize import quantize_with_plan
 from quantkit.placement import kv_size
 from quantkit.runtime.kernels.cpu import delta_net, prefill_ops, short_conv
 from quantkit.runtime.kernels.cpu.op_list import OpList
@@ -18,8 +16,6 @@ from quantkit.runtime.loading import load
 from tests.archs.files import written
 from tests.runtime.other_cpus import CPUS, run_tests
 from tests.runtime.other_cpus import test_that_this_is_the_path as test_that_this_is_the_path  # collected here too
-
-TOKENS = np.random.default_rng(3).integers(2, 320, 150)
 
 
 @pytest.mark.parametrize("isa", [name for name in CPUS if name != "avx512"])
@@ -66,60 +62,7 @@ def test_the_operation_follows_the_formula(kernel: int, channels: int, counts: l
 
 @pytest.fixture(scope="module", params=["lfm2", "lfm2moe"])
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return written(tmp_path_factory.mktemp("short-conv") / "m.gguf", request.param, tokenizer=True)
-
-
-@pytest.mark.parametrize(("arch", "kind"), [
-    ("lfm2", "f32"), ("lfm2", "q8_0"), ("lfm2", "q4_0"), ("lfm2moe", "f32"), ("lfm2moe", "q8_0"),
-])  # fmt: skip
-@pytest.mark.parametrize("threads", [1, 2])
-def test_plans_agree_with_layer_by_layer(arch: str, tmp_path: Path, kind: str, threads: int) -> None:
-    """With quantized activations every expert is used: near ties of two would be selected apart."""
-    change = {"num_experts_per_tok": 8} if arch == "lfm2moe" and kind != "f32" else {}
-    path = written(tmp_path / "m.gguf", arch, **change)
-    if kind != "f32":
-        file = gguf.open(path)
-        plan = recipe.plan(file.tensors.values(), kind, metadata=file.metadata)
-        quantize_with_plan(file, tmp_path / "q.gguf", plan)
-        path = tmp_path / "q.gguf"
-    exact = load(path, cache_type="f32")
-    fast = load(path, numerics="fast", cache_type="f32", threads=threads)
-    assert fast.fallback_reason is None
-    expected, cache = exact.logits(TOKENS), fast.new_cache(len(TOKENS))
-    prompt = np.abs(fast.logits(TOKENS) - expected)
-    steps = np.abs(np.concatenate([fast.forward([token], cache) for token in TOKENS]) - expected)
-    if kind == "f32":
-        assert max(prompt.max(), steps.max()) < 1e-4
-    else:  # a prompt's activations have 16 bits, a token's 8
-        assert prompt.max() < 0.01
-        assert steps.mean() < 0.03
-
-
-@pytest.mark.parametrize("numerics", ["exact", "fast"])
-def test_any_split_and_several_sequences_give_the_same(path: Path, numerics: Any) -> None:
-    model = load(path, numerics=numerics, cache_type="f32")
-    whole = model.logits(TOKENS)
-    for bounds in ((1, 2, 3, 4), (64, 65), (7, 100, 101, 149)):
-        cache = model.new_cache(len(TOKENS))
-        parts = [model.forward(part, cache) for part in np.split(TOKENS, bounds)]
-        assert np.abs(np.concatenate(parts) - whole).max() < 1e-4
-    one, other = model.new_cache(200), model.new_cache(200)
-    model.forward(TOKENS[:11], other)
-    both = model.forward_batch([(TOKENS, one), (TOKENS[11:60], other)])
-    assert np.abs(both - whole[[-1, 59]]).max() < 1e-4
-
-
-@pytest.mark.parametrize("numerics", ["exact", "fast"])
-def test_a_sequence_is_saved_and_restored(path: Path, numerics: Any) -> None:
-    model = load(path, numerics=numerics, cache_type="f32")
-    whole, cache, saved = model.logits(TOKENS), model.new_cache(len(TOKENS)), []
-    for start, stop in ((0, 1), (1, 64), (64, 70), (70, 150)):
-        saved.append((start, cache.save()))
-        model.forward(TOKENS[start:stop], cache)
-    for into in (cache, model.new_cache(len(TOKENS) + 1)):
-        for start, state in reversed(saved):
-            into.restore(state)
-            assert np.abs(model.forward(TOKENS[start : start + 9], into) - whole[start : start + 9]).max() < 1e-4
+    return written(tmp_path_factory.mktemp("short-conv") / "m.gguf", request.param)
 
 
 def test_sizes_are_those_of_the_cache(path: Path) -> None:

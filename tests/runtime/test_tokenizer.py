@@ -18,7 +18,7 @@ from quantkit.formats.gguf import open as open_gguf
 from quantkit.tokenizers import pretokenizers, vocab
 from quantkit.tokenizers.tokenizer import Tokenizer
 from tests.archs.checkpoints import HARD, TEXT, byte_level, merging_across_words, sentencepiece, write_tokenizer
-from tests.archs.test_tokenizers import BYTE_LEVEL, spaced, strings, trained
+from tests.archs.tokenizer_files import BYTE_LEVEL, spaced, strings, trained
 
 
 @pytest.fixture(scope="module")
@@ -244,6 +244,22 @@ def test_decoding_is_the_inverse(tmp_path: Path, kind: str) -> None:
         pieces = [stream.push(token) for token in ids] + [stream.finish()]
         assert "".join(pieces) == text
         assert "�" not in "".join(pieces)
+
+
+def test_the_space_in_front_of_a_text_is_removed_at_its_beginning_only(tmp_path: Path) -> None:
+    """An unknown token or a control token that is shown is the beginning; added tokens may have the space."""
+    made = sentencepiece()
+    size = len(made["model"]["vocab"])
+    blank = dict.fromkeys(("single_word", "lstrip", "rstrip", "special"), False)
+    made["added_tokens"].append({"id": size, "content": "<tool>", "normalized": True} | blank)
+    tokenizer = Tokenizer.from_gguf(metadata_of(tmp_path, made, size + 1))
+    the = tokenizer.encode("the", bos=False)
+    assert tokenizer.decode(the) == "the"
+    assert tokenizer.decode([0, *the]) == "<unk> the"
+    assert tokenizer.decode([1, *the]) == "<s> the"
+    assert tokenizer.decode([1, *the], special=False) == "the"
+    for text in ("<tool>", " <tool>", "x <tool>y"):
+        assert tokenizer.decode(tokenizer.encode(text, bos=False)) == text
 
 
 def test_a_stream_waits_for_whole_characters(tmp_path: Path) -> None:

@@ -199,8 +199,14 @@ class LongcatFlash(DeepSeek2):
                 f"metadata key {self.name}.block_count = {keys.number('block_count')}; a layer is two blocks, so it "
                 "has to be even"
             )
-        for key in ("attention.key_length_mla", "attention.value_length_mla", "attention.q_lora_rank"):
+        for key in ("attention.key_length_mla", "attention.value_length_mla"):
             keys.need(key)
+        for key in ("attention.q_lora_rank", "attention.kv_lora_rank"):
+            if keys.number(key) < 1:
+                raise FormatError(
+                    f"metadata key {self.name}.{key} = {keys.number(key)}; queries and keys are computed from latents, "
+                    "so it has to be 1 or more"
+                )
         found = super().numbers(keys, tensors)
         return found | {"has_choice_bias": True, "n_expert_zero": keys.number(_ZERO, 0)}
 

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import quantkit
 from benchmarks import records
-from benchmarks.bench_second_moments import CONTEXT, cached, divergence, padded_model
+from benchmarks.bench_second_moments import CONTEXT, cached, divergence, matrix_of, padded_model
 from benchmarks.records import Column, Table
 from quantkit.evaluate.text import chunked
 from quantkit.formats.imatrix import second_moments
@@ -38,15 +38,6 @@ TABLE = Table(
     "SmolLM2-135M in its own axes, padded with zeros to 768 columns; all block matrices of one type, exact numerics. "
     "Correlations of n columns are multiplied by (1 - n / (n + tokens)) (1 - share). No share: importance alone.",
 )
-
-
-def matrix_of(model: Path, calibrate: Path, tokens: int, folder: Path) -> Path:
-    """The importance matrix with second moments of the first tokens of a text; what exists is kept."""
-    path = folder / f"calibration-{tokens}.gguf"
-    if not path.exists():
-        options = quantkit.ImatrixOptions(second_moments="full", no_ppl=True, chunks=tokens // CONTEXT)
-        quantkit.imatrix(model, calibrate, path, options)
-    return path
 
 
 def main() -> None:

@@ -1,12 +1,12 @@
 """KL divergence of files that quantkit makes with second moments, beside llama-quantize's with the same importance.
 
     python benchmarks/bench_second_moments.py --calibrate TEXT --text TEXT… [--types IQ4_K,IQ3_K] [--mixes]
-                                              [--chunks 8] [--effort normal] [--folder DIR] [--save]
+                                              [--tokens 131072] [--chunks 8] [--effort normal] [--folder DIR] [--save]
 
 The model is SmolLM2 in its own axes, padded with zeros to 768 columns (tests/conformance/embedded.py), so that every
 type fits its rows. All matrices of the blocks get one type (the embedding stays f16), or with --mixes what
-`llama-quantize` mixes. Both sides have the importance matrix of --calibrate. The texts are not among the calibration;
-`benchmarks/texts.py` makes some.
+`llama-quantize` mixes. Both sides have the importance matrix of --calibrate, or of its first --tokens. The texts are
+not among the calibration; `benchmarks/texts.py` makes some.
 
 KL divergence from the f16 model over the second half of each chunk of 512 tokens, both files run by quantkit in exact
 numerics, and with --reference by ik_llama.cpp's library too. "plain" is our encoder without second moments.
@@ -68,14 +68,15 @@ def padded_model(folder: Path) -> Path:
     return model
 
 
-def prepare(folder: Path, calibrate: Path) -> tuple[Path, Path]:
-    """The padded model and its importance matrix with second moments; what exists is kept."""
-    model, matrix = padded_model(folder), folder / f"imatrix.{calibrate.stem}.gguf"
+def matrix_of(model: Path, calibrate: Path, tokens: int | None, folder: Path) -> Path:
+    """The importance matrix with second moments of the first tokens of a text (None: all); what exists is kept."""
+    matrix = folder / f"imatrix.{calibrate.stem}-{tokens or 'all'}.gguf"
     if not matrix.exists():
-        options = quantkit.ImatrixOptions(second_moments="full", no_ppl=True)
+        chunks = tokens and tokens // CONTEXT
+        options = quantkit.ImatrixOptions(second_moments="full", no_ppl=True, chunks=chunks)
         quantkit.imatrix(model, calibrate, matrix, options)
         matrices.write(matrix.with_suffix(".dat"), matrices.Imatrix(matrices.read(matrix).entries))
-    return model, matrix
+    return matrix
 
 
 def write(side: str, model: Path, matrix: Path, kind: str, out: Path, options: Any) -> float:
@@ -133,6 +134,7 @@ def main() -> None:
                                            "IQ2_XXS,Q2_K")  # fmt: skip
     parser.add_argument("--text", type=Path, nargs="+", required=True)
     parser.add_argument("--calibrate", type=Path, required=True)
+    parser.add_argument("--tokens", type=int, help="of the calibration text; all of it by default")
     parser.add_argument("--chunks", type=int, default=8)
     parser.add_argument("--effort", default="normal")
     parser.add_argument("--mixes", action="store_true")
@@ -140,7 +142,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("/tmp/quantkit-second-moments"))
     records.add_option(parser)
     options = parser.parse_args()
-    model, matrix = prepare(options.folder, options.calibrate)
+    model = padded_model(options.folder)
+    matrix = matrix_of(model, options.calibrate, options.tokens, options.folder)
     original = quantkit.load(str(model))
     texts = [chunked(original.tokenizer, text, CONTEXT, options.chunks) for text in options.text]
     base = cached(original.logits)

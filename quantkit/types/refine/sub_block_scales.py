@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from quantkit.codegen.jit import subkernel
+from quantkit.codegen.jit import readonly, subkernel
 from quantkit.types.families.scale_bits import SubBlockNumber, read_numbers, write_numbers
 from quantkit.types.refine.panel_rows import add_scaled, combine, dot
 
@@ -37,7 +37,8 @@ class Numbers(NamedTuple):
     directions: np.ndarray
 
 
-NONE = Numbers(0, np.zeros((0, 0), np.int64), np.zeros(1, np.float32), np.zeros((0, 0), np.float32))
+# Its values cannot be written, as those of types cannot: kernels are compiled once for types with and without minima.
+NONE = Numbers(0, np.zeros((0, 0), np.int64), readonly(np.zeros(1, np.float32)), np.zeros((0, 0), np.float32))
 
 
 def read(kind: Decoder, number: SubBlockNumber | None, data: np.ndarray, decoded: np.ndarray) -> Numbers:

@@ -213,7 +213,7 @@ def candidates(scale: SubBlockNumber, minima: bool, tables: bool) -> tuple[np.nd
     if len(scale.values) <= _FEW:
         return _candidates(scale.values.tobytes(), minima, tables)
     ratios = _ratios(minima, tables).astype(np.float32)
-    return np.tile(ratios, LANES // len(ratios))[None], np.zeros((1, LANES), np.int64)
+    return jit.readonly(np.tile(ratios, LANES // len(ratios))[None]), jit.readonly(np.zeros((1, LANES), np.int64))
 
 
 @kernel

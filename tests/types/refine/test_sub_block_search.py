@@ -9,7 +9,7 @@ from quantkit import types
 from quantkit.codegen.jit import kernel
 from quantkit.types.families.code_bits import codes_of, write_codes
 from quantkit.types.families.scale_bits import minimum_of, read_numbers, scale_of, table_of, write_numbers
-from quantkit.types.refine import feedback, prepare
+from quantkit.types.refine import feedback, prepare, sub_block_scales
 from quantkit.types.refine.coded_rows import read_rows
 from quantkit.types.refine.moments import PANEL
 from quantkit.types.refine.sub_block_search import LANES, Candidates, _weigh, candidates, rungs_of, search
@@ -145,3 +145,13 @@ def test_rows_of_one_value_and_of_zeros(name: str) -> None:
     assert not y[0].any()
     np.testing.assert_allclose(y[1], 0.5, atol=0.05)
     assert (np.abs(y[2]) < 1e-4).all()
+
+
+def test_the_search_is_compiled_once_for_all_types() -> None:
+    """Arguments that some types lack are read-only, as those of the others are: numba compiles per kind of array."""
+    minimum = minimum_of(types.get("q4_1"))
+    scale = scale_of(types.get("q4_0"))
+    assert minimum is not None
+    assert scale is not None
+    arrays = (sub_block_scales.NONE.values, minimum.values, scale.values, *candidates(scale, False, False))
+    assert not any(array.flags.writeable for array in arrays)

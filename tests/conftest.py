@@ -25,10 +25,10 @@ LEFT_OUT = {"full": "the whole conformance sweep: `make full`", "gpu": "needs a 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what runs only when it is asked for by name (`-m full`, `-m "full or not full"`, `-m gpu`)."""
     asked = config.getoption("-m").replace("not full", "").replace("not gpu", "")
-    left_out = [item for item in items if any(item.get_closest_marker(m) and m not in asked for m in LEFT_OUT)]
+    left_out = {item for item in items if any(item.get_closest_marker(m) and m not in asked for m in LEFT_OUT)}
     if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in set(left_out)]
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
 
 
 def pytest_report_header() -> str:

@@ -193,9 +193,9 @@ def _worker_config(variables: Mapping[str, object]) -> dict[str, object]:
     """dask's configuration for a scheduler and workers on a machine that encodes with all of its cores.
 
     Its profiler looks at all threads a hundred times a second, which takes a twentieth of the time. The clocks of four
-    event loops, which find those that do not answer, and what the dashboard shows of a process take 13 % of a core; with
-    these intervals 3 %. dask makes glibc return freed memory at once: the system then clears the same pages for every
-    piece. `variables`: those that it sets.
+    event loops, which find those that do not answer, and what the dashboard shows of a process take 13 % of a core;
+    with these intervals 3 %. dask makes glibc return freed memory at once: the system then clears the same pages for
+    every piece. `variables`: those that it sets.
     """
     kept = {"MALLOC_TRIM_THRESHOLD_": 1 << 28, "MALLOC_MMAP_THRESHOLD_": 1 << 25}  # bytes; 32 MiB is glibc's largest
     return {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -308,6 +309,15 @@ def test_merged_factors_are_those_of_all_vectors() -> None:
     for form, measurement in other.items():
         with pytest.raises(DataError, match=rf"w: second moments of form rank:7 .* and {form} .* cannot be merged"):
             merge("w", [(1, *with_importance(parts[0])), (1, *measurement)])
+
+
+@pytest.mark.parametrize("make", [example, with_factors])
+def test_a_merge_of_one_changes_nothing(make: Callable[[], Imatrix]) -> None:
+    """Neither time nor digits are spent on it: measured anew, factors of ten thousand experts would take hours."""
+    given = make()
+    merged = imatrix.merge([given], [3.0])
+    assert merged.second_moments.keys() == given.second_moments.keys()
+    assert all(merged.second_moments[name] is given.second_moments[name] for name in given.second_moments)
 
 
 def with_importance(x: np.ndarray, rank: int = 7) -> tuple[SecondMoments, np.ndarray]:

@@ -166,9 +166,11 @@ def merge(name: str, parts: Sequence[tuple[float, SecondMoments, np.ndarray]]) -
     """The mean of several of one weight, each with a share times its tokens, and its importance float32[matrices, n].
 
     Correlations that matrices share are weighted by the mean of their importance. Factors are fitted again to those of
-    all parts beside each other. DataError where forms differ.
+    all parts beside each other. One part stays as it is. DataError where forms differ.
     """
     _, first, _ = parts[0]
+    if len(parts) == 1:
+        return first
     for _, other, _ in parts[1:]:
         if (other.form, other.correlations.shape) != (first.form, first.correlations.shape):
             raise DataError(

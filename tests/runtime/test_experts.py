@@ -180,8 +180,9 @@ def test_softplus_and_a_table_of_experts(moe: Path, tmp_path: Path, monkeypatch:
 
     def block(hp: blocks.HParams, i: int) -> blocks.Block:
         attention, part = own(hp, i).parts
-        source = {"choice_bias": "blk.1.bias"} if i else {"table": "blk.0.table"}
-        return blocks.Block(i, (attention, replace(part, gating="sqrtsoftplus", **source)))  # type: ignore[type-var]
+        assert isinstance(part, blocks.Experts)
+        bias, table = ("blk.1.bias", None) if i else (None, "blk.0.table")
+        return blocks.Block(i, (attention, replace(part, gating="sqrtsoftplus", choice_bias=bias, table=table)))
 
     monkeypatch.setattr(arch, "block", block)
     check(path, 1e-5)

@@ -88,8 +88,9 @@ def test_the_operations_are_the_plain_forms(n: int, width: int, iterations: int,
         entering, given = ops.keep(out.copy()), ops.keep(logits.copy())
         nbytes = 4 * hyper_connections.record_floats(n)
         weights, stride = ops.buffer("weights", max(tokens, threads) * nbytes), nbytes
-        addresses = [array.ctypes.data for array in (streams, out, entering, given)]
-        record = hyper_connections.Streams(addresses[0], n, width, *addresses[1:], weights, stride)
+        record = hyper_connections.Streams(
+            streams.ctypes.data, n, width, out.ctypes.data, entering.ctypes.data, given.ctypes.data, weights, stride
+        )
         numbers = {name: ops.keep(array.copy()).ctypes.data for name, array in vectors.items()}
         own = hyper_connections.Mixing(**numbers, eps=ops.constant(1e-3), iterations=iterations)
         last = own._replace(iterations=0)
@@ -114,7 +115,8 @@ def test_the_operations_are_the_plain_forms(n: int, width: int, iterations: int,
 def test_plans_of_models_with_streams(n: int, moe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """qwen3moe with hyper-connections, whose numbers differ between parts."""
     arch, rng = archs.get("qwen3moe"), np.random.default_rng(n)
-    count, extra = (2 + n) * n, {}
+    count = (2 + n) * n
+    extra: dict[str, np.ndarray] = {}
     for stem, rows, scales in [*((f"blk.{i}.hc_{p}", count, 3) for i in range(2) for p in (0, 1)), ("hc", n, 1)]:
         extra |= {
             f"{stem}_fn.weight": rng.standard_normal((rows, n * EMBD)).astype(np.float32) / 16,

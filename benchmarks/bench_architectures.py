@@ -2,8 +2,8 @@
 
     python benchmarks/bench_architectures.py [--only gemma4,step35] [--save]
 
-For each architecture a tiny random model of its EXAMPLE, in float32, 2 x 256 tokens. Differences are the largest of
-log-probabilities from transformers:
+For each architecture a tiny random model of its EXAMPLE, in float32, 2 x 256 tokens; also of the VARIANTS, whose blocks
+no EXAMPLE has. Differences are the largest of log-probabilities from transformers:
 
     exact     exact numerics, a prompt
     prompt    fast numerics, a prompt; steps: token by token. Both as compiled plans, or the reason why not
@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import records
 from benchmarks.records import Column, Table
-from tests.archs.checkpoints import log_probabilities, tiny
+from tests.archs.checkpoints import GEMMA_E, log_probabilities, tiny
 
 TABLE = Table(
     "architectures",
@@ -49,6 +49,8 @@ TABLE = Table(
     "of 10 tokens, - where it does not run the model. A difference of 0.1 or more is ik_llama.cpp's alone: it leaves "
     "out a part of the model, or its f16 cache turns near ties. All convert, and all but step35 export.",
 )
+# By name in the table: the architecture, and what differs from its EXAMPLE.
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {"gemma4 E2B": ("gemma4", GEMMA_E)}
 TOKENS = np.random.default_rng(3).integers(2, 320, (2, 256))
 
 
@@ -62,7 +64,8 @@ def measure(name: str, directory: Path) -> dict[str, Any]:
     from quantkit.pipelines.conversion.convert import convert_checkpoint
     from quantkit.recipe import from_config, read_config
 
-    reference = tiny(directory / "hf", arch=name)
+    arch, changes = VARIANTS.get(name, (name, {}))
+    reference = tiny(directory / "hf", arch=arch, **changes)
     path = directory / "m.gguf"
     convert_checkpoint(directory / "hf", path, "f32")
     with torch.no_grad():
@@ -79,7 +82,7 @@ def measure(name: str, directory: Path) -> dict[str, Any]:
 
     return {
         "arch": name,
-        "hf": archs.get(name).hf[0],
+        "hf": archs.get(arch).hf[0],
         "exact": max(worst(exact.logits(tokens), expected) for tokens, expected in zip(TOKENS, wanted)),
         "prompt": fast.fallback_reason or worst(fast.logits(TOKENS[0]), wanted[0]),
         "steps": fast.fallback_reason or worst(steps, wanted[0]),
@@ -93,7 +96,8 @@ def of_the_reference(name: str, directory: Path) -> float:
     from tests.conformance import libllama
 
     path = directory / "m.gguf"
-    grouped = int(gguf.open(path).metadata.get(f"{name}.expert_group_count", 1)) > 1
+    arch = VARIANTS.get(name, (name,))[0]
+    grouped = int(gguf.open(path).metadata.get(f"{arch}.expert_group_count", 1)) > 1
     with libllama.Llama(path, n_ctx=256, threads=1, grouped_experts=grouped) as llama:
         theirs = log_probabilities(llama.logits(TOKENS[0]))
     return float(np.quantile(np.abs(theirs - np.load(directory / "wanted.npy")).max(1), 0.8))
@@ -117,7 +121,7 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, help=argparse.SUPPRESS)
     records.add_option(parser)
     options = parser.parse_args()
-    names = options.only.split(",") if options.only else [arch.name for arch in archs.all()]
+    names = options.only.split(",") if options.only else sorted([arch.name for arch in archs.all()] + [*VARIANTS])
     if options.step:
         print(json.dumps((measure if options.step == "measure" else of_the_reference)(names[0], options.directory)))
         return

@@ -24,7 +24,7 @@ _SECTIONS = {
     "Running a model": ("model", "bound", "kernels", "noise", "cache", "evaluation", "positions", "gpu"),
     "Quantizing": (
         "types", "types-fast", "types-best", "llama_cpp_types", "quantize", "files", "perplexity", "second_moments",
-        "second_moments_moe", "calibration", "mtp",
+        "second_moments_moe", "calibration", "mtp", "prune",
     ),
     "Files": ("repack", "convert", "published", "hub", "jobs", "deepseek"),
     "Checks": (

@@ -21,20 +21,12 @@ from quantkit.formats import gguf
 from quantkit.pipelines.conversion.convert import convert_checkpoint
 from quantkit.pipelines.conversion.plan import plan_conversion
 from quantkit.pipelines.quantize import quantize_with_plan
-from tests.archs.checkpoints import log_probabilities, tiny
+from tests.archs.checkpoints import GEMMA_E, log_probabilities, tiny
 
 TOKENS = np.random.default_rng(3).integers(2, 320, (2, 256))
 HYBRID = {
     "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 1, "head_dim": 64, "num_hidden_layers": 5,
     "intermediate_size": 160,
-}  # fmt: skip
-GEMMA_E = {  # as E2B: per-layer embeddings, and layers without keys and values, with wide feed-forwards
-    "hidden_size": 96, "num_key_value_heads": 2, "num_hidden_layers": 8, "num_global_key_value_heads": None,
-    "attention_k_eq_v": False, "sliding_window": 20,
-    "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"] * 2,
-    "enable_moe_block": False, "num_experts": None, "top_k_experts": None, "moe_intermediate_size": None,
-    "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 320, "num_kv_shared_layers": 4,
-    "use_double_wide_mlp": True,
 }  # fmt: skip
 GLM_FLASH = {
     "architectures": ["Glm4MoeLiteForCausalLM"], "model_type": "glm4_moe_lite", "rope_scaling": None,

@@ -21,7 +21,7 @@ from quantkit.archs.common.transforms import GatherRows, ShuffleColumns
 from quantkit.formats.gguf.metadata import Entries
 from quantkit.inputs.settings import sequence
 
-_SECTIONS = [11, 11, 10]  # transformers' default
+MROPE_SECTIONS = [11, 11, 10]  # transformers' default
 
 
 def tiled(hp: HParams) -> list[int]:
@@ -103,12 +103,12 @@ class Qwen35(QwenMtp, Hybrid):
     }
 
     def metadata(self, config: Config) -> Entries:
-        sections = [*(sequence(rope_parameters(config), "mrope_section") or _SECTIONS), 0, 0, 0, 0][:4]
+        sections = [*(sequence(rope_parameters(config), "mrope_section") or MROPE_SECTIONS), 0, 0, 0, 0][:4]
         return super().metadata(config) | {f"{self.name}.rope.dimension_sections": (sections, "i32")}
 
     def config(self, metadata: Mapping[str, object], tensors: Mapping[str, LazyTensor]) -> dict[str, Any]:
         found = super().config(metadata, tensors)
-        sections = [int(n) for n in Keys(self.name, metadata).get("rope.dimension_sections", _SECTIONS)]
+        sections = [int(n) for n in Keys(self.name, metadata).get("rope.dimension_sections", MROPE_SECTIONS)]
         parameters = {"rope_type": "default"} | found.pop("rope_scaling", {})
         parameters |= {key: found.pop(key) for key in ("rope_theta", "partial_rotary_factor")}
         return found | {"rope_parameters": parameters | {"mrope_section": sections[:3], "mrope_interleaved": True}}

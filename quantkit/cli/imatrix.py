@@ -88,7 +88,12 @@ def imatrix(
     from_chunk: Annotated[
         int, typer.Option("--from-chunk", "--chunk", metavar="N", help="Skip the first N chunks of each text.", min=0)
     ] = 0,
-    process_output: Annotated[bool, typer.Option("--process-output", help="Also collect for output.weight.")] = False,
+    process_output: Annotated[
+        bool,
+        typer.Option(
+            "--process-output", help="Also collect for output.weight, or the embedding that serves as output."
+        ),
+    ] = False,
     missing_experts: Missing = "weight-one",
     no_ppl: Annotated[bool, typer.Option("--no-ppl", help="Do not compute the perplexity.")] = False,
     layer_similarity: Annotated[
@@ -178,7 +183,7 @@ def imatrix(
     limit = parse_size(second_moments_size, "--second-moments-size") if second_moments_size else None
     check_cluster(cluster)
     if dry_run:
-        _print_sizes(model, second_moments, limit, json)
+        _print_sizes(model, second_moments, limit, process_output, json)
         return
     texts = list(file or [])
     if not texts:
@@ -219,12 +224,12 @@ def imatrix(
     _report(found, similar, json)
 
 
-def _print_sizes(model: Path, form: str | None, limit: int | None, json: bool) -> None:
+def _print_sizes(model: Path, form: str | None, limit: int | None, process_output: bool, json: bool) -> None:
     """What --second-moments takes, in each form or in the one that is asked for."""
     from quantkit.evaluate.imatrix.second_moments import MomentsForm, measured_shapes, plan_forms, sizes
     from quantkit.pipelines import planning
 
-    shapes = measured_shapes(planning.open_model(model).tensors)
+    shapes = measured_shapes(planning.open_model(model).tensors, process_output)
     if not shapes:
         raise QuantkitError(f"{model}: no matrices in blocks, so nothing to measure")
     rows = []

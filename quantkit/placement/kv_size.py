@@ -11,6 +11,10 @@
     recurrent     conv_kernel - 1 columns and a state of heads * key dim * value dim in float32, for any context
     compressed    n_ctx rows of key_length in the key type; in layers with a compressor, attention.compress_ratios, rows
                   of what it reads, and its indexer's, in the value type (blocks.CompressedAttention.kept)
+    blocks        in recurrent models, attention.compress_ratios: as attention, and n_ctx rows of the indexer's
+                  attention.indexer.key_length in the value type
+    n-grams       beside the state of layers in ple.layers, (ple.conv_kernel - 1) * ple.ngram_size columns of
+                  hyper_connection.count * embedding_length in float32
     convolution   shortconv.l_cache - 1 columns of embedding_length in float32
 
 In a model with ssm keys, all layers are recurrent except those that full_attention_interval selects and the MTP layers.
@@ -69,7 +73,7 @@ def of_layers(
         kv_heads = number("attention.head_count_kv", layer) or heads
         if (layer >= main and not mtp) or main - number("attention.shared_kv_layers") <= layer < main:
             found.append(0)
-        elif metadata.get(f"{arch}.attention.compress_ratios"):
+        elif metadata.get(f"{arch}.attention.compress_ratios") and not number("ssm.inner_size"):
             found.append(n_ctx * (_row(keys, number("attention.key_length")) + _row(values, _kept(number, layer))))
         elif number("shortconv.l_cache") and not number("attention.head_count_kv", layer):
             found.append(4 * (number("shortconv.l_cache") - 1) * number("embedding_length"))
@@ -80,7 +84,8 @@ def of_layers(
             recurrent = number("ssm.inner_size") and not number("feed_forward_length", layer)
             found.append(4 * _state(number) if recurrent else 0)
         elif number("ssm.inner_size") and not listed and layer < main and (layer + 1) % (interval or layers + 1):
-            found.append(4 * _state(number))
+            looks_up = layer in (metadata.get(f"{arch}.ple.layers") or ())
+            found.append(4 * (_state(number) + (_ngrams(number) if looks_up else 0)))
         elif latent and mla:
             index = number("attention.indexer.key_length")
             rotated = number(f"rope.dimension_count{'_per_layer' if rotates else ''}", layer)
@@ -93,7 +98,10 @@ def of_layers(
             own = "_swa" if is_listed and number(pattern, layer) else "_mla"
             k = number(f"attention.key_length{own}") or number("attention.key_length") or width
             v = number(f"attention.value_length{own}") or number("attention.value_length") or width
-            found.append(n_ctx * kv_heads * (_row(keys, k) + _row(values, v)))
+            row = kv_heads * (_row(keys, k) + _row(values, v))
+            if number("attention.compress_ratios", layer):
+                row += _row(values, number("attention.indexer.key_length"))
+            found.append(n_ctx * row)
     return found
 
 
@@ -114,6 +122,12 @@ def _state(number: Callable[[str], int]) -> int:
         )
     columns = inner + 2 * number("ssm.group_count") * state
     return (number("ssm.conv_kernel") - 1) * columns + state * (inner // rank) * rank
+
+
+def _ngrams(number: Callable[[str], int]) -> int:
+    """Number of float32 values that the dilated convolution of a layer with n-grams keeps."""
+    columns = (number("ple.conv_kernel") - 1) * number("ple.ngram_size")
+    return columns * number("hyper_connection.count") * number("embedding_length")
 
 
 def _row(kind: QuantType, n: int) -> int:

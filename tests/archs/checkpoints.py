@@ -23,6 +23,15 @@ HARD = (
     "... !!! ???\n\nend   "
 )
 
+GEMMA_E: dict[str, Any] = {  # as E2B: per-layer embeddings, and layers without keys and values, with wide feed-forwards
+    "hidden_size": 96, "num_key_value_heads": 2, "num_hidden_layers": 8, "num_global_key_value_heads": None,
+    "attention_k_eq_v": False, "sliding_window": 20,
+    "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "enable_moe_block": False, "num_experts": None, "top_k_experts": None, "moe_intermediate_size": None,
+    "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 320, "num_kv_shared_layers": 4,
+    "use_double_wide_mlp": True,
+}  # fmt: skip
+
 
 def byte_level(vocab_size: int = 320, **changes: Any) -> dict[str, Any]:
     """tokenizer.json of a byte-level BPE, pre-tokenizer "gpt-2"; tokens 0 and 1 are <|begin|> and <|end|>, control."""

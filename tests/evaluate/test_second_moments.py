@@ -232,6 +232,26 @@ def test_from_text_to_file(run, model, text, tmp_path) -> None:
     assert "its second moments have changed" in said
 
 
+def test_the_output_matrix_is_measured_on_request(run, model, text, tmp_path) -> None:
+    """Here it is the embedding too; what is before it are the states after the last norm."""
+    measured, out = tmp_path / "x.gguf", tmp_path / "q.gguf"
+    options = ["--process-output", "--second-moments", "full"]
+    run("imatrix", model, "-f", text, "-c", CTX, "--chunks", 1, "--no-ppl", "-o", measured, *options)
+    found = imatrix.read(measured)
+    h = found.second_moments["token_embd.weight"].dense(found["token_embd.weight"].values[0])
+    stored = {id(m): m.nbytes for m in found.second_moments.values()}
+    record = json.loads(run("imatrix", model, "--dry-run", *options, "--json"))
+    assert record["forms"][0]["file_bytes"] == sum(stored.values())
+    run("quantize", "--imatrix", measured, "--only", "^token_embd", model, out, "Q4_0", "--pure")
+    made, x = (
+        gguf.open(out).tensors["token_embd.weight"],
+        gguf.open(model).tensors["token_embd.weight"].decode_rows(0, 8),
+    )
+    values = found["token_embd.weight"].values[0]
+    assert np.array_equal(made.rows(0, 8), made.type.quantize(x, values, second_moments=h))
+    assert not np.array_equal(made.rows(0, 8), made.type.quantize(x, values))
+
+
 def test_show_lists_inputs(run, model, text, tmp_path) -> None:
     measured = tmp_path / "x.gguf"
     run("imatrix", model, "-f", text, "-c", CTX, "--chunks", 2, "--no-ppl", "-o", measured, "--second-moments", "full")

@@ -98,6 +98,23 @@ hc_ffn_scale        3
 output_hc_fn        streams streams*embd
 output_hc_base      streams
 output_hc_scale     1
+hc_attn_norm        streams*embd
+hc_attn_down        low_rank streams*embd
+hc_attn_up          streams*embd low_rank
+hc_attn_inject      streams streams*embd
+hc_ffn_norm         streams*embd
+hc_ffn_down         low_rank streams*embd
+hc_ffn_up           streams*embd low_rank
+hc_ffn_inject       streams streams*embd
+output_hc_norm      streams*embd
+output_hc_down      low_rank streams*embd
+output_hc_up        streams*embd low_rank
+ple_key             streams*embd ngrams
+ple_value           embd ngrams
+ple_norm_key        streams*embd
+ple_norm_query      streams*embd
+ple_norm_conv       streams*embd
+ple_conv1d          streams*embd ple_kernel
 
 layer_output_scale  1
 per_layer_token_embd    vocab layers*layer_input
@@ -154,7 +171,7 @@ OVERLAPPING_RATE = 4  # tokens of a window whose entry overlaps with the one bef
 # Tensors that converters store in float32 although they are matrices.
 _FLOAT32 = (
     "_norm.weight", "ffn_gate_inp.weight", "ssm_conv1d", "shortconv.conv.weight", "_compressor_ape.weight",
-    "hc_attn_fn.weight", "hc_ffn_fn.weight", "output_hc_fn.weight",
+    "hc_attn_fn.weight", "hc_ffn_fn.weight", "output_hc_fn.weight", "ple_conv1d",
 )  # fmt: skip
 
 
@@ -234,7 +251,7 @@ _KEYS = {
     "o_groups": "attention.output_group_count", "o_rank": "attention.output_lora_rank",
     "rate": "attention.compress_ratios",
     "layers": "block_count", "layer_input": "embedding_length_per_layer_input",
-    "altup": "altup.num_inputs",
+    "altup": "altup.num_inputs", "low_rank": "hyper_connection.low_rank", "ple_kernel": "ple.conv_kernel",
 }  # fmt: skip
 _NUMBERS: dict[str, Callable[[Sizes], int]] = {
     "kv_heads": lambda s: s.key("attention.head_count_kv") or s["heads"],
@@ -258,6 +275,7 @@ _NUMBERS: dict[str, Callable[[Sizes], int]] = {
     "group": lambda s: s["inner"] // s["groups"],
     "o_part": lambda s: s["o"] // s["o_groups"],
     "entry": lambda s: s["key"] * (2 if s["rate"] == OVERLAPPING_RATE else 1),
+    "ngrams": lambda s: (s.need("ple.ngram_size") - 1) * s.need("ple.heads_per_ngram") * s["layer_input"],
     "hc_mix": lambda s: (2 + s["streams"]) * s["streams"],
     "routed": lambda s: s.key("moe_latent_size") or s["embd"],
     "sff": lambda s: s.key("expert_shared_feed_forward_length") or s["eff"] * s.need("expert_shared_count"),

@@ -22,7 +22,7 @@ import numpy as np
 from quantkit.evaluate.imatrix.collect import CollectOptions, Collector
 from quantkit.evaluate.imatrix.mtp import mtp_head, observe_batches
 from quantkit.evaluate.imatrix.saved_run import SavedRun
-from quantkit.evaluate.imatrix.second_moments import InputForm, measured_shapes, sizes
+from quantkit.evaluate.imatrix.second_moments import InputForm, sizes
 from quantkit.evaluate.layers.layer_by_layer import (
     LayerRun,
     chunk_batches,
@@ -137,13 +137,14 @@ def describe_memory(
 ) -> str:  # fmt: skip
     """What a run takes in this process, or on workers: hidden states, weights, sums."""
     of_layer: dict[int, int] = {}
+    tensors = list(tensors)
     weights = [tensor for tensor in tensors if layer_of(tensor.name) is not None]
     for tensor in weights:
         layer = layer_of(tensor.name) or 0
         of_layer[layer] = of_layer.get(layer, 0) + tensor.nbytes
     sums = sum(8 * int(np.prod(t.shape[:-2], dtype=np.int64)) * t.shape[-1] for t in weights if len(t.shape) > 1)
     if forms is not None:
-        sums += sizes(measured_shapes(weights), forms)[0]
+        sums += sizes({tensor.name: tensor.shape for tensor in tensors if tensor.name in forms}, forms)[0]
     states = 4 * sum(chunks.inputs.size for chunks in chunk_sets) * n_embd
     of_all = f"sums of all layers, up to {len(chunk_sets) * sums / 1e6:,.1f} MB"
     if not here:

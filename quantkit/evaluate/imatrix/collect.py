@@ -28,15 +28,13 @@ from quantkit.codegen.jit import kernel
 from quantkit.errors import DataError, UnknownNameError
 from quantkit.evaluate.chunk_runs import evaluate_chunks
 from quantkit.evaluate.imatrix.mtp import with_mtp_layers
-from quantkit.evaluate.imatrix.second_moments import InputForm, MomentsCollector, MomentsRecorder
+from quantkit.evaluate.imatrix.second_moments import OUTPUT_NAMES, InputForm, MomentsCollector, MomentsRecorder
 from quantkit.evaluate.models import ChunkModel
 from quantkit.evaluate.nll import negative_log_likelihood
 from quantkit.evaluate.perplexity import Perplexity
 from quantkit.evaluate.text import DEFAULT_BATCH, Chunks
 from quantkit.formats.imatrix import TOKEN_WEIGHTS, Entry, Imatrix, merge
 from quantkit.formats.kld.scored_tokens import rows_per_chunk, scored_rows
-
-OUTPUT_NAMES = ("output.weight", "token_embd.weight")
 
 
 @kernel

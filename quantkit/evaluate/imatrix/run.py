@@ -70,7 +70,7 @@ class ImatrixOptions:
     ctx_size           tokens per chunk
     chunks             at most this many chunks of each text; None: all
     from_chunk         skip the first chunks of each text
-    process_output     also collect for output.weight
+    process_output     also collect for output.weight, or for token_embd.weight if that is the output matrix too
     missing_experts    for experts without tokens: "weight-one", "layer-mean" or "error"
     no_ppl             do not compute the perplexity
     in_file            importance matrices to add to
@@ -255,7 +255,7 @@ def _plan_moments(
     model: gguf.GGUF, form: MomentsForm, options: ImatrixOptions, on_message: OnMessage
 ) -> dict[str, InputForm]:
     """The form of each weight's input that is measured; says what they take."""
-    shapes = measured_shapes(model.tensors.values())
+    shapes = measured_shapes(model.tensors.values(), options.process_output)
     forms = plan_forms(shapes, form, options.second_moments_size)
     memory, stored = sizes(shapes, forms)
     full = sum(not form.rank and form.block >= shapes[name][-1] for name, form in forms.items())

@@ -24,6 +24,7 @@ from quantkit.formats.imatrix.factors import RANK
 from quantkit.formats.imatrix.second_moments import BLOCK, stored_values
 
 FORMS = "full, rank, rank:N, blocks, blocks:N or auto"
+OUTPUT_NAMES = ("output.weight", "token_embd.weight")  # the second where a model has no matrix for the output alone
 _NOT_MEASURED = re.compile(r"\.(ffn_gate_inp(_shexp)?|nextn\.embed_tokens)\.")
 _SAME_INPUT = ("attn_q", "attn_k", "attn_v"), ("ffn_gate", "ffn_up"), ("ffn_gate_exps", "ffn_up_exps")
 
@@ -265,16 +266,16 @@ def _make_smaller(shapes: Mapping[str, tuple[int, ...]], forms: dict[str, InputF
                 forms.update({name: smaller.of(columns) for name in sharing[first]})
 
 
-def measured_shapes(tensors: Iterable[HasShape]) -> dict[str, tuple[int, ...]]:
+def measured_shapes(tensors: Iterable[HasShape], process_output: bool = False) -> dict[str, tuple[int, ...]]:
     """Shapes of the weights whose inputs are measured: matrices of the blocks, except routers, which stay f32, and the
-    embeddings of MTP layers, which are only looked up."""
+    embeddings of MTP layers, which are only looked up; with `process_output` the output matrix, which may be the
+    embedding."""
+    shapes = {t.name: t.shape for t in tensors if len(t.shape) > 1 and t.name.endswith(".weight")}
+    output = next((name for name in OUTPUT_NAMES if name in shapes), None) if process_output else None
     return {
-        t.name: t.shape
-        for t in tensors
-        if len(t.shape) > 1
-        and t.name.startswith("blk.")
-        and t.name.endswith(".weight")
-        and not _NOT_MEASURED.search(t.name)
+        name: shape
+        for name, shape in shapes.items()
+        if name == output or (name.startswith("blk.") and not _NOT_MEASURED.search(name))
     }
 
 

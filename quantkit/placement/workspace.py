@@ -394,6 +394,9 @@ def _experts(
     count, ff, embd, used, width = part.stacked, part.ff, router.shape[1], part.used, gate.shape[2]
     if part.shared is not None:
         _feed_forward(prompt, step, tensors, part.shared, threads)
+    if part.table is not None:
+        prompt.add(part.table, 8 * BATCH_TOKENS * used)
+        step.add(part.table, 8 * used)
     most = kernel_sizes.max_entries(BATCH_TOKENS, count, used, kernel_sizes.TILE_TOKENS)
     _read(prompt, [router], embd, threads)
     prompt.add("router", 4 * BATCH_TOKENS * part.count)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from quantkit import cli, types
+from quantkit import archs, cli, types
+from quantkit.archs.common import blocks
 from quantkit.codegen.jit import readonly
 from quantkit.errors import DataError
 from quantkit.evaluate.bench import bytes_per_token
@@ -25,7 +27,8 @@ ALL = {"qwen3moe.expert_used_count": (EXPERTS, "u32")}
 
 
 # What compiles of kernels for another CPU is what takes time: there, tests that have kernels of their own, few types.
-ELSEWHERE = ("test_routing_is_the_plain_formula", "test_all_tokens_on_the_same_experts", "test_gate_up_and_down",
+ELSEWHERE = ("test_routing_is_the_plain_formula", "test_routing_by_softplus_is_the_plain_formula",
+             "test_softplus_and_a_table_of_experts", "test_all_tokens_on_the_same_experts", "test_gate_up_and_down",
              "test_quantized_experts_are_near_the_exact_model")  # fmt: skip
 
 
@@ -93,6 +96,29 @@ def test_routing_is_the_plain_formula(
         np.testing.assert_allclose(weights[:count], expected, rtol=1e-5)
 
 
+@pytest.mark.parametrize("normalise", [False, True])
+@pytest.mark.parametrize("source", ["scores", "bias", "table"])
+@pytest.mark.parametrize(("used", "least", "share"), [(1, 1, 0), (3, 3, 0), (7, 7, 0), (4, 2, 0.9), (4, 1, 1)])
+def test_routing_by_softplus_is_the_plain_formula(
+    used: int, least: int, share: float, source: str, normalise: bool, rng: np.random.Generator
+) -> None:
+    for scale in (1, 1, 1, 10, 25):
+        logits = (scale * rng.standard_normal(7)).astype(np.float32)
+        p = np.sqrt(np.logaddexp(0, logits.astype(np.float64)))
+        bias = rng.standard_normal(7).astype(np.float32) if source == "bias" else NONE
+        given = rng.permutation(7)[:used] if source == "table" else np.zeros(0, np.int64)
+        selected = given if source == "table" else np.argsort(-(p + bias if source == "bias" else p))[:used]
+        order = selected[np.argsort(-p[selected])]
+        kept = [e for rank, e in enumerate(order) if rank < least or p[e] > share * p[order[0]]]
+        expected = p[kept] / (p[kept].sum() if normalise else 1) * 2.5
+        chosen, weights = np.full(used, -7, np.int64), np.full(used, np.nan, np.float32)
+        count = reference.route_softplus(
+            logits, bias, given, used, least, np.float32(share), normalise, np.float32(2.5), chosen, weights
+        )
+        assert list(chosen[:count]) == kept
+        np.testing.assert_allclose(weights[:count], expected, rtol=1e-5)
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_routing_of_what_is_not_finite_is_within_bounds_and_shows(bad: float) -> None:
     logits = np.array([1, bad, 2, 3], np.float32)
@@ -143,6 +169,34 @@ def test_all_tokens_on_the_same_experts(used: int, moe: Path, tmp_path: Path) ->
 
 def test_weights_that_are_not_normalised(moe: Path, tmp_path: Path) -> None:
     check(changed(moe, tmp_path / "m.gguf", {"qwen3moe.expert_weights_norm": (False, "bool")}, {}), 1e-5)
+
+
+def test_softplus_and_a_table_of_experts(moe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first layer takes the experts of a token from a table, the second selects them by biased scores."""
+    arch, rng = archs.get("qwen3moe"), np.random.default_rng(9)
+    table = np.array([rng.permutation(EXPERTS)[:USED] for _ in range(VOCAB)], "<i4")
+    extra = {"blk.0.table": table, "blk.1.bias": rng.standard_normal(EXPERTS).astype(np.float32)}
+    path, own = changed(moe, tmp_path / "m.gguf", {}, extra), arch.block
+
+    def block(hp: blocks.HParams, i: int) -> blocks.Block:
+        attention, part = own(hp, i).parts
+        assert isinstance(part, blocks.Experts)
+        bias, table = ("blk.1.bias", None) if i else (None, "blk.0.table")
+        return blocks.Block(i, (attention, replace(part, gating="sqrtsoftplus", choice_bias=bias, table=table)))
+
+    monkeypatch.setattr(arch, "block", block)
+    check(path, 1e-5)
+    check(path, 1e-5, threads=3, expert_reduction=(1, 0.9))
+    caches = [model.new_cache(64) for model in [load(path, numerics="fast", cache_type="f32")] * 2]
+    model = load(path, numerics="fast", cache_type="f32")
+    ends = model.forward_batch([(TOKENS[:5], caches[0]), (TOKENS[30:], caches[1])])
+    for found, ids in zip(ends, (TOKENS[:5], TOKENS[30:])):
+        assert spread(found[None], load(path, cache_type="f32").logits(ids)[-1:]) < 1e-5
+    table[TOKENS[3], 1] = EXPERTS
+    bad = load(changed(moe, tmp_path / "bad.gguf", {}, extra), numerics="fast")
+    for ids in (TOKENS[:7], TOKENS[3:4]):
+        with pytest.raises(DataError, match="none of 0 to 7"):
+            bad.logits(ids)
 
 
 @pytest.mark.parametrize("threads", [1, 3])

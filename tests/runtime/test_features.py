@@ -193,7 +193,7 @@ def reason(config: dict[str, Any]) -> str | None:
     return unsupported_feature(weights, arch.blocks(hparams), arch.head(hparams))  # type: ignore[arg-type]  # no data
 
 
-NOT_COMPILED = {"deepseek4": "no operation mixes residual streams (output_hc_fn.weight)"}
+NOT_COMPILED = {"deepseek4": "no operation attends to compressed entries (blk.0.attn_kv.weight)"}
 COMPILED = [arch.name for arch in archs.all() if arch.name not in NOT_COMPILED]
 
 

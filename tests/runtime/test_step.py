@@ -39,8 +39,8 @@ def changed(source: Path, target: Path, metadata: dict[str, tuple], extra: dict[
     copied = file.metadata.copy()
     for key, (value, kind) in metadata.items():
         copied.set(key, value, kind)
-    f32 = types.get("f32")
-    specs = [gguf.TensorSpec(name, value.shape, f32) for name, value in values.items()]
+    kinds = {name: types.layout("i32" if value.dtype == np.int32 else "f32") for name, value in values.items()}
+    specs = [gguf.TensorSpec(name, value.shape, kinds[name]) for name, value in values.items()]
     with gguf.Writer(target, copied, specs) as writer:
         for name, value in values.items():
             writer.write(name, np.ascontiguousarray(value.reshape(-1, value.shape[-1])).view(np.uint8))

@@ -202,7 +202,7 @@ class BlockRunner:
         logits = self.linear(part.router, entering)
         if part.table:
             given = self._experts_of_tokens(part, spans)
-            chosen, weights = experts.route_softplus(part, logits, self.expert_reduction, given=given)
+            chosen, weights = experts.route(part, logits, self.expert_reduction, given=given)
         else:
             chosen, weights = self.route(part, logits)
         out = self.run_experts(part, self._through(part.latent_down, y), chosen, weights)
@@ -275,8 +275,6 @@ class BlockRunner:
     def route(self, part: blocks.Experts, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Experts and weights of each token; see `experts.route`."""
         bias = self.vector(part.choice_bias) if part.choice_bias else None
-        if part.gating == "sqrtsoftplus":
-            return experts.route_softplus(part, logits, self.expert_reduction, bias)
         return experts.route(part, logits, self.expert_reduction, bias)
 
     def _experts_of_tokens(self, part: blocks.Experts, spans: list[Span]) -> np.ndarray:
@@ -287,15 +285,7 @@ class BlockRunner:
             raise UnsupportedError(
                 f"{self.path}: {part.table} gives experts by tokens, and this computes a layer without its tokens"
             )
-        tensor = self.weights[part.table]
-        table = np.ascontiguousarray(tensor.rows(0, tensor.n_rows)).view("<i4")
-        found: np.ndarray = table[np.concatenate(tokens)].astype(np.int64)
-        if ((found < 0) | (found >= part.count)).any():
-            raise DataError(f"{self.path}: {part.table} has an expert that is none of 0 to {part.count - 1}")
-        ordered = np.sort(found, axis=1)
-        if (ordered[:, 1:] == ordered[:, :-1]).any():
-            raise DataError(f"{self.path}: {part.table} gives a token one expert twice")
-        return found
+        return experts.of_tokens(part, self.weights, np.concatenate(tokens))
 
     def latent_attention(
         self, part: blocks.LatentAttention, layer: int, x: np.ndarray, spans: list[Span]

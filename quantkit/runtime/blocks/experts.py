@@ -50,17 +50,29 @@ def reduction(parts: Sequence[blocks.Block], requested: Reduction | None, path: 
 
 
 def route(
-    part: blocks.Experts, logits: np.ndarray, reduction: Reduction | None = None, bias: np.ndarray | None = None
+    part: blocks.Experts,
+    logits: np.ndarray,
+    reduction: Reduction | None = None,
+    bias: np.ndarray | None = None,
+    given: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Experts and weights of each token from router logits float32[tokens, count], which are overwritten.
 
-    `bias` is what `part.choice_bias` names.
+    `bias` is what `part.choice_bias` names. `given` int64[tokens, used] are the experts, where a table has them.
     """
     min_used, min_share = reduction or (part.used, 0.0)
     bias = jit.readonly(np.zeros(0, np.float32)) if bias is None else bias
+    given = np.zeros((len(logits), 0), np.int64) if given is None else given
     chosen = np.full((len(logits), part.used), -1, np.int64)
     weights = np.zeros((len(logits), part.used), np.float32)
     for token in range(len(logits)):
+        if part.gating == "sqrtsoftplus":
+            count = reference.route_softplus(
+                logits[token], bias, given[token], part.used, min_used, np.float32(min_share), part.normalise,
+                np.float32(part.scale), chosen[token], weights[token],
+            )  # fmt: skip
+            chosen[token, count:], weights[token, count:] = -1, 0
+            continue
         reference.route(
             logits[token], bias, part.gating == "sigmoid", part.groups, part.groups_used, part.used, min_used,
             np.float32(min_share), part.normalise, np.float32(part.scale), chosen[token], weights[token],
@@ -68,28 +80,18 @@ def route(
     return chosen, weights
 
 
-def route_softplus(
-    part: blocks.Experts,
-    logits: np.ndarray,
-    reduction: Reduction | None = None,
-    bias: np.ndarray | None = None,
-    given: np.ndarray | None = None,
-) -> tuple[np.ndarray, np.ndarray]:
-    """As `route`, with gating "sqrtsoftplus". `given` int64[tokens, used] are the experts, where a table has them."""
-    p = np.sqrt(np.logaddexp(np.float32(0), logits)).astype(np.float32)
-    if given is None:
-        scores = p if bias is None else p + bias
-        given = np.argsort(-scores, axis=1, kind="stable")[:, : part.used]
-    weights = np.take_along_axis(p, given, axis=1)
-    order = np.argsort(-weights, axis=1, kind="stable")
-    chosen, weights = (np.take_along_axis(x, order, axis=1) for x in (given, weights))
-    if reduction is not None:
-        left_out = ~(weights > np.float32(reduction[1]) * weights[:, :1])
-        left_out[:, : reduction[0]] = False
-        chosen[left_out], weights[left_out] = -1, 0
-    if part.normalise:
-        weights /= weights.sum(axis=1, keepdims=True)
-    return chosen, weights * np.float32(part.scale)
+def of_tokens(part: blocks.Experts, tensors: Mapping[str, Tensor], tokens: np.ndarray) -> np.ndarray:
+    """int64[tokens, used]: the experts that the table gives int64[tokens]. DataError where it has wrong ones."""
+    assert part.table
+    tensor = tensors[part.table]
+    table = np.ascontiguousarray(tensor.rows(0, tensor.n_rows)).view("<i4")
+    found: np.ndarray = table[tokens].astype(np.int64)
+    if ((found < 0) | (found >= part.count)).any():
+        raise DataError(f"{tensor.path}: {part.table} has an expert that is none of 0 to {part.count - 1}")
+    ordered = np.sort(found, axis=1)
+    if (ordered[:, 1:] == ordered[:, :-1]).any():
+        raise DataError(f"{tensor.path}: {part.table} gives a token one expert twice")
+    return found
 
 
 def run(

@@ -9,6 +9,7 @@ Operations per block, with barriers where | stands:
     feed-forward    norm, gate, up, activation | down, add to x |
     experts         norm, router | select, gate, up, activation | down, add to x | (norm, add | norm, add to x |)
 
+With hyper-connections there are operations before and after each part; see hyper_connections.py.
 In parallel blocks both parts take one norm, of the layer's input.
 With latents, experts have latent_down beside the router, and latent_up, add to x | after down.
 A shared expert runs as a feed-forward before the routed ones, on the same norm. A norm of a block's result has a
@@ -18,6 +19,7 @@ barrier before and after it, as has a norm of queries and keys over all heads.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 
 import numpy as np
@@ -25,13 +27,14 @@ import numpy as np
 from quantkit.archs.common import blocks
 from quantkit.placement import kernel_sizes
 from quantkit.placement.kernel_sizes import activation_bytes, whole_lines
-from quantkit.runtime.compiled import delta_net, kimi_delta, latent, layer_input, mamba2, short_conv
+from quantkit.runtime.compiled import delta_net, hyper_connections, kimi_delta, latent, layer_input, mamba2, short_conv
 from quantkit.runtime.compiled.cached_attention import Projected, attend_token
 from quantkit.runtime.compiled.plan_base import (
     SPLIT_ROWS,
     Activations,
     Array,
     CompiledPlan,
+    GivenExperts,
     ModelParts,
     PlannedCaches,
     PlanOps,
@@ -50,11 +53,13 @@ class DecodePlan(CompiledPlan):
         self._position = np.zeros(1, np.int64)
         self._x, self._logits = np.zeros(model.n_embd, np.float32), np.zeros(model.vocab, np.float32)
         self._rows = layer_input.LayerRows(model, 1)
+        self._given = GivenExperts(model, 1)
 
     def __call__(self, token: int, cache: Cache) -> Array:
         """A fresh array. The caller makes sure that the cache has room."""
-        ops = self._point_to([cache])
         tokens = np.array([token])
+        self._given.look_up(tokens)
+        ops = self._point_to([cache])
         embedded = self.model.embed(tokens)
         self._x[:] = embedded[0]
         self._rows.look_up(tokens, embedded)
@@ -70,45 +75,54 @@ class DecodePlan(CompiledPlan):
         return self._logits.copy()
 
     def _build(self, shape: PlannedCaches) -> PlanOps:
-        ops = DecodeOps(self.model, self._x, self._position)
+        ops = DecodeOps(self.model, self._given, self._x, self._position)
         ops.keep(self._rows.rows)
         layer_input.add_projections(ops, layer_input.of_model(self.model))
+        head = self.model.head.streams
+        streams = hyper_connections.TokenStreams(ops, head.streams) if head else None
         for block in self.model.block_list:
             normed = ops.norm(block.parts[0].norm) if block.parallel else None
-            for layer, part in block.numbered_parts:
+            for (layer, part), connection in itertools.zip_longest(block.numbered_parts, block.hyper):
+                if streams is not None:
+                    streams.read(connection)
                 if isinstance(part, blocks.LayerInput):
                     layer_input.add_decode(ops, part, self._rows.address(part))
                 else:
                     add_part(ops, layer, part, shape, normed)
+                if streams is not None:
+                    streams.write()
             if any(isinstance(part, blocks.Experts) and part.deferred for part in block.parts):
                 ops.add_deferred()
             if block.out_scale is not None:
                 ops.scale_residual(block.out_scale)
+        if streams is not None and head is not None:
+            streams.end(head)
         add_head(ops, self._logits)
         return ops
 
     @functools.cached_property
     def _head_ops(self) -> PlanOps:
-        ops = DecodeOps(self.model, self._x, self._position)
+        ops = DecodeOps(self.model, self._given, self._x, self._position)
         add_head(ops, self._logits)
         return ops
 
     @property
     def work_bytes(self) -> int:
-        return super().work_bytes + self._x.nbytes + self._position.nbytes + self._logits.nbytes + self._rows.nbytes
+        own = self._x.nbytes + self._position.nbytes + self._logits.nbytes + self._rows.nbytes + self._given.nbytes
+        return super().work_bytes + own
 
 
 class DecodeOps(TokenOps):
     """Operations on the residual stream x float32[n_embd] of one token."""
 
-    def __init__(self, model: ModelParts, x: Array, position: Array):
-        super().__init__(model)
+    def __init__(self, model: ModelParts, given: GivenExperts, x: Array, position: Array):
+        super().__init__(model, given)
         self.x, self.position = self.keep(x).ctypes.data, self.keep(position).ctypes.data
-        self.n_embd = model.n_embd
+        self.n_embd, self.entering = model.n_embd, self.x
 
     def norm(self, norm: blocks.Norm | None) -> Activations:
         """Append the norm of x, or x itself, as products take it."""
-        return self.norm_of(norm, Activations(self.x, 0), self.n_embd, "normed")
+        return self.norm_of(norm, Activations(self.entering, 0), self.n_embd, "normed")
 
     def sub_norm(self, norm: blocks.Norm | None, x: Activations, n: int) -> Activations:
         """Append a norm of float32[n] before a product; x as it is without one."""
@@ -401,7 +415,7 @@ def add_experts(ops: DecodeOps, part: blocks.Experts, normed: Activations | None
         add_gated(ops, part.shared, normed, part.shared_gate, both)
     entering = normed
     if part.router_norm is not None:
-        entering = ops.norm_of(part.router_norm, Activations(ops.x, 0), ops.n_embd, "router normed")
+        entering = ops.norm_of(part.router_norm, Activations(ops.entering, 0), ops.n_embd, "router normed")
     logits = ops.buffer("router", 4 * part.count)
     ops.matvec(part.router, entering, logits, barrier=part.latent_down is None, multiple=ops.group(part.router))
     if part.latent_down is not None:

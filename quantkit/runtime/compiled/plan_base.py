@@ -20,12 +20,12 @@ from quantkit import types
 from quantkit.archs.common import blocks
 from quantkit.codegen import jit
 from quantkit.formats.gguf import Tensor
-from quantkit.runtime.blocks import float_attention, float_linear, float_ops
+from quantkit.runtime.blocks import experts, float_attention, float_linear, float_ops
 from quantkit.runtime.blocks.experts import Reduction
 from quantkit.runtime.blocks.float_attention import AttentionOptions
 from quantkit.runtime.kernels import dispatch
 from quantkit.runtime.kernels.cpu import gated_activations
-from quantkit.runtime.kernels.cpu.decode_experts import Routing
+from quantkit.runtime.kernels.cpu.decode_experts import SIGMOID, SOFTMAX, SQRT_SOFTPLUS, Routing
 from quantkit.runtime.kernels.cpu.delta_net import LayerStates, StatesView
 from quantkit.runtime.kernels.cpu.kv_rows import KernelHeads, LayerCache, LayerView
 from quantkit.runtime.kernels.cpu.op_list import OpList
@@ -34,6 +34,7 @@ from quantkit.runtime.kv.cache import Cache
 from quantkit.runtime.kv.cache_type import CacheType
 from quantkit.runtime.kv.saved_state import LayerState
 
+_GATINGS = {"softmax": SOFTMAX, "sigmoid": SIGMOID, "sqrtsoftplus": SQRT_SOFTPLUS}
 SPLIT_ROWS = 32  # threads split matrices at multiples of this: whole sub-blocks of what is quantized next
 
 Array = np.ndarray[Any, Any]
@@ -106,6 +107,30 @@ class PlannedCaches(NamedTuple):
         )
 
 
+class GivenExperts:
+    """The experts of a run's tokens by the tables of layers, int64[tokens, used] of each; filled before a run."""
+
+    def __init__(self, model: ModelParts, tokens: int):
+        self._weights = model.weights
+        parts = (part for block in model.block_list for part in block.parts)
+        self._parts = [part for part in parts if isinstance(part, blocks.Experts) and part.table]
+        self._rows = [np.zeros((tokens, part.used), np.int64) for part in self._parts]
+
+    def look_up(self, tokens: Array) -> None:
+        """Fill in what int64[tokens] name. DataError where a table has wrong experts."""
+        for part, rows in zip(self._parts, self._rows):
+            rows[: len(tokens)] = experts.of_tokens(part, self._weights, tokens)
+
+    def address(self, part: blocks.Experts) -> int:
+        """Address of the experts of a layer."""
+        return int(self._rows[self._parts.index(part)].ctypes.data)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(rows.nbytes for rows in self._rows)
+
+
 class Activations(NamedTuple):
     """A quantized activation buffer. stride: bytes from one thread's copy to the next, 0 if all threads share it."""
 
@@ -134,9 +159,9 @@ class ExpertTensor(NamedTuple):
 class PlanOps(OpList):
     """An operation list for a model, with what operations of all blocks need: weights, constants, records."""
 
-    def __init__(self, model: ModelParts):
+    def __init__(self, model: ModelParts, given_experts: GivenExperts):
         super().__init__(model.threads)
-        self.model = model
+        self.model, self.given_experts = model, given_experts
         self.views: list[tuple[int, AnyAttention, StoredRecord]] = []  # a LayerView per attention layer
         self.states_views: list[tuple[int, StoredRecord]] = []  # a StatesView per recurrent layer
 
@@ -230,10 +255,11 @@ class PlanOps(OpList):
             normalize=int(part.normalise),
             scale=self.constant(part.scale),
             bias=self.vector(part.choice_bias),
-            sigmoid=int(part.gating == "sigmoid"),
+            gating=_GATINGS[part.gating],
             groups=part.groups,
             groups_used=part.groups_used,
             identity=part.identity,
+            given=self.given_experts.address(part) if part.table else 0,
         )
         return self.record(record).address
 
@@ -257,6 +283,8 @@ class TokenOps(PlanOps, ABC):
 
     position: int  # address of an int64
     n_embd: int
+    x: int  # float32[n_embd], to which parts add
+    entering: int  # float32[n_embd], which parts read: x, except with hyper-connections
 
     @abstractmethod
     def norm(self, norm: blocks.Norm | None) -> Activations:
@@ -284,6 +312,8 @@ class BatchOps(PlanOps, ABC):
     state: int  # address of a BatchState
     token_count: int  # address of the number of tokens
     n_embd: int
+    x: int  # float32[tokens, n_embd], to which parts add
+    entering: int  # float32[tokens, n_embd], which parts read: x, except with hyper-connections
 
     @abstractmethod
     def floats(self, name: str, n: int) -> int:

@@ -9,6 +9,7 @@ Operations per block, with barriers where | stands:
     feed-forward    norm | gate, up | activation | down, add to x |
     experts         norm | router | route | group | gather | gate, up, activation | down, add to x | (norms, add to x |)
 
+With hyper-connections there are operations before and after each part; see hyper_connections.py.
 With latents, experts have latent_down beside the router, and latent_up, add to x | after down.
 A shared expert runs as a feed-forward after the routed ones, on the same norm.
 """
@@ -26,12 +27,13 @@ from quantkit.archs.common import blocks
 from quantkit.placement import kernel_sizes
 from quantkit.placement.kernel_sizes import BATCH_TOKENS, activation_bytes, whole_lines
 from quantkit.runtime.blocks.spans import Span
-from quantkit.runtime.compiled import delta_net, kimi_delta, latent, layer_input, mamba2, short_conv
+from quantkit.runtime.compiled import delta_net, hyper_connections, kimi_delta, latent, layer_input, mamba2, short_conv
 from quantkit.runtime.compiled.cached_attention import Projected, attend_batch
 from quantkit.runtime.compiled.plan_base import (
     Array,
     BatchOps,
     CompiledPlan,
+    GivenExperts,
     ModelParts,
     PlannedCaches,
     PlanOps,
@@ -55,9 +57,11 @@ class PrefillPlan(CompiledPlan):
         self._state = np.zeros(nbytes // 8, np.int64)
         self._x = np.zeros((BATCH_TOKENS, model.n_embd), np.float32)
         self._rows = layer_input.LayerRows(model, BATCH_TOKENS)
+        self._given = GivenExperts(model, BATCH_TOKENS)
 
     def __call__(self, tokens: Array, spans: Sequence[Span]) -> Array:
         """At most BATCH_TOKENS tokens; a view that the next call overwrites. All caches have one type."""
+        self._given.look_up(tokens)
         ops = self._point_to([span.cache for span in spans])
         count = len(tokens)
         self._x[:count] = self.model.embed(tokens)
@@ -78,35 +82,43 @@ class PrefillPlan(CompiledPlan):
             yield self(part, [Span(0, len(part), cache)])
 
     def _build(self, shape: PlannedCaches) -> PlanOps:
-        ops = PrefillOps(self.model, self._x, self._state)
+        ops = PrefillOps(self.model, self._given, self._x, self._state)
         ops.keep(self._rows.rows)
         embedded = int(ops.keep(self._rows.x).ctypes.data)
+        head = self.model.head.streams
+        streams = hyper_connections.BatchStreams(ops, head.streams) if head else None
         for block in self.model.block_list:
             normed = ops.norm(block.parts[0].norm, ()).floats if block.parallel else 0
-            for layer, part in block.numbered_parts:
+            for (layer, part), connection in itertools.zip_longest(block.numbered_parts, block.hyper):
+                if streams is not None:
+                    streams.read(connection)
                 if isinstance(part, blocks.LayerInput):
                     layer_input.add_prefill(ops, part, embedded, self._rows.address(part))
                 else:
                     add_part(ops, layer, part, shape, normed)
+                if streams is not None:
+                    streams.write()
             if any(isinstance(part, blocks.Experts) and part.deferred for part in block.parts):
                 ops.add_normed(None, ops.deferred, ops.x)
             if block.out_scale is not None:
                 ops.scale_residual(block.out_scale)
+        if streams is not None and head is not None:
+            streams.end(head)
         return ops
 
     @property
     def work_bytes(self) -> int:
-        return super().work_bytes + self._x.nbytes + self._state.nbytes + self._rows.nbytes
+        return super().work_bytes + self._x.nbytes + self._state.nbytes + self._rows.nbytes + self._given.nbytes
 
 
 class PrefillOps(BatchOps):
     """Operations on the residual streams x float32[BATCH_TOKENS, n_embd] of a batch."""
 
-    def __init__(self, model: ModelParts, x: Array, state: Array):
-        super().__init__(model)
+    def __init__(self, model: ModelParts, given: GivenExperts, x: Array, state: Array):
+        super().__init__(model, given)
         self.x, self.state = self.keep(x).ctypes.data, self.keep(state).ctypes.data
         self.token_count = self.state + prefill_ops.TOKENS  # address of the number of tokens
-        self.n_embd = model.n_embd
+        self.n_embd, self.entering = model.n_embd, self.x
 
     def floats(self, name: str, n: int) -> int:
         """Address of a buffer float32[BATCH_TOKENS, n]."""
@@ -119,9 +131,9 @@ class PrefillOps(BatchOps):
     def norm(self, norm: blocks.Norm | None, readers: Sequence[blocks.Linear]) -> ProductRows:
         """Append the norm of x, or x itself, as the matrices `readers` multiply it."""
         if norm is None:
-            return self.quantize(self.x, self.n_embd, readers)
+            return self.quantize(self.entering, self.n_embd, readers)
         out = self.floats("normed", self.n_embd)
-        self.norm_of(norm, self.x, self.n_embd, out)
+        self.norm_of(norm, self.entering, self.n_embd, out)
         return self.quantize(out, self.n_embd, readers)
 
     def sub_norm(self, norm: blocks.Norm | None, x: int, n: int) -> None:
@@ -384,7 +396,7 @@ def _add_assignment(
     logits, entering = ops.floats("router", part.count), normed
     if part.router_norm is not None:
         rows = ops.floats("router normed", ops.n_embd)
-        ops.norm_of(part.router_norm, ops.x, ops.n_embd, rows)
+        ops.norm_of(part.router_norm, ops.entering, ops.n_embd, rows)
         entering = ops.quantize(rows, ops.n_embd, (part.router,))
     ops.multiply(part.router, entering, logits, barrier=True)
     selected = ops.buffer("selected", 8 * BATCH_TOKENS * part.used)

@@ -17,7 +17,7 @@ def unsupported_feature(weights: Weights, parts: Sequence[blocks.Block], head: b
     """The first feature of these blocks that has no operation; None if plans can be built."""
     linears = [head.output]
     if head.streams is not None:
-        return f"no operation mixes residual streams ({head.streams.fn.weight})"
+        linears += [head.streams.fn, *(connection.fn for block in parts for connection in block.hyper)]
     for part in (part for block in parts for part in block.parts):
         if isinstance(part, blocks.Attention):
             linears += [part.q, part.k, part.v, part.out, *([part.head_gate] if part.head_gate else [])]
@@ -93,8 +93,6 @@ def _in_experts(part: blocks.Experts) -> str | None:
     # Rows of experts are the columns of another matrix, so `_in_matrix` makes sure that they fill whole units of work.
     if isinstance(part.activation, blocks.Xielu):
         return f"no operation computes xIELU of experts ({part.up.weight})"
-    if part.gating == "sqrtsoftplus":
-        return f"no operation routes by sqrtsoftplus ({part.router.weight})"
     if part.ungated and part.weighs_inputs:
         return f"no operation weights inputs of experts without a gate ({part.up.weight})"
     for linear in (part.gate, part.up, part.down):

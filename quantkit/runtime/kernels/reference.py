@@ -9,7 +9,8 @@
     rope          rotates pairs of elements of each head by the angles of their positions
     soft_cap      y = c tanh(x / c)
     softmax_step  one block of keys of the streaming softmax
-    route         which experts a token goes to, and their weights
+    softplus      ln(1 + e^x)
+    route         which experts a token goes to, and their weights; route_softplus with sqrt(ln(1 + e^logit))
     causal_conv   a causal convolution over the last few tokens, each channel by itself
     short_conv    the same, then x * sigmoid(x)
     l2_norm_heads y = x / sqrt(sum(x^2) + 1e-6), each head
@@ -273,6 +274,40 @@ def _drop_groups(p, bias, groups, groups_used):
 
 
 @kernel
+def softplus(x):
+    """ln(1 + e^x). With z = e^-|x| and s = z / (2 + z) <= 1/3, ln(1 + z) is 2 artanh(s), here its series."""
+    z = exp(-abs(x))
+    s = z / (np.float32(2) + z)
+    square = s * s
+    total = np.float32(1 / 17)
+    for n in range(15, -1, -2):
+        total = total * square + np.float32(1) / np.float32(n)
+    return max(x, np.float32(0)) + np.float32(2) * s * total
+
+
+@kernel
+def _best(p, bias):
+    """The expert with the largest score, of equal ones the first, of those whose p is not -1."""
+    best, best_score = -1, np.float32(0)
+    for e in range(p.shape[0]):  # a NaN wins, so that it shows in the result
+        if p[e] != np.float32(-1):
+            score = _selection_score(p, bias, e)
+            if best < 0 or score > best_score or score != score:
+                best, best_score = e, score
+    return best
+
+
+@kernel
+def _scale_weights(weights, normalise, scale):
+    """weights, divided by their sum with `normalise`, times `scale`."""
+    factor = np.float32(scale)
+    if normalise:
+        factor /= _sum(weights)
+    for rank in range(weights.shape[0]):
+        weights[rank] *= factor
+
+
+@kernel
 def route(logits, bias, sigmoid, groups, groups_used, used, min_used, min_share, normalise, scale, chosen, weights):
     """Experts of one token, and how many: p = softmax(logits) or sigmoid, the `used` largest, of equal ones the first.
 
@@ -297,23 +332,38 @@ def route(logits, bias, sigmoid, groups, groups_used, used, min_used, min_share,
         _drop_groups(logits, bias, groups, groups_used)
     count = 0
     for rank in range(used):
-        best, best_score = -1, np.float32(0)
-        for e in range(experts):  # a NaN wins, so that it shows in the result
-            if logits[e] != np.float32(-1):
-                score = _selection_score(logits, bias, e)
-                if best < 0 or score > best_score or score != score:
-                    best, best_score = e, score
+        best = _best(logits, bias)
         p = logits[best]
         logits[best] = np.float32(-1)  # taken
         if rank >= min_used and not p > min_share * weights[0]:
             break
         chosen[rank], weights[rank] = best, p
         count += 1
-    factor = np.float32(scale)
-    if normalise:
-        factor /= _sum(weights[:count])
-    for rank in range(count):
-        weights[rank] *= factor
+    _scale_weights(weights[:count], normalise, scale)
+    return count
+
+
+@kernel
+def route_softplus(logits, bias, given, used, min_used, min_share, normalise, scale, chosen, weights):
+    """As `route`, with p = sqrt(ln(1 + e^logit)) of each expert, and chosen experts ordered by p, without the bias.
+
+    `given` int64[used] are the experts, all different, where they do not follow from scores; int64[0] for none.
+    """
+    for e in range(logits.shape[0]):
+        logits[e] = np.sqrt(softplus(logits[e]))
+    for rank in range(used):
+        best = given[rank] if given.shape[0] != 0 else _best(logits, bias)
+        p = logits[best]
+        logits[best] = np.float32(-1)  # taken
+        place = rank
+        while place > 0 and weights[place - 1] < p:
+            chosen[place], weights[place] = chosen[place - 1], weights[place - 1]
+            place -= 1
+        chosen[place], weights[place] = best, p
+    count = 0
+    while count < used and (count < min_used or weights[count] > min_share * weights[0]):
+        count += 1
+    _scale_weights(weights[:count], normalise, scale)
     return count
 
 

@@ -29,11 +29,13 @@ from quantkit.codegen.simd import call6, copy_floats, floats, integers, load_flo
 from quantkit.runtime.kernels.cpu.activations import quantize_range
 from quantkit.runtime.kernels.cpu.decode_ops import add_range, scale_range
 from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record, split
-from quantkit.runtime.kernels.reference import route
+from quantkit.runtime.kernels.reference import route, route_softplus
+
+SOFTMAX, SIGMOID, SQRT_SOFTPLUS = range(3)
 
 
 class Routing(NamedTuple):
-    """How experts are selected: the arguments of `reference.route`."""
+    """How experts are selected: the arguments of `reference.route` or `reference.route_softplus`."""
 
     experts: int
     used: int
@@ -42,18 +44,25 @@ class Routing(NamedTuple):
     normalize: int  # 0 or 1
     scale: int  # address of a float32
     bias: int  # float32[experts], or 0
-    sigmoid: int  # 0: softmax
+    gating: int  # SOFTMAX, SIGMOID or SQRT_SOFTPLUS
     groups: int
     groups_used: int
     identity: int = 0  # the last so many experts give their input
+    given: int = 0  # int64[tokens, used]: the experts, with SQRT_SOFTPLUS; 0: they follow from scores
 
 
 @kernel
-def route_token(routing, logits, selected, weights):
-    """Number of experts selected for one token's logits float32[experts], which are overwritten."""
+def route_token(routing, token, logits, selected, weights):
+    """Number of experts selected for a token's logits float32[experts], which are overwritten."""
     bias = floats(routing.bias, routing.experts if routing.bias != 0 else 0)
+    if routing.gating == SQRT_SOFTPLUS:
+        given = integers(routing.given + token * routing.used * 8, routing.used if routing.given != 0 else 0)
+        return route_softplus(
+            logits, bias, given, routing.used, routing.min_used, load_float(routing.min_share),
+            routing.normalize != 0, load_float(routing.scale), selected, weights,
+        )  # fmt: skip
     return route(
-        logits, bias, routing.sigmoid != 0, routing.groups, routing.groups_used, routing.used, routing.min_used,
+        logits, bias, routing.gating == SIGMOID, routing.groups, routing.groups_used, routing.used, routing.min_used,
         load_float(routing.min_share), routing.normalize != 0, load_float(routing.scale), selected, weights,
     )  # fmt: skip
 
@@ -91,7 +100,7 @@ def select_experts(parameters, thread, threads):
     weights, probabilities = selected + 8 + 8 * used, selected + 8 + 12 * used
     copy_floats(probabilities, p.logits, experts)
     ids = integers(selected + 8, used)
-    count = route_token(routing, floats(probabilities, experts), ids, floats(weights, used))
+    count = route_token(routing, 0, floats(probabilities, experts), ids, floats(weights, used))
     if routing.identity != 0:
         count = _without_identity(ids, floats(weights, used), count, experts - routing.identity, probabilities)
     store_int(count, selected)

@@ -61,7 +61,7 @@ from quantkit.runtime.kernels.cpu.float_gemm import float_tile, panel_rows, tran
 from quantkit.runtime.kernels.cpu.gates import dot
 from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record, record_bytes, split
 from quantkit.runtime.kernels.cpu.prefill_ops import SPAN_BYTES, STATE_BYTES, BatchState, SpanState
-from quantkit.runtime.kernels.reference import exp
+from quantkit.runtime.kernels.reference import exp, softplus
 
 MIN_DECAY = 1e-34  # products of decays below this count as 0: with subnormal numbers, products would be slow
 _EPS = np.float32(1e-6)  # of the norm of queries and keys
@@ -236,18 +236,6 @@ def convolve(kernel_size: int) -> Callback:
 
 
 # ---------------------------------------------------------------------------------------------------------------- rates
-
-
-@kernel
-def softplus(x):
-    """ln(1 + e^x). With z = e^-|x| and s = z / (2 + z) <= 1/3, ln(1 + z) is 2 artanh(s), here its series."""
-    z = exp(-abs(x))
-    s = z / (np.float32(2) + z)
-    square = s * s
-    total = np.float32(1 / 17)
-    for n in range(15, -1, -2):
-        total = total * square + np.float32(1) / np.float32(n)
-    return max(x, np.float32(0)) + np.float32(2) * s * total
 
 
 @kernel

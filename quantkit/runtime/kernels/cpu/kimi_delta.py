@@ -22,13 +22,12 @@ from quantkit.runtime.kernels.cpu.delta_net import (
     HeadFields,
     LayerStates,
     StatesView,
-    softplus,
     update_state,
 )
 from quantkit.runtime.kernels.cpu.gates import dot
 from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record, split
 from quantkit.runtime.kernels.cpu.prefill_ops import SPAN_BYTES, STATE_BYTES, BatchState, SpanState
-from quantkit.runtime.kernels.reference import exp
+from quantkit.runtime.kernels.reference import exp, softplus
 
 
 class RuleFields(NamedTuple):

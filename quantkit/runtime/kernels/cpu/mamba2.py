@@ -27,11 +27,10 @@ from quantkit.runtime.kernels.cpu.delta_net import (
     LayerStates,
     StatesView,
     by_columns,
-    softplus,
 )
 from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record, split
 from quantkit.runtime.kernels.cpu.prefill_ops import SPAN_BYTES, STATE_BYTES, BatchState, SpanState, token_share
-from quantkit.runtime.kernels.reference import exp
+from quantkit.runtime.kernels.reference import exp, softplus
 
 
 class ScanFields(NamedTuple):

@@ -138,7 +138,7 @@ def route_batch(parameters, thread, threads):
     for token in range(first, last):
         selected = integers(p.selected + token * used * 8, used)
         weights = floats(p.weights + token * used * 4, used)
-        count = route_token(routing, floats(p.logits + token * experts * 4, experts), selected, weights)
+        count = route_token(routing, token, floats(p.logits + token * experts * 4, experts), selected, weights)
         selected[count:] = -1
         if p.x != 0:
             _add_identity(p, experts - routing.identity, token, selected, weights, count)

@@ -89,11 +89,13 @@ def imatrix(
         int, typer.Option("--from-chunk", "--chunk", metavar="N", help="Skip the first N chunks of each text.", min=0)
     ] = 0,
     process_output: Annotated[
-        bool,
+        bool | None,
         typer.Option(
-            "--process-output", help="Also collect for output.weight, or the embedding that serves as output."
+            "--process-output/--no-process-output",
+            help="Also collect for output.weight, or the embedding that serves as it. Default: with second moments.",
+            show_default=False,
         ),
-    ] = False,
+    ] = None,
     missing_experts: Missing = "weight-one",
     no_ppl: Annotated[bool, typer.Option("--no-ppl", help="Do not compute the perplexity.")] = False,
     layer_similarity: Annotated[
@@ -224,12 +226,13 @@ def imatrix(
     _report(found, similar, json)
 
 
-def _print_sizes(model: Path, form: str | None, limit: int | None, process_output: bool, json: bool) -> None:
+def _print_sizes(model: Path, form: str | None, limit: int | None, process_output: bool | None, json: bool) -> None:
     """What --second-moments takes, in each form or in the one that is asked for."""
+    from quantkit.evaluate.imatrix.collect import collects_output
     from quantkit.evaluate.imatrix.second_moments import MomentsForm, measured_shapes, plan_forms, sizes
     from quantkit.pipelines import planning
 
-    shapes = measured_shapes(planning.open_model(model).tensors, process_output)
+    shapes = measured_shapes(planning.open_model(model).tensors, collects_output(process_output, with_moments=True))
     if not shapes:
         raise QuantkitError(f"{model}: no matrices in blocks, so nothing to measure")
     rows = []

@@ -32,11 +32,13 @@ SETTINGS = CalibrationOptions(ctx_size=CTX, chunks=CHUNKS, batch_size=2 * CTX)
 
 def measured(runner: Model, text: Path, form: str = "full") -> imatrix.Imatrix:
     """What `imatrix` measures, in memory."""
-    forms = plan_forms(measured_shapes(runner.weights.values()), MomentsForm.parse(form), None)
-    state = collecting.TextState(collecting.Collector(moments=MomentsCollector(forms), token_weights="attention"))
+    forms = plan_forms(measured_shapes(runner.weights.values(), True), MomentsForm.parse(form), None)
+    state = collecting.TextState(collecting.Collector(True, MomentsCollector(forms), "attention"))
     runner.weighs_tokens = True
     chunks = chunked(runner.tokenizer, text, CTX, CHUNKS)
-    found, _ = collecting.collect(runner, chunks, with_perplexity=False, n_batch=2 * CTX, state=state)
+    found, _ = collecting.collect(
+        runner, chunks, process_output=True, with_perplexity=False, n_batch=2 * CTX, state=state
+    )
     return imatrix.fill_missing(found, "weight-one")
 
 

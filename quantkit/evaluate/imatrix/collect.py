@@ -76,6 +76,15 @@ def chosen_weights(token_weights: str, with_moments: bool) -> str:
     return token_weights
 
 
+def collects_output(process_output: bool | None, with_moments: bool) -> bool:
+    """Whether the output matrix is collected for; None: with second moments.
+
+    llama.cpp leaves it out by default. With its second moments SmolLM2 in Q5_0, the tied embedding included, has a KL
+    divergence of 0.017 instead of 0.032.
+    """
+    return with_moments if process_output is None else process_output
+
+
 class Collector:
     """Sums of squares by weight, and of products where `moments` is given; set `observe` as the model's observer.
 

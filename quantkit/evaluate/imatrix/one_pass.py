@@ -2,6 +2,7 @@
 
     hidden states of all chunks -> a layer -> importance and second moments of its inputs -> its tensors are encoded
 
+The output matrix, or the embedding that serves as output, comes behind the last layer if second moments are measured.
 With `propagate="original"` the original layer makes the hidden states of the next one, and the file has the bytes that
 `imatrix` and `quantize` in turn give. With "quantized" the encoded layer makes them, so that later layers are measured
 on the inputs that they will get, as GPTQ does.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,9 +26,10 @@ import numpy as np
 
 from quantkit.errors import OptionError, UnknownNameError
 from quantkit.evaluate.chunk_runs import check_context
-from quantkit.evaluate.imatrix.collect import Collector, chosen_weights
+from quantkit.evaluate.imatrix.collect import Collector, chosen_weights, collects_output
 from quantkit.evaluate.imatrix.mtp import mtp_head, observe_batches
 from quantkit.evaluate.imatrix.second_moments import (
+    OUTPUT_NAMES,
     InputForm,
     MomentsCollector,
     MomentsForm,
@@ -56,6 +59,7 @@ if TYPE_CHECKING:
     from quantkit.runtime.mtp import MtpHead
 
 PROPAGATED = ("original", "quantized")
+_OUTPUT = sys.maxsize  # stands for the output matrix where layers have numbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,9 +139,11 @@ def prepare(
     check_context(model, o.ctx_size)
     head = mtp_head(model, on_message)
     layers = {block.layer for block in [*model.blocks, *(layer.block for layer in (head.layers if head else []))]}
-    measured = planning.complete_imatrix(
-        [t for t in opened.tensors if layer_of(t.name) in layers and ".nextn.embed_tokens." not in t.name]
-    )
+    output = _output_matrix(model, form)
+    measured = planning.complete_imatrix([
+        t for t in opened.tensors
+        if t.name == output or (layer_of(t.name) in layers and ".nextn.embed_tokens." not in t.name)
+    ])  # fmt: skip
     measured = replace(measured, chunks=len(chunks), dataset=chunks.source, chunk_size=o.ctx_size)
     names = replace(options, imatrix=measured, no_second_moments=False)
     job = api.prepare_quantize(opened, type, names)
@@ -164,6 +170,13 @@ def _load(file: gguf.GGUF | CheckpointView, threads: int | None, n_ctx: int) -> 
     return loading.load(opened, threads=threads, n_ctx=n_ctx)
 
 
+def _output_matrix(model: Model, form: MomentsForm | None) -> str | None:
+    """The name of the output matrix, if it is measured."""
+    if not collects_output(None, form is not None):
+        return None
+    return next((name for name in OUTPUT_NAMES if name in model.weights), None)
+
+
 def _joined(parts: list[Chunks]) -> Chunks:
     """The chunks of all texts, one after another."""
     tokens, inputs = (np.concatenate([getattr(part, name) for part in parts]) for name in ("tokens", "inputs"))
@@ -183,15 +196,20 @@ class _OnePass:
     ):
         self._model, self._head, self._chunks, self._form, self._options = model, head, chunks, form, options
         self._mtp = [layer.block.layer for layer in head.layers] if head is not None else []
-        layers = [*(block.layer for block in model.blocks), *self._mtp]
+        self._output = _output_matrix(model, form)
+        layers = [*(block.layer for block in model.blocks), *self._mtp, *([_OUTPUT] if self._output else [])]
         self._forms = {layer: self._plan_forms(layer) for layer in layers} if form else {}
+
+    def _layer_of(self, name: str) -> int | None:
+        return _OUTPUT if name == self._output else layer_of(name)
 
     def _plan_forms(self, layer: int) -> dict[str, InputForm]:
         assert self._form is not None
         return plan_forms(self._shapes(layer), self._form, self._options.second_moments_size)
 
     def _shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
-        return measured_shapes(t for t in self._model.weights.values() if layer_of(t.name) == layer)
+        own = [t for t in self._model.weights.values() if self._layer_of(t.name) == layer]
+        return measured_shapes(own, process_output=layer == _OUTPUT)
 
     def announcement(self) -> str:
         """What will be run, and the memory that it takes."""
@@ -236,13 +254,13 @@ class _OnePass:
         written: Callable[[], Mapping[str, gguf.Tensor]],
         describe: Callable[[str], None],
     ) -> Iterator[Stage]:
-        """First the tensors of no layer that runs, then those of each layer with its importance matrix, MTP layers
-        last."""
-        layers = [*(block.layer for block in self._model.blocks), *self._mtp]
+        """First the tensors of no layer that runs, then those of each layer with its importance matrix, then the output
+        matrix, MTP layers last."""
+        layers = [*(block.layer for block in self._model.blocks), _OUTPUT, *self._mtp]
         of_layer: dict[int, list[PlannedTensor]] = {layer: [] for layer in layers}
         others: list[PlannedTensor] = []
         for planned in tensors:
-            layer = layer_of(planned.name)
+            layer = self._layer_of(planned.name)
             of_layer.get(layer if layer is not None else -1, others).append(planned)
         yield Stage(others, None)
         missing = {layer for layer, own in of_layer.items() if any(t.name not in done for t in own)}
@@ -266,11 +284,25 @@ class _OnePass:
                 made = written()
                 self._advance_with(run, block, {t.name: made[t.name] for t in own})
 
+        if own := of_layer[_OUTPUT]:
+            describe(f"measuring {self._output}")
+            yield Stage(own, self._measure_output(run) if run is not None and _OUTPUT in missing else None)
         if self._head is not None:
             mine = [t for layer in self._mtp for t in of_layer[layer]]
             measured = run is not None and any(layer in missing for layer in self._mtp)
             describe("measuring MTP layers")
             yield Stage(mine, self._measure_mtp(run) if run is not None and measured else None)
+
+    def _measure_output(self, run: LayerRun) -> Imatrix:
+        """The importance matrix of the output matrix, on the states that leave the last block."""
+        collector = self._collector(self._forms[_OUTPUT], process_output=True)
+        before, self._model.observer = self._model.observer, collector.observe
+        try:
+            for states in run.hidden:
+                self._model.project(states)
+        finally:
+            self._model.observer = before
+        return self._found(collector)
 
     def _measure_mtp(self, run: LayerRun) -> Imatrix:
         """The importance matrix of the MTP layers, on the states that leave the last block."""
@@ -287,9 +319,9 @@ class _OnePass:
         run.advance(block, self._options.propagate == "original", lambda _: collector.observe)
         return self._found(collector)
 
-    def _collector(self, forms: Mapping[str, InputForm] | None) -> Collector:
+    def _collector(self, forms: Mapping[str, InputForm] | None, process_output: bool = False) -> Collector:
         moments = MomentsCollector(forms) if forms is not None else None
-        collector = Collector(moments=moments, token_weights=self._options.token_weights)
+        collector = Collector(process_output, moments, token_weights=self._options.token_weights)
         collector.chunks = len(self._chunks)
         return collector
 

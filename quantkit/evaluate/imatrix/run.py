@@ -23,6 +23,7 @@ from quantkit.evaluate.imatrix.collect import (
     TextState,
     chosen_weights,
     collect,
+    collects_output,
     pooled,
 )
 from quantkit.evaluate.imatrix.coverage import split_by_matrix
@@ -70,7 +71,8 @@ class ImatrixOptions:
     ctx_size           tokens per chunk
     chunks             at most this many chunks of each text; None: all
     from_chunk         skip the first chunks of each text
-    process_output     also collect for output.weight, or for token_embd.weight if that is the output matrix too
+    process_output     also collect for output.weight, or for token_embd.weight if that is the output matrix too; None:
+                       with second moments, which halve what an error there costs
     missing_experts    for experts without tokens: "weight-one", "layer-mean" or "error"
     no_ppl             do not compute the perplexity
     in_file            importance matrices to add to
@@ -94,7 +96,7 @@ class ImatrixOptions:
     ctx_size: int = DEFAULT_CONTEXT
     chunks: int | None = None
     from_chunk: int = 0
-    process_output: bool = False
+    process_output: bool | None = None
     missing_experts: str = "weight-one"
     no_ppl: bool = False
     in_file: Sequence[Path] = ()
@@ -160,6 +162,7 @@ def imatrix(
     files.check_policy(o.missing_experts)
     form = MomentsForm.parse(o.second_moments) if o.second_moments else None
     token_weights = chosen_weights(o.token_weights, form is not None)
+    process_output = collects_output(o.process_output, form is not None)
     if form is not None and files.form_of(output) != "gguf":
         raise QuantkitError(f"{output}: only the GGUF form holds second moments; give the output a name in .gguf")
     if o.shares is not None and (len(o.shares) != len(paths) or any(not 0 < share < math.inf for share in o.shares)):
@@ -171,7 +174,7 @@ def imatrix(
         )
     opened = gguf.open(path)
     model_paths = opened.paths
-    forms = _plan_moments(opened, form, o, on_message) if form is not None else None
+    forms = _plan_moments(opened, form, process_output, o.second_moments_size, on_message) if form is not None else None
     _check_names(output, [*model_paths, *paths], o.in_file, o.save_frequency)
     before = [files.read(file) for file in o.in_file]
     if any(matrix.chunk_size == 0 for matrix in before):
@@ -194,7 +197,7 @@ def imatrix(
         on_message(describe_memory(opened.tensors.values(), chunk_sets, model.hparams.n_embd, forms, here))
     conditions = evaluation_conditions(model, o.ctx_size, sum(map(len, chunk_sets)), ", ".join(map(str, paths)))
     settings = result_conditions(conditions) | {
-        "texts": paths, "shares": o.shares, "chunk": o.from_chunk, "output": o.process_output, "ppl": not o.no_ppl,
+        "texts": paths, "shares": o.shares, "chunk": o.from_chunk, "output": process_output, "ppl": not o.no_ppl,
         "batch": o.batch_size, "chat": o.chat, "each": [len(chunks) for chunks in chunk_sets],
         "second moments": o.second_moments, **({"mtp": True} if drafts else {}),
         **({"special": True} if o.parse_special else {}),
@@ -203,9 +206,8 @@ def imatrix(
         "blocks": {name: form.key for name, form in forms.items()} if forms is not None else None,
     }  # fmt: skip
     run = fingerprint([*model_paths, *paths, *o.in_file], settings)
-    checkpointer = _Checkpointer(
-        output, run, chunk_sets, before, replace(o, token_weights=token_weights), forms, on_message
-    )
+    chosen = replace(o, token_weights=token_weights, process_output=process_output)
+    checkpointer = _Checkpointer(output, run, chunk_sets, before, chosen, forms, on_message)
     started = time.monotonic()
     parts: list[Imatrix] = []
     perplexities: dict[str, Perplexity] = {}
@@ -218,7 +220,7 @@ def imatrix(
             runs = ClusterRuns(client, on_message)
             opening = WorkerModel(open_model, path, o.numerics, o.threads, o.ctx_size, weighs_tokens=weighs)
             if o.by_layer:
-                collected = CollectOptions(o.process_output, not o.no_ppl, o.batch_size)
+                collected = CollectOptions(process_output, not o.no_ppl, o.batch_size)
                 collecting = CollectLayersOnWorkers(runs, opening, chunk_sets, forms, collected)
             else:
                 collecting = CollectOnWorkers(runs, opening, forms)
@@ -233,7 +235,7 @@ def imatrix(
             clock = ChunkClock(len(chunks), state.done, o.batch_size, o.ctx_size, chunks.source)
             with checkpointer.interrupted():
                 part, ppl = collect(
-                    model, chunks, process_output=o.process_output, with_perplexity=not o.no_ppl, n_batch=o.batch_size,
+                    model, chunks, process_output=process_output, with_perplexity=not o.no_ppl, n_batch=o.batch_size,
                     on_chunk=functools.partial(clock.report, progress),
                     on_batch=None if o.by_layer else functools.partial(checkpointer.after_batch, number),
                     state=state, run=collecting,
@@ -252,11 +254,11 @@ def chunks_of_texts(tokenizer: Tokenizer, texts: Sequence[Path], options: Imatri
 
 
 def _plan_moments(
-    model: gguf.GGUF, form: MomentsForm, options: ImatrixOptions, on_message: OnMessage
+    model: gguf.GGUF, form: MomentsForm, process_output: bool, limit: int | None, on_message: OnMessage
 ) -> dict[str, InputForm]:
     """The form of each weight's input that is measured; says what they take."""
-    shapes = measured_shapes(model.tensors.values(), options.process_output)
-    forms = plan_forms(shapes, form, options.second_moments_size)
+    shapes = measured_shapes(model.tensors.values(), process_output)
+    forms = plan_forms(shapes, form, limit)
     memory, stored = sizes(shapes, forms)
     full = sum(not form.rank and form.block >= shapes[name][-1] for name, form in forms.items())
     on_message(
@@ -316,7 +318,7 @@ class _Checkpointer:
         """The state of a text, added to the saved run if new."""
         if number == len(self.saved.texts):
             moments = MomentsCollector(self._forms) if self._forms is not None else None
-            collector = Collector(self.options.process_output, moments, self.options.token_weights)
+            collector = Collector(bool(self.options.process_output), moments, self.options.token_weights)
             self.saved.texts.append(TextState(collector))
         return self.saved.texts[number]
 

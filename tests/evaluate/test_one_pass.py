@@ -27,6 +27,7 @@ from tests.evaluate import test_imatrix
 
 CTX, CHUNKS = test_imatrix.CTX, 5
 model, run, text = test_imatrix.model, test_imatrix.run, test_imatrix.text  # fixtures
+SMALLER = QuantizeOptions(token_embedding_type="q8_0")  # else the embedding, 12 million weights, takes most of the time
 SETTINGS = CalibrationOptions(ctx_size=CTX, chunks=CHUNKS, batch_size=2 * CTX)
 
 
@@ -66,17 +67,17 @@ def test_the_same_bytes_as_in_two_steps(model: Path, text: Path, two_steps: Path
 
 def test_factors_are_those_of_two_steps(model: Path, text: Path, tmp_path: Path) -> None:
     settings = replace(SETTINGS, second_moments="rank:24")
-    quantize_calibrated(model, tmp_path / "o.gguf", "IQ4_K", text, QuantizeOptions(), settings)
+    quantize_calibrated(model, tmp_path / "o.gguf", "IQ4_K", text, SMALLER, settings)
     matrix = measured(load(model), text, "rank:24")
     assert {m.form for m in matrix.second_moments.values()} == {"rank:24"}
-    api.quantize(model, tmp_path / "two.gguf", "IQ4_K", QuantizeOptions(imatrix=matrix))
+    api.quantize(model, tmp_path / "two.gguf", "IQ4_K", replace(SMALLER, imatrix=matrix))
     assert tensors(tmp_path / "o.gguf") == tensors(tmp_path / "two.gguf")
 
 
 def test_quantized_layers_make_the_next_inputs(model: Path, text: Path, two_steps: Path, tmp_path: Path) -> None:
     out = tmp_path / "o.gguf"
     settings = CalibrationOptions(ctx_size=CTX, chunks=CHUNKS, batch_size=2 * CTX, propagate="quantized")
-    quantize_calibrated(model, out, "IQ4_K", text, QuantizeOptions(), settings)
+    quantize_calibrated(model, out, "IQ4_K", text, SMALLER, settings)
     made, before = gguf.open(out), gguf.open(two_steps)
     first = [name for name in made.tensors if name.startswith("blk.0.")]
     second = [name for name in made.tensors if name.startswith("blk.1.") and len(made.tensors[name].shape) > 1]
@@ -134,8 +135,8 @@ def test_another_text_does_not_resume(model: Path, text: Path, tmp_path: Path) -
     other, out = tmp_path / "other.txt", tmp_path / "out.gguf"
     other.write_text(text.read_text()[::-1])
     with pytest.raises(Stop):
-        quantize_calibrated(model, out, "IQ4_K", other, QuantizeOptions(), SETTINGS, progress=stop)
-    found = quantize_calibrated(model, out, "IQ4_K", text, QuantizeOptions(), SETTINGS)
+        quantize_calibrated(model, out, "IQ4_K", other, SMALLER, SETTINGS, progress=stop)
+    found = quantize_calibrated(model, out, "IQ4_K", text, SMALLER, SETTINGS)
     assert found.resumed == found.reused == 0
 
 

@@ -29,11 +29,11 @@ from quantkit.evaluate.chunk_runs import check_context
 from quantkit.evaluate.imatrix.collect import Collector, chosen_weights, collects_output
 from quantkit.evaluate.imatrix.mtp import mtp_head, observe_batches
 from quantkit.evaluate.imatrix.second_moments import (
-    OUTPUT_NAMES,
     InputForm,
     MomentsCollector,
     MomentsForm,
     measured_shapes,
+    output_matrix,
     plan_forms,
     sizes,
 )  # fmt: skip
@@ -172,9 +172,7 @@ def _load(file: gguf.GGUF | CheckpointView, threads: int | None, n_ctx: int) -> 
 
 def _output_matrix(model: Model, form: MomentsForm | None) -> str | None:
     """The name of the output matrix, if it is measured."""
-    if not collects_output(None, form is not None):
-        return None
-    return next((name for name in OUTPUT_NAMES if name in model.weights), None)
+    return output_matrix(model.weights) if collects_output(None, form is not None) else None
 
 
 def _joined(parts: list[Chunks]) -> Chunks:

@@ -11,7 +11,7 @@ sketch of them (`input_sums`).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -266,12 +266,17 @@ def _make_smaller(shapes: Mapping[str, tuple[int, ...]], forms: dict[str, InputF
                 forms.update({name: smaller.of(columns) for name in sharing[first]})
 
 
+def output_matrix(names: Container[str]) -> str | None:
+    """The name of the output matrix of a model that has tensors of these names; None without one."""
+    return next((name for name in OUTPUT_NAMES if name in names), None)
+
+
 def measured_shapes(tensors: Iterable[HasShape], process_output: bool = False) -> dict[str, tuple[int, ...]]:
     """Shapes of the weights whose inputs are measured: matrices of the blocks, except routers, which stay f32, and the
     embeddings of MTP layers, which are only looked up; with `process_output` the output matrix, which may be the
     embedding."""
     shapes = {t.name: t.shape for t in tensors if len(t.shape) > 1 and t.name.endswith(".weight")}
-    output = next((name for name in OUTPUT_NAMES if name in shapes), None) if process_output else None
+    output = output_matrix(shapes) if process_output else None
     return {
         name: shape
         for name, shape in shapes.items()

@@ -57,25 +57,14 @@ def _sigmoid(x):
 
 
 @kernel
-def _divide_rows(c, n, eps):
-    """Divide the rows of c float32[n * n] by their sums plus eps."""
-    for row in range(n):
+def _divide(c, n, line, step, eps):
+    """Divide each line of c float32[n * n], n elements `step` apart, by its sum plus eps; lines are `line` apart."""
+    for i in range(n):
         total = eps
-        for i in range(n):
-            total += c[row * n + i]
-        for i in range(n):
-            c[row * n + i] /= total
-
-
-@kernel
-def _divide_columns(c, n, eps):
-    """Divide the columns of c float32[n * n] by their sums plus eps."""
-    for column in range(n):
-        total = eps
-        for i in range(n):
-            total += c[i * n + column]
-        for i in range(n):
-            c[i * n + column] /= total
+        for j in range(n):
+            total += c[i * line + j * step]
+        for j in range(n):
+            c[i * line + j * step] /= total
 
 
 @kernel
@@ -87,13 +76,13 @@ def _make_doubly_stochastic(c, n, eps, iterations):
             largest = max(largest, c[row * n + i])
         for i in range(n):
             c[row * n + i] = exp(c[row * n + i] - largest)
-    _divide_rows(c, n, np.float32(0))
+    _divide(c, n, n, 1, np.float32(0))
     for i in range(n * n):
         c[i] += eps
-    _divide_columns(c, n, eps)
+    _divide(c, n, 1, n, eps)
     for _ in range(iterations - 1):
-        _divide_rows(c, n, eps)
-        _divide_columns(c, n, eps)
+        _divide(c, n, n, 1, eps)
+        _divide(c, n, 1, n, eps)
 
 
 @kernel

@@ -87,10 +87,18 @@ def link(ptx: str, capability: tuple[int, int]) -> tuple[bytes, str]:
 
 @functools.cache
 def _folder(capability: tuple[int, int]) -> Path | None:
-    import importlib.metadata
-
-    versions = "-".join(importlib.metadata.version(name) for name in ("numba-cuda", "nvidia-nvvm"))
+    versions = "-".join(_version(name) for name in ("numba-cuda", "nvidia-nvvm"))
     digest = digests.source_digest("quantkit.runtime.kernels.cuda.kernels")
     if digest is None:
         return None
     return disk_cache.root() / f"cuda-{versions}" / f"sm_{capability[0]}{capability[1]}-{digest[:16]}"
+
+
+def _version(package: str) -> str:
+    """Of an installed package; "system" where the CUDA toolkit of the system stands in for it."""
+    import importlib.metadata
+
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "system"

@@ -1,9 +1,10 @@
 """Check and time what runs on a GPU: the kernels of every type, dense models, models with experts.
 
-    python benchmarks/bench_gpu.py [--types q4_K,iq4_k] [--models q8_0] [--device 0] [--folder /dev/shm]
-                                                                                    (make bench-gpu)
+    python benchmarks/bench_gpu.py [--stage rates,types,models,experts] [--types q4_K,iq4_k] [--models q8_0]
+                                   [--device 0] [--folder /dev/shm] [--json FILE]            (make bench-gpu)
 
-Without a GPU it prints one line and exits with 1. With one it takes under 8 minutes, most of them for compiling.
+Without a GPU it prints one line and exits with 1. A stage runs alone; `types` checks each type and needs most of the
+time, for compiling. `--json FILE` is written anew after every figure, so that a run that is stopped leaves what it had.
 
     copy       GB/s of torch's copies of 1 GiB, read plus written bytes; bus: from pinned memory to the GPU
     gemm       TFLOP/s of torch's bfloat16 product, 2048 x 4096 by 4096 x 14336
@@ -93,7 +94,9 @@ TABLE = Table(
     ),
     "Products with one vector of 4,096 columns and with 2,048 vectors, against torch's copy and bfloat16 product.",
 )
-MODEL_TYPES = ("q4_K", "iq4_k", "q8_0", "iq2_k")
+MODEL_TYPES = ("q4_K", "iq4_k", "q8_0", "iq2_k", "iq4_ks", "iq4_kt")
+STAGES = ("rates", "types", "models", "experts")
+WRITERS = 3  # processes that write models ahead
 FAST_TOLERANCE = 0.05  # of logits in fast numerics, whose activations are bytes, to the CPU's
 EXACT_TOLERANCE = 1e-3  # of logits in exact numerics to the CPU's
 
@@ -300,9 +303,8 @@ def generation_speed(model: Model, sizes: Sizes) -> tuple[float, float, np.ndarr
     )
 
 
-def dense_model(gpu: Gpu, name: str, sizes: Sizes, folder: Path, peak: dict[str, float]) -> dict[str, Any]:
-    """A dense model on the GPU."""
-    path = write(sizes.llama, name, folder / "model.gguf")
+def dense_model(gpu: Gpu, path: Path, sizes: Sizes, peak: dict[str, float]) -> dict[str, Any]:
+    """A dense model on the GPU; removes the file."""
     try:
         model = load(path, devices=f"cuda:{gpu.index}", numerics="fast", cache_type="f16", n_ctx=sizes.tokens + 64)
         pp, tg, _ = generation_speed(model, sizes)
@@ -352,6 +354,8 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Correctness and rates of what runs on a GPU.")
     parser.add_argument("--types", help="a comma list; all by default")
     parser.add_argument("--models", default=",".join(MODEL_TYPES), help='types of the 8B models; "" for none')
+    parser.add_argument("--stage", default=",".join(STAGES), help=f"a comma list of {', '.join(STAGES)}")
+    parser.add_argument("--json", type=Path, help="file for the figures, written anew after each")
     parser.add_argument("--device", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="for models, of up to 9 GB at a time; a temporary one by default")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, to try the bench itself")
@@ -380,18 +384,59 @@ def all_types(
     return results
 
 
-def all_models(gpu: Gpu, names: list[str], sizes: Sizes, folder: Path, peak: dict[str, float]) -> dict[str, Any]:
-    results: dict[str, Any] = {}
-    for name in names:
+def all_models(
+    gpu: Gpu, names: list[str], sizes: Sizes, folder: Path, peak: dict[str, float], results: dict[str, Any],
+    save: Callable[[], None],
+) -> dict[str, Any]:  # fmt: skip
+    for name, path in written(names, sizes, folder):
         try:
-            got = results[name] = dense_model(gpu, name, sizes, folder, peak)
+            if isinstance(path, BaseException):
+                raise path
+            got = results[name] = dense_model(gpu, path, sizes, peak)
             print(f"8B {name:9} TG {got['tg']:7.1f} tokens/s, {100 * got['tg_of_copy']:.0f} % of copy (aim 60); "
                   f"PP {got['pp']:8.0f}, {100 * got['pp_of_gemm']:.0f} % of gemm (aim 40)", flush=True)  # fmt: skip
         except Exception as failure:
             results[name] = {"failed": f"{type(failure).__name__}: {failure}"}
             print(f"8B {name:9} FAILED {results[name]['failed']}", flush=True)
         gpu.torch.cuda.empty_cache()
+        save()
     return results
+
+
+def written(names: list[str], sizes: Sizes, folder: Path) -> Iterator[tuple[str, Path | BaseException]]:
+    """Files of the dense models, a few of them written ahead."""
+    if sizes is TINY:
+        yield from ((name, write(sizes.llama, name, folder / f"{name}.gguf")) for name in names)
+        return
+    with concurrent.futures.ProcessPoolExecutor(WRITERS) as pool:
+        futures = {name: pool.submit(write, sizes.llama, name, folder / f"{name}.gguf") for name in names}
+        for name, future in futures.items():
+            yield name, future.exception() or future.result()
+
+
+def compile_for_rates(name: str, capability: tuple[int, int]) -> None:
+    """The kernels that `rates` runs, to the cache on disk."""
+    from quantkit.runtime.kernels.cuda import floats, weights
+
+    number = types.get(name).ggml_type
+    module = floats if number in FLOAT_IDS else weights
+    for kernel in (module.matvec(number, 1), module.dequantize(number, "bf16")):
+        kernel.cubin(capability)
+
+
+def all_rates(
+    gpu: Gpu, names: list[str], sizes: Sizes, peak: dict[str, float], results: dict[str, Any], save: Callable[[], None]
+) -> None:
+    """`rates` of each type, without checks."""
+    if sizes is not TINY:
+        with concurrent.futures.ProcessPoolExecutor() as pool:
+            list(pool.map(compile_for_rates, names, [gpu.capability] * len(names)))
+    for name in names:
+        got = results[name] = rates(gpu, name, sizes, peak)
+        print(f"{name:>12} {got['bytes_rate'] / 1e9:7.0f} GB/s {100 * got['of_copy']:4.0f} % of copy; "
+              f"{got['batch_rate'] / 1e12:6.0f} TFLOP/s {100 * got['of_gemm']:4.0f} % of gemm", flush=True)  # fmt: skip
+        gpu.torch.cuda.empty_cache()
+        save()
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -407,25 +452,43 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"{gpu.name}, torch {gpu.torch.__version__}: copy {copy:.0f} GB/s, bus {bus:.0f}, gemm {gemm:.0f} TFLOP/s\n")
     names = options.types.split(",") if options.types else [t.name for t in types.all() if product(t)]
     models = [name for name in options.models.split(",") if name]
-    figures: dict[str, Any] = {"gpu": gpu.name, "torch": gpu.torch.__version__} | peak
+    figures: dict[str, Any] = {"gpu": gpu.name, "torch": gpu.torch.__version__, "types": {}, "rates": {}, "models": {}}
+    figures |= {"experts": {}} | peak
+
+    def save() -> None:
+        if options.json:
+            new = options.json.with_suffix(".new")
+            new.write_text(json.dumps(figures))
+            new.replace(options.json)
+
+    stages = options.stage.split(",")
+    if unknown := set(stages) - set(STAGES):
+        print(f"bench-gpu: no stage {', '.join(sorted(unknown))}; there are {', '.join(STAGES)}", file=sys.stderr)
+        return 1
     with tempfile.TemporaryDirectory(dir=options.folder) as temporary:
         folder = Path(temporary)
-        figures["types"] = all_types(gpu, names, sizes, folder, peak, options.tiny)
-        figures["models"] = all_models(gpu, models, sizes, folder, peak)
-        figures["experts"] = {}
-        for way, got in expert_placements(gpu, sizes, folder):
+        if "rates" in stages and "types" not in stages:
+            all_rates(gpu, names, sizes, peak, figures["rates"], save)
+        if "types" in stages:
+            figures["types"] = all_types(gpu, names, sizes, folder, peak, options.tiny)
+        if "models" in stages:
+            all_models(gpu, models, sizes, folder, peak, figures["models"], save)
+        for way, got in expert_placements(gpu, sizes, folder) if "experts" in stages else ():
             figures["experts"][way] = got
             line = f"FAILED {got['failed']}" if "failed" in got else (
                 f"TG {got['tg']:7.1f} tokens/s, PP {got['pp']:8.0f}; logits {got['error']:.1e} from the CPU's"
             )  # fmt: skip
             print(f"experts {way:9} {line}", flush=True)
+            save()
     figures["seconds"] = time.perf_counter() - begin
+    measured = figures["types"] or figures["rates"]
     rows = [
-        {"type": name, "exact": "yes" if got["exact"] else "no", "gb_s": got["bytes_rate"] / 1e9,
+        {"type": name, "exact": {True: "yes", False: "no", None: "not checked"}[got.get("exact")], "gb_s": got["bytes_rate"] / 1e9,
          "of_copy": got["of_copy"], "tflop_s": got["batch_rate"] / 1e12, "of_gemm": got["of_gemm"]}
-        for name, got in figures["types"].items() if "failed" not in got
+        for name, got in measured.items() if "failed" not in got
     ]  # fmt: skip
     records.save(TABLE, rows, options, figures)
+    save()
     print(json.dumps(figures))
     others = [*figures["models"].values(), *figures["experts"].values()]
     off = any(got.get("error", 0) > FAST_TOLERANCE for got in others)

@@ -33,7 +33,8 @@ def can_capture(part: blocks.Part, exact: bool) -> bool:
     if isinstance(part, blocks.LatentAttention):
         return not exact and part.temperature is None
     if isinstance(part, blocks.Experts):
-        return not exact and part.count <= routing.MAX_EXPERTS and part.groups <= routing.WARP
+        on_gpu = part.gating in ("softmax", "sigmoid") and not part.table
+        return not exact and on_gpu and part.count <= routing.MAX_EXPERTS and part.groups <= routing.WARP
     return isinstance(part, blocks.FeedForward)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from quantkit.errors import UnsupportedError
 from quantkit.runtime.blocks.float_attention import Heads
 from quantkit.runtime.cuda.gpu_context import GpuContext
-from quantkit.runtime.kernels.cuda import attention
+from quantkit.runtime.kernels.cuda import attention, decode_attention
 from quantkit.runtime.kernels.cuda import device as cuda_device
 from quantkit.runtime.kv.cache import Cache
 from quantkit.runtime.kv.cache_type import CacheType
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
 MIN_KEYS = 128  # of one split of the keys
-MAX_BLOCKS = 512  # thread blocks that keep a GPU busy; more splits of the keys are not faster
+MAX_BLOCKS = attention.MAX_SPLITS  # thread blocks that keep a GPU busy; more splits of the keys are not faster
 TORCH_DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}  # caches that torch attends over
 
 
@@ -72,7 +72,6 @@ def attend(worker: GpuContext, heads: Heads, layer: int, q: torch.Tensor, cache:
     tokens, group, gpu = len(q), heads.heads // heads.kv_heads, worker.gpu
     k, v = cache.k[layer], cache.k[layer] if heads.values_in_keys else cache.v[layer]
     v_kind = cache.type.k if heads.values_in_keys else cache.type.v
-    kernel = attention.attend(cache.type.k, v_kind, heads.head_dim_k, heads.head_dim_v, heads.values_in_keys)
     rows = tokens * group
     key_count = min(worker.position_bound(cache, tokens), (heads.window or cache.n_ctx) + tokens)
     tiles = -(-rows // attention.ROWS)
@@ -80,11 +79,17 @@ def attend(worker: GpuContext, heads: Heads, layer: int, q: torch.Tensor, cache:
     positions = worker.next_positions(cache, tokens)
     maximum, denominator = (gpu.empty(splits, heads.kv_heads, rows) for _ in range(2))
     acc = gpu.empty(splits, heads.kv_heads, rows, heads.head_dim_v)
-    gpu.launch(
-        kernel, (splits, tiles, heads.kv_heads), attention.threads_of(heads.head_dim_v), q.contiguous(), k, v,
-        k.shape[2], v.shape[2], k.shape[1], heads.heads, group, tokens, positions, heads.window or cache.n_ctx,
-        np.float32(heads.scale), splits, maximum, denominator, acc,
-    )  # fmt: skip
+    sizes, window, scale = (k.shape[2], v.shape[2], k.shape[1]), heads.window or cache.n_ctx, np.float32(heads.scale)
+    results = splits, maximum, denominator, acc
+    dims = heads.head_dim_k, heads.head_dim_v
+    if tokens == 1 and not heads.values_in_keys and decode_attention.suits(cache.type.k, v_kind, dims, group):
+        kernel = decode_attention.attend_one(cache.type.k, v_kind, dims[0], group)
+        gpu.launch(kernel, (splits, 1, heads.kv_heads), decode_attention.THREADS, q.contiguous(), k, v, *sizes,
+                   positions, window, scale, *results)  # fmt: skip
+    else:
+        kernel = attention.attend(cache.type.k, v_kind, *dims, heads.values_in_keys)
+        gpu.launch(kernel, (splits, tiles, heads.kv_heads), attention.threads_of(dims[1]), q.contiguous(), k, v, *sizes,
+                   heads.heads, group, tokens, positions, window, scale, *results)  # fmt: skip
     out = gpu.empty(tokens, heads.heads * heads.head_dim_v)
     sinks = gpu.empty(1) if heads.sinks is None else heads.sinks
     gpu.launch(attention.merge(heads.sinks is not None), (rows, heads.kv_heads), attention.THREADS, maximum,

@@ -227,8 +227,10 @@ class CudaWorker(Worker):
 
         x = x.contiguous()
         weight = self.vector(norm.weight) if norm.weight else self.gpu.torch.ones(x.shape[-1], device=x.device)
+        if norm.factor != 1:
+            weight = weight * norm.factor
         out, n = self.gpu.torch.empty_like(x), x.shape[-1]
-        self.gpu.launch(elementwise.rms_norm(), x.numel() // n, elementwise.THREADS, x, weight, n,
+        self.gpu.launch(elementwise.rms_norm(), x.numel() // n, elementwise.norm_threads(n), x, weight, n,
                         np.float32(norm.eps), out)  # fmt: skip
         return out
 

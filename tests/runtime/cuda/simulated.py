@@ -20,7 +20,7 @@ from quantkit.archs.common import blocks
 from quantkit.errors import UnsupportedError
 from quantkit.runtime.cuda import gpu_worker
 from quantkit.runtime.cuda.gpu_worker import CudaWorker
-from quantkit.runtime.kernels.cuda import activations, attention, device, elementwise, floats, weights
+from quantkit.runtime.kernels.cuda import activations, attention, decode_attention, device, elementwise, floats, weights
 from quantkit.runtime.kernels.cuda.device import Gpu, Matrices
 
 _NUMBERS = {"u8": "u1", "i8": "i1", "u16": "u2", "u32": "u4", "i32": "i4", "i64": "i8", "f32": "f4"}
@@ -126,6 +126,9 @@ class SimulatedGpu(Gpu):
     def free_bytes(self) -> int:
         return self.memory
 
+    def multiply_bfloats(self, a: Any, b: Any) -> Any:
+        return a.float() @ b.float()
+
     def synchronize(self) -> None:
         pass
 
@@ -151,7 +154,7 @@ class SimulatedGpu(Gpu):
 def _small() -> dict[tuple[Any, str], Any]:
     """Constants of kernel modules for blocks of one warp: the time of a simulated block grows with its threads."""
     result: dict[tuple[Any, str], Any] = {(device, "_GRID_Y"): 2, (elementwise, "WARPS"): 1}
-    for module in (activations, attention, elementwise, floats, weights):
+    for module in (activations, attention, decode_attention, elementwise, floats, weights):
         result[module, "THREADS"] = 32
         for name, value in vars(module).items():  # kernels that have such numbers in them, once more
             if hasattr(value, "cache_clear") and value.__module__ == module.__name__:
@@ -159,7 +162,7 @@ def _small() -> dict[tuple[Any, str], Any]:
     return result | {
         (attention, "ROWS"): 2,
         (weights, "WARPS"): 1,
-        (weights, "ROWS_OF_BLOCK"): 2,
+        (decode_attention, "WARPS"): 1,
         (floats, "ROWS_OF_BLOCK"): 1,
     }
 

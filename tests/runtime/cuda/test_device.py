@@ -134,6 +134,9 @@ class OnCpu:
     torch_device = torch.device("cpu")
     array, empty, matrices = Gpu.array, Gpu.empty, Gpu.matrices
 
+    def multiply_bfloats(self, a: Any, b: Any) -> Any:
+        return self.torch.matmul(a, b)
+
 
 def on_cpu(monkeypatch, name: str, count: int, rows: int, n: int) -> tuple[Any, np.ndarray]:
     """Matrices, and their values float32[count, rows, n]."""

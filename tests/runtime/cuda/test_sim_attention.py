@@ -9,7 +9,7 @@ import pytest
 from quantkit import types
 from quantkit.errors import UnsupportedError
 from quantkit.runtime.kernels import kv_rounding
-from quantkit.runtime.kernels.cuda import attention
+from quantkit.runtime.kernels.cuda import attention, decode_attention
 from tests.runtime.cuda.conftest import Run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
@@ -44,14 +44,18 @@ def attended(run: Run, q, k, v, k_kind, v_kind, dims, positions, window, scale, 
     """The same by `attend` and `combine`."""
     tokens, heads, _ = q.shape
     group, (dim_k, dim_v) = heads // kv_heads, dims
-    rows = tokens * group
+    rows, for_decoding = tokens * group, tokens == 1 and decode_attention.suits(k_kind, v_kind, dims, heads // kv_heads)
     top, total = (np.zeros(shares * kv_heads * rows, np.float32) for _ in range(2))
     acc = np.zeros(shares * kv_heads * rows * dim_v, np.float32)
     k_bytes, v_bytes = k.size // kv_heads // n_ctx, v.size // kv_heads // n_ctx
-    blocks = (shares, -(-rows // attention.ROWS), kv_heads)
-    run(attention.attend(k_kind, v_kind, dim_k, dim_v, latent), blocks, attention.threads_of(dim_v), q.reshape(-1),
-        k.reshape(-1), v.reshape(-1), k_bytes, v_bytes, n_ctx, heads, group, tokens, positions, window,
-        np.float32(scale), shares, top, total, acc)  # fmt: skip
+    cache = k.reshape(-1), v.reshape(-1), k_bytes, v_bytes, n_ctx
+    if for_decoding:
+        run(decode_attention.attend_one(k_kind, v_kind, dim_k, group), (shares, 1, kv_heads), decode_attention.THREADS,
+            q.reshape(-1), *cache, positions, window, np.float32(scale), shares, top, total, acc)  # fmt: skip
+    else:
+        blocks = (shares, -(-rows // attention.ROWS), kv_heads)
+        run(attention.attend(k_kind, v_kind, dim_k, dim_v, latent), blocks, attention.threads_of(dim_v), q.reshape(-1),
+            *cache, heads, group, tokens, positions, window, np.float32(scale), shares, top, total, acc)  # fmt: skip
     out = np.zeros((tokens, heads, dim_v), np.float32)
     sink = np.zeros(1, np.float32) if sinks is None else sinks
     run(attention.merge(sinks is not None), (rows, kv_heads), attention.THREADS, top, total, acc, shares, heads,
@@ -78,6 +82,29 @@ def test_attention(run: Run, kinds, heads, tokens, position, window, shares, sin
     )
     positions = (position + np.arange(tokens)).astype(np.int32)
     sink = normal(heads[0], seed=9) if sinks else None
+    right = formula(q, k_values, v_values, positions, window, 0.3, sink)
+    out = attended(run, q, k, v, *kinds, dims, positions, window, 0.3, shares, sink, heads[1], n_ctx, False)
+    np.testing.assert_allclose(out, right, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "heads", "dim", "position", "window", "shares", "sinks"),
+    [
+        (("f16", "f16"), (6, 2), 64, 21, 100, 3, False),
+        (("q8_0", "bf16"), (4, 4), 128, 0, 100, 2, True),
+        (("f32", "q8_0"), (2, 1), 64, 30, 7, 5, False),
+        (("bf16", "f32"), (8, 1), 256, 5, 100, 1, False),
+    ],
+    ids=lambda value: "-".join(map(str, value)) if isinstance(value, tuple) else str(value),
+)
+def test_attention_of_one_token(run: Run, kinds, heads, dim, position, window, shares, sinks) -> None:
+    """By the kernels for decoding: keys that fill no whole warp, windows, sinks, shares of the keys that are empty."""
+    n_ctx, dims, sink = position + 2, (dim, dim), normal(heads[0], seed=9) if sinks else None
+    assert decode_attention.suits(*kinds, dims, heads[0] // heads[1])
+    q, positions = normal(1, heads[0], dim), np.array([position], np.int32)
+    (k, k_values), (v, v_values) = (
+        cache_of(kind, normal(heads[1], n_ctx, dim, seed=i)) for i, kind in enumerate(kinds, 1)
+    )
     right = formula(q, k_values, v_values, positions, window, 0.3, sink)
     out = attended(run, q, k, v, *kinds, dims, positions, window, 0.3, shares, sink, heads[1], n_ctx, False)
     np.testing.assert_allclose(out, right, rtol=1e-5, atol=1e-5)

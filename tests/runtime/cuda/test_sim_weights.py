@@ -9,6 +9,7 @@ import pytest
 
 from quantkit import types
 from quantkit.runtime.kernels.cuda import activations, floats, kernels, weights
+from quantkit.runtime.kernels.cuda.codecs.registry import CODECS
 from quantkit.runtime.kernels.cuda.dispatch import FLOAT_IDS
 from tests.runtime.cuda.conftest import Run
 
@@ -53,7 +54,7 @@ def decoded(run: Run, kind: types.QuantType, data: np.ndarray, n: int, output: s
         run(floats.dequantize(kind.ggml_type, output), blocks, floats.THREADS, source, 0, rows, n, out.reshape(-1))
         return out
     out = np.full((rows, n), 7, width)
-    blocks = (-(-n // 32 // weights.THREADS), min(rows, 2))
+    blocks = -(-rows * n // 32 // weights.THREADS)
     kernel = weights.dequantize(kind.ggml_type, output)
     run(kernel, blocks, weights.THREADS, data.reshape(-1), 0, data.shape[1], rows, n, out.reshape(-1).view(np.uint32))
     return out
@@ -129,18 +130,19 @@ def multiplied(run: Run, kind: types.QuantType, data: np.ndarray, ids: np.ndarra
     """Products of matrices uint8[matrices, rows, row bytes], float32[slots, tokens, rows], and the x they are of."""
     _, rows, row_bytes = data.shape
     n = x.shape[-1]
-    out = np.full((len(ids), tokens, rows), 7, np.float32)
+    out, slots = np.full((len(ids), tokens, rows), 7, np.float32), (len(ids) // share, share)
     if kind.ggml_type in FLOAT_IDS:
         source = data.reshape(-1).view(np.float32 if kind.name == "f32" else np.uint16)
         kernel, block = floats.matvec(kind.ggml_type, tokens), floats.ROWS_OF_BLOCK
-        run(kernel, (-(-rows // block), len(ids)), floats.THREADS, source, rows * n, ids, rows, n, x.reshape(-1), share,
+        run(kernel, (-(-rows // block), *slots), floats.THREADS, source, rows * n, ids, rows, n, x.reshape(-1),
             out.reshape(-1))  # fmt: skip
         return out, x
     codes, scales, sums = by_formula(x)
     kernel = weights.matvec(kind.ggml_type, tokens)
-    blocks = (-(-rows // weights.ROWS_OF_BLOCK), len(ids))
+    split = weights.split_of(CODECS[kind.ggml_type], tokens)
+    blocks = (-(-rows // weights.rows_of_block(n, split)), *slots)
     run(kernel, blocks, weights.THREADS, data.reshape(-1), rows * row_bytes, ids, row_bytes, rows, n,
-        codes.view(np.int32), scales, sums, share, out.reshape(-1))  # fmt: skip
+        codes.view(np.int32), scales, sums, weights.lanes_of_row(n, split.pairs), out.reshape(-1))  # fmt: skip
     return out, (codes.reshape(-1, 32) * scales[:, None]).reshape(x.shape)
 
 

@@ -34,6 +34,7 @@ from quantkit.runtime.kernels.cuda.hardware import (
     half_of,
     inlined,
     plus,
+    signed_bytes,
     times,
     warp_max,
     warp_sum,
@@ -44,6 +45,7 @@ THREADS = 128  # of `merge` and `append`, and the fewest of `attend`
 ROWS = 8
 SHARED_FLOATS = 10_000  # of 12288 that every GPU gives a block unasked
 MAX_DIM = 640
+MAX_SPLITS = 512  # of the keys
 CACHES = ("f32", "f16", "bf16", "q8_0", "q6_0", "q5_0", "q5_1", "q4_0", "q4_1", "iq4_nl", "q8_KV")
 _MASKED = np.float32(-3.4e38)
 
@@ -81,10 +83,11 @@ def _reader(kind: str) -> Any:
 
     @inlined
     def read_sub_block(data, at, row_bytes, c, dim, out, first):
-        codes, scales, mins = read_packed(data, at, row_bytes, 0, c)
+        codes, scales, mins, shifts = read_packed(data, at, row_bytes, 0, c)
         for q in range(8):
+            values = signed_bytes(codes[q])
             for i in range(4):
-                value = times(scales[0], np.float32((codes[q] << (24 - 8 * i)) >> 24))
+                value = times(scales[0], plus(values[i], shifts[0]))
                 out[first + 32 * c + 4 * q + i] = plus(value, mins[0]) if has_min else value
 
     return read_sub_block
@@ -232,25 +235,35 @@ def merge(sinks: bool) -> CudaKernel:
     """
 
     def kernel(maximum, denominator, acc, splits, heads, group, tokens, dim_v, sink, out):
-        row, head = cuda.blockIdx.x, cuda.blockIdx.y
+        portions = cuda.shared.array(MAX_SPLITS, np.float32)
+        row, head, lane = cuda.blockIdx.x, cuda.blockIdx.y, cuda.threadIdx.x & 31
         rows = tokens * group
         query_head = head * group + row % group
-        largest = sink[query_head] if sinks else _MASKED
-        for s in range(splits):
+        largest = _MASKED
+        for s in range(lane, splits, 32):  # every warp: the loads of all splits are under way together
             start = (np.int64(s) * cuda.gridDim.y + head) * rows + row
             if denominator[start] > np.float32(0) or denominator[start] != denominator[start]:
                 largest = max(largest, maximum[start])
-        total = np.float32(math.exp(sink[query_head] - largest)) if sinks else np.float32(0)
-        for s in range(splits):
+        largest = warp_max(largest)
+        if sinks:
+            largest = max(largest, sink[query_head])
+        total = np.float32(0)
+        for s in range(lane, splits, 32):
             start = (np.int64(s) * cuda.gridDim.y + head) * rows + row
+            portion = np.float32(0)
             if denominator[start] > np.float32(0) or denominator[start] != denominator[start]:
-                total += denominator[start] * np.float32(math.exp(maximum[start] - largest))
+                portion = np.float32(math.exp(maximum[start] - largest))
+                total += denominator[start] * portion
+            portions[s] = portion
+        total = warp_sum(total)
+        if sinks:
+            total += np.float32(math.exp(sink[query_head] - largest))
+        cuda.syncthreads()
         for d in range(cuda.threadIdx.x, dim_v, THREADS):
             value = np.float32(0)
             for s in range(splits):
-                start = (np.int64(s) * cuda.gridDim.y + head) * rows + row
-                if denominator[start] > np.float32(0) or denominator[start] != denominator[start]:
-                    value += acc[start * dim_v + d] * np.float32(math.exp(maximum[start] - largest))
+                if portions[s] != np.float32(0):
+                    value += acc[((np.int64(s) * cuda.gridDim.y + head) * rows + row) * dim_v + d] * portions[s]
             out[(np.int64(row // group) * heads + query_head) * dim_v + d] = value / total
 
     name = "merge_sinks" if sinks else "merge"

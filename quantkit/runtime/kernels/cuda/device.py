@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 MIN_CAPABILITY = (8, 0)  # compute capability with bfloat16; the tests compile for it
 MAX_PACKED_VECTORS = 8  # products with up to this many vectors read packed weights
-TILE_ELEMENTS = 1 << 25  # decoded at a time: 64 MiB of bfloat16
+TILE_ELEMENTS = 1 << 26  # decoded at a time: 128 MiB of bfloat16
 _GRID_Y = 65535
 _OF_TORCH = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}  # types that torch has
 
@@ -75,6 +75,7 @@ class Gpu:
         self.torch_device = self.torch.device("cuda", index)
         self.torch.zeros(1, device=self.torch_device)  # makes the context
         self._functions: dict[str, Any] = {}
+        self._float_results = tuple(map(int, self.torch.__version__.split(".")[:2])) >= (2, 8)
 
     def bind_thread(self) -> None:
         """Make this GPU the calling thread's current device, with a context, which the driver needs for launches."""
@@ -178,6 +179,12 @@ class Gpu:
         """Packed matrices of `rows` rows each, uint8 of any shape, on this GPU."""
         return Matrices(self, self.array(np.ascontiguousarray(data).reshape(-1)), kind, rows, n)
 
+    def multiply_bfloats(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """float32 product of two bfloat16 matrices; torch before 2.8 rounds it to bfloat16 on the way."""
+        if not self._float_results:
+            return self.torch.matmul(a, b)
+        return self.torch.mm(a, b, out_dtype=self.torch.float32)
+
     def quantize(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """float32[vectors, n] as bytes: codes, scales and sums of `activations.quantize`."""
         from quantkit.runtime.kernels.cuda import activations
@@ -217,12 +224,20 @@ class Matrices:
         torch = self.gpu.torch
         return self.data.view(torch.float32 if self.kind.name == "f32" else torch.int16)
 
+    @functools.cached_property
+    def _first(self) -> torch.Tensor:
+        """The number of the first matrix, int32[1]."""
+        return self.gpu.zeros((1,), "int32")
+
     def __call__(self, x: torch.Tensor, exact: bool = False) -> torch.Tensor:
         """float32[tokens, rows] of float32[tokens, n], by the first matrix."""
         if 0 < len(x) <= MAX_PACKED_VECTORS and not exact:
             return self._multiply_packed(x)
+        entering = x if exact else x.bfloat16()
+        if not exact and self.rows * self.n <= TILE_ELEMENTS:
+            return self.gpu.multiply_bfloats(entering, self.decoded().T).float()
         out = self.gpu.empty(len(x), self.rows)
-        self._multiply_decoded(x if exact else x.bfloat16(), 0, out)
+        self._multiply_decoded(entering, 0, out)
         return out
 
     def of_experts(self, x: torch.Tensor, ids: torch.Tensor, exact: bool = False) -> torch.Tensor:
@@ -243,23 +258,22 @@ class Matrices:
         from quantkit.runtime.kernels.cuda import floats, weights
 
         stop = self.rows if stop is None else stop
-        rows, gpu = stop - start, self.gpu
-        if exact and self.kind.name in _OF_TORCH:
+        rows, gpu, result = stop - start, self.gpu, "float32" if exact else "bfloat16"
+        if self.kind.name in _OF_TORCH:
             matrices = self.data.view(getattr(gpu.torch, _OF_TORCH[self.kind.name])).view(self.count, self.rows, self.n)
-            return matrices[matrix, start:stop].float()
-        output, integer = ("f32", gpu.torch.int32) if exact else ("bf16", gpu.torch.int16)
-        out = gpu.empty(rows, self.n, kind="float32" if exact else "bfloat16")
+            return matrices[matrix, start:stop].to(getattr(gpu.torch, result))
+        output, out = "f32" if exact else "bf16", gpu.empty(rows, self.n, kind=result)
         if self.is_float:
             first = (matrix * self.rows + start) * self.n
             blocks = -(-self.n // floats.THREADS), min(rows, _GRID_Y)
             kernel = floats.dequantize(self.kind.ggml_type, output)
-            gpu.launch(kernel, blocks, floats.THREADS, self._words, first, rows, self.n, out.view(integer))
+            words = out.view(gpu.torch.int32 if exact else gpu.torch.int16)
+            gpu.launch(kernel, blocks, floats.THREADS, self._words, first, rows, self.n, words)
             return out
-        blocks = -(-self.n // 32 // weights.THREADS), min(rows, _GRID_Y)
         first = matrix * self.nbytes + start * self.row_bytes
         kernel = weights.dequantize(self.kind.ggml_type, output)
-        gpu.launch(kernel, blocks, weights.THREADS, self.data, first, self.row_bytes, rows, self.n,
-                   out.view(gpu.torch.int32))  # fmt: skip
+        gpu.launch_each(kernel, rows * self.n // 32, weights.THREADS, self.data, first, self.row_bytes, rows, self.n,
+                        out.view(gpu.torch.int32))  # fmt: skip
         return out
 
     def _multiply_packed(self, x: torch.Tensor) -> torch.Tensor:
@@ -271,31 +285,41 @@ class Matrices:
         if padded > tokens:
             x = gpu.torch.nn.functional.pad(x, (0, 0, 0, padded - tokens))
         out = gpu.empty(1, padded, self.rows)
-        self._product(x, gpu.torch.zeros(1, dtype=gpu.torch.int32, device=gpu.torch_device), 1, padded, out)
+        self._product(x, self._first, 1, padded, out)
         return out[0, :tokens]
 
     def _product(self, x: torch.Tensor, ids: torch.Tensor, share: int, tokens: int, out: torch.Tensor) -> None:
         from quantkit.runtime.kernels.cuda import floats, weights
+        from quantkit.runtime.kernels.cuda.codecs.registry import CODECS
 
-        gpu, x, slots = self.gpu, x.contiguous(), len(ids)
+        gpu, x, slots = self.gpu, x.contiguous(), (len(ids) // share, share)
         if self.is_float:
             kernel, blocks = floats.matvec(self.kind.ggml_type, tokens), -(-self.rows // floats.ROWS_OF_BLOCK)
-            gpu.launch(kernel, (blocks, slots), floats.THREADS, self._words, self.rows * self.n, ids, self.rows, self.n,
-                       x, share, out)  # fmt: skip
+            gpu.launch(kernel, (blocks, *slots), floats.THREADS, self._words, self.rows * self.n, ids, self.rows,
+                       self.n, x, out)  # fmt: skip
             return
         codes, scales, sums = gpu.quantize(x)
-        kernel, blocks = weights.matvec(self.kind.ggml_type, tokens), -(-self.rows // weights.ROWS_OF_BLOCK)
-        gpu.launch(kernel, (blocks, slots), weights.THREADS, self.data, self.nbytes, ids, self.row_bytes, self.rows,
-                   self.n, codes.view(gpu.torch.int32), scales, sums, share, out)  # fmt: skip
+        split = weights.split_of(CODECS[self.kind.ggml_type], tokens)
+        kernel, blocks = (
+            weights.matvec(self.kind.ggml_type, tokens),
+            -(-self.rows // weights.rows_of_block(self.n, split)),
+        )
+        lanes, words = weights.lanes_of_row(self.n, split.pairs), codes.view(gpu.torch.int32)
+        gpu.launch(kernel, (blocks, *slots), weights.THREADS, self.data, self.nbytes, ids, self.row_bytes, self.rows,
+                   self.n, words, scales, sums, lanes, out)  # fmt: skip
 
     def _multiply_decoded(self, x: torch.Tensor, matrix: int, out: torch.Tensor) -> None:
         """out float32[tokens, rows] of bfloat16[tokens, n], or of float32 with exact weights, tile after tile."""
-        exact = x.dtype == self.gpu.torch.float32
+        torch = self.gpu.torch
+        exact = x.dtype == torch.float32
         step = max(1, TILE_ELEMENTS // self.n // 16) * 16  # whole groups of all types
         for start in range(0, self.rows, step):
             stop = min(self.rows, start + step)
             tile = self.decoded(start, stop, matrix, exact=True) if exact else self.decoded(start, stop, matrix)
-            out[:, start:stop] = self.gpu.torch.matmul(x, tile.T)
+            if exact:
+                torch.mm(x, tile.T, out=out[:, start:stop])
+            else:
+                out[:, start:stop] = self.gpu.multiply_bfloats(x, tile.T)
 
     def _grouped(self, x: torch.Tensor, ids: torch.Tensor, exact: bool = False) -> torch.Tensor:
         """Sort slots by matrix, multiply each run by its matrix. Waits for the GPU once, for the runs' lengths."""

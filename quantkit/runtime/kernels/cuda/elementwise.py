@@ -14,20 +14,21 @@ from quantkit.runtime.kernels.cuda.hardware import cuda, inlined, warp_max, warp
 from quantkit.runtime.kernels.cuda.kernel import CudaKernel
 
 THREADS = 256
+NORM_THREADS = 1024
 WARPS = THREADS // 32
 _LOWEST = np.float32(-3.4e38)
 
 
 @inlined
 def block_sum(value):
-    """The sum over all threads of a block of THREADS, which all call it."""
+    """The sum over all threads of a block, which all call it."""
     shared = cuda.shared.array(32, np.float32)
     of_warp = warp_sum(value)
     if cuda.threadIdx.x % 32 == 0:
         shared[cuda.threadIdx.x // 32] = of_warp
     cuda.syncthreads()
     total = np.float32(0)
-    for i in range(WARPS):
+    for i in range(cuda.blockDim.x // 32):
         total += shared[i]
     cuda.syncthreads()
     return total
@@ -48,6 +49,11 @@ def block_max(value):
     return largest
 
 
+def norm_threads(n: int) -> int:
+    """Threads of a block of `rms_norm`: with more, more loads of a long row are under way."""
+    return min(NORM_THREADS, max(THREADS, n // 4 // 32 * 32))
+
+
 @functools.cache
 def rms_norm() -> CudaKernel:
     """(x, weight, n, eps, out): x / sqrt(mean(x^2) + eps) * weight of rows of n, or of heads; a block each."""
@@ -55,10 +61,10 @@ def rms_norm() -> CudaKernel:
     def kernel(x, weight, n, eps, out):
         first = np.int64(cuda.blockIdx.x) * n
         total = np.float32(0)
-        for i in range(cuda.threadIdx.x, n, THREADS):
+        for i in range(cuda.threadIdx.x, n, cuda.blockDim.x):
             total += x[first + i] * x[first + i]
         scale = np.float32(1) / math.sqrt(block_sum(total) / np.float32(n) + eps)
-        for i in range(cuda.threadIdx.x, n, THREADS):
+        for i in range(cuda.threadIdx.x, n, cuda.blockDim.x):
             out[first + i] = x[first + i] * np.float32(scale) * weight[i]
 
     return CudaKernel("rms_norm", kernel, "f32[] f32[] i32 f32 f32[]")

@@ -6,13 +6,20 @@ Only this module and `words.py` know which of the two runs. `cuda` and `types` a
 
     inlined                       decorator of device functions
     SIMULATED                     whether kernels are simulated
-    sub_block_reader(codec)       device function (data, start, row_bytes, row, number) -> codes, scales, mins of
-                                  sub-block `number` of a row of the tensor at data[start]: tuples of 8, 2 and 2
+    sub_block_reader(codec)       device function (data, start, row_bytes, row, number) -> codes, scales, mins
+                                  and shifts of sub-block `number` of a row of the tensor at data[start]: tuples of 8,
+                                  2, 2 and 2
     dot4(a, b, c)                 c + the products of four signed bytes
+    signed_bytes(word)            float32 of the four signed bytes of a word. numba's own shifts of int32 give 64 bits,
+                                  in which the sign of a byte that was shifted up and down again is lost
     bits_of, float_of_bits, half_of, bfloat_of, float_of_half, float_of_bfloat
     times(a, b), plus(a, b)       rounded each: never fused
     warp_sum, warp_max            over the 32 threads of a warp; *all threads of a block* call them together
-    load_words(array, i)          four neighbouring int32 in one load; i a multiple of 4, the array aligned
+    lanes_sum(value, lanes)       over runs of 8, 16 or 32 of them
+    halves_of(a, b), bfloats_of   two floats as one word of two numbers, a in the low half
+    load_words(array, i)          the 16 bytes from element i on as four int32, in one load; aligned
+    load_floats(array, i)         as four float32
+    store_words(array, i, a, b, c, d)   four words in one store
 """
 
 from __future__ import annotations
@@ -59,13 +66,16 @@ def _two(values: Sequence[Any]) -> tuple:
 if SIMULATED:
 
     def sub_block_reader(codec: Codec) -> Callable[..., tuple]:
-        """The function (data, start, row_bytes, row, number) -> (codes, scales, mins) of a sub-block."""
+        """The function (data, start, row_bytes, row, number) -> (codes, scales, mins, shifts) of a sub-block."""
 
         def read(data, start, row_bytes, row, number):
             e = SimulatedWords(data)
             sub_block = read_sub_block(e, codec, int(start), int(row_bytes), e.word(row), e.word(number), _split_plain)
-            codes = tuple(np.uint32(c).view(np.int32) for c in sub_block.codes)
-            return codes, _two(sub_block.scales), _two(sub_block.mins) or (np.float32(0),) * 2
+            codes = tuple(
+                np.int64(np.uint32(c).view(np.int32)) for c in sub_block.codes
+            )  # numba computes so with int32
+            none = (np.float32(0),) * 2
+            return codes, _two(sub_block.scales), _two(sub_block.mins) or none, _two(sub_block.shifts) or none
 
         return read
 
@@ -75,6 +85,10 @@ if SIMULATED:
     def dot4(a, b, c):
         """c + the sum of products of the four signed bytes of a and b."""
         return np.uint32(SimulatedWords(None).dot(a, b, c)).view(np.int32)
+
+    def signed_bytes(word):
+        """The four signed bytes of a word as float32."""
+        return tuple(np.float32((int(word) >> 8 * i & 255 ^ 128) - 128) for i in range(4))
 
     def bits_of(value):
         """The bits of a float32."""
@@ -100,6 +114,14 @@ if SIMULATED:
             return np.uint16(0x7FFF)
         return np.uint16(bits + 0x7FFF + (bits >> 16 & 1) >> 16 & 0xFFFF)
 
+    def halves_of(a, b):
+        """Two floats as halves in one word."""
+        return np.uint32(half_of(a)) | np.uint32(half_of(b)) << np.uint32(16)
+
+    def bfloats_of(a, b):
+        """Two floats as bfloat16 in one word."""
+        return np.uint32(bfloat_of(a)) | np.uint32(bfloat_of(b)) << np.uint32(16)
+
     def float_of_bfloat(bits):
         """The float32 of the bits of a bfloat16."""
         return np.uint32(int(bits) << 16).view(np.float32)
@@ -113,15 +135,15 @@ if SIMULATED:
         return np.float32(a) + np.float32(b)
 
     @inlined
-    def _warp(value, combine):
+    def _warp(value, combine, lanes=WARP):
         shared = cuda.shared.array(1024, np.float32)
         i = cuda.threadIdx.x
         cuda.syncthreads()
         shared[i] = value
         cuda.syncthreads()
-        first = i - i % WARP
+        first = i - i % lanes
         result = shared[first]
-        for k in range(1, min(WARP, cuda.blockDim.x - first)):
+        for k in range(1, min(lanes, cuda.blockDim.x - first)):
             result = combine(result, shared[first + k])
         cuda.syncthreads()
         return np.float32(result)
@@ -130,13 +152,31 @@ if SIMULATED:
         """The sum of a value over the threads of a warp."""
         return _warp(value, lambda a, b: a + b)
 
+    def lanes_sum(value, lanes):
+        """The sum over `lanes` neighbouring threads of a warp, a power of two."""
+        return _warp(value, lambda a, b: a + b, lanes)
+
     def warp_max(value):
         """The maximum of a value over the threads of a warp."""
         return _warp(value, max)
 
     def load_words(array, i):
-        """Four words from index i on."""
-        return array[i], array[i + 1], array[i + 2], array[i + 3]
+        """The 16 bytes from element i on as four words."""
+        return _load_sixteen(array, i, np.int32).astype(np.int64)
+
+    def load_floats(array, i):
+        """The 16 bytes from element i on as four float32."""
+        return _load_sixteen(array, i, np.float32)
+
+    def _load_sixteen(array, i, kind):
+        count = 16 // array.dtype.itemsize
+        assert i % count == 0, "a load is not aligned"
+        return np.frombuffer(b"".join(array[i + j].tobytes() for j in range(count)), kind)
+
+    def store_words(array, i, a, b, c, d):
+        """Four words to index i and the next three."""
+        assert i % 4 == 0, "a store is not aligned"
+        array[i], array[i + 1], array[i + 2], array[i + 3] = a, b, c, d
 
 else:
     from llvmlite import ir as llvm
@@ -147,7 +187,7 @@ else:
 
     def sub_block_reader(codec: Codec) -> Callable[..., tuple]:
         pair = types.UniTuple(types.float32, 2)
-        result = types.Tuple((types.UniTuple(types.int32, 8), pair, pair))
+        result = types.Tuple((types.UniTuple(types.int32, 8), pair, pair, pair))
 
         @intrinsic
         def read(typing_context, data, start, row_bytes, row, number):
@@ -158,8 +198,9 @@ else:
                 e = DeviceWords(builder, array.data)
                 start, row_bytes, row, number = (Value(e, a) for a in args[1:])
                 sub_block = read_sub_block(e, codec, start, row_bytes, row, number, _split)
-                mins = _two(sub_block.mins) or (e.constant(F32, 0.0),) * 2
-                parts = zip(signature.return_type, (sub_block.codes, _two(sub_block.scales), mins))
+                none = (e.constant(F32, 0.0),) * 2
+                mins, shifts = _two(sub_block.mins) or none, _two(sub_block.shifts) or none
+                parts = zip(signature.return_type, (sub_block.codes, _two(sub_block.scales), mins, shifts))
                 tuples = [context.make_tuple(builder, kind, [v.ir for v in values]) for kind, values in parts]
                 return context.make_tuple(builder, signature.return_type, tuples)
 
@@ -188,13 +229,25 @@ else:
             return intrinsic(lambda typing_context, a, b: typed(typing_context, a, b))
         return intrinsic(lambda typing_context, a, b, c: typed(typing_context, a, b, c))
 
-    _i, _f, _h = types.int32, types.float32, types.uint16
+    _i, _f, _h, _w = types.int32, types.float32, types.uint16, types.uint32
     dot4 = _assembly("dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r", _i, _i, _i, _i)
+    halves_of = _assembly("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", _w, _f, _f)
+    bfloats_of = _assembly("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", _w, _f, _f)
     half_of = _assembly("cvt.rn.f16.f32 $0, $1;", "=h,f", _h, _f)
     float_of_half = _assembly("cvt.f32.f16 $0, $1;", "=f,h", _f, _h)
     bfloat_of = _assembly("cvt.rn.bf16.f32 $0, $1;", "=h,f", _h, _f)
     times = _assembly("mul.rn.f32 $0, $1, $2;", "=f,f,f", _f, _f, _f)
     plus = _assembly("add.rn.f32 $0, $1, $2;", "=f,f,f", _f, _f, _f)
+
+    @intrinsic
+    def signed_bytes(typing_context, word):
+        def generate(context, builder, signature, args):
+            top = llvm.Constant(I32, 24)
+            shifted = [builder.shl(args[0], llvm.Constant(I32, 24 - 8 * i)) for i in range(4)]
+            values = [builder.sitofp(builder.ashr(value, top), F32) for value in shifted]
+            return context.make_tuple(builder, signature.return_type, values)
+
+        return types.UniTuple(types.float32, 4)(types.int32), generate
 
     @intrinsic
     def bits_of(typing_context, value):
@@ -225,18 +278,46 @@ else:
         return value
 
     @inlined
+    def lanes_sum(value, lanes):
+        for step in (16, 8, 4, 2, 1):
+            other = cuda.shfl_xor_sync(FULL, value, step)
+            value += other if step < lanes else np.float32(0)
+        return value
+
+    @inlined
     def warp_max(value):
         for step in (16, 8, 4, 2, 1):
             value = max(value, cuda.shfl_xor_sync(FULL, value, step))
         return value
 
-    @intrinsic
-    def load_words(typing_context, array, index):
-        def generate(context, builder, signature, args):
-            data = cgutils.create_struct_proxy(signature.args[0])(context, builder, args[0]).data
-            pointer = builder.gep(data, [args[1]])
-            loaded = builder.load(builder.bitcast(pointer, llvm.VectorType(I32, 4).as_pointer()), align=16)
-            values = [builder.extract_element(loaded, llvm.Constant(I32, i)) for i in range(4)]
-            return context.make_tuple(builder, signature.return_type, values)
+    def _pointer_to_four(context, builder, array_type, array, index, kind):
+        data = cgutils.create_struct_proxy(array_type)(context, builder, array).data
+        return builder.bitcast(builder.gep(data, [index]), llvm.VectorType(kind, 4).as_pointer())
 
-        return types.UniTuple(types.int32, 4)(array, types.int64), generate
+    def _load_four(element, kind):
+        @intrinsic
+        def load(typing_context, array, index):
+            def generate(context, builder, signature, args):
+                pointer = _pointer_to_four(context, builder, signature.args[0], args[0], args[1], kind)
+                loaded = builder.load(pointer, align=16)
+                values = [builder.extract_element(loaded, llvm.Constant(I32, i)) for i in range(4)]
+                return context.make_tuple(builder, signature.return_type, values)
+
+            return types.UniTuple(element, 4)(array, types.int64), generate
+
+        return load
+
+    load_words, load_floats = _load_four(types.int32, I32), _load_four(types.float32, F32)
+
+    @intrinsic
+    def store_words(typing_context, array, index, a, b, c, d):
+        def generate(context, builder, signature, args):
+            pointer = _pointer_to_four(context, builder, signature.args[0], args[0], args[1], I32)
+            words = llvm.Constant(llvm.VectorType(I32, 4), llvm.Undefined)
+            for i, value in enumerate(args[2:]):
+                words = builder.insert_element(words, value, llvm.Constant(I32, i))
+            builder.store(words, pointer, align=16)
+            return context.get_dummy_value()
+
+        word = types.uint32
+        return types.void(array, types.int64, word, word, word, word), generate

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from quantkit.runtime.kernels.cuda import activations, attention, delta, elementwise, floats, mamba2, routing, weights
+from quantkit.runtime.kernels.cuda import (
+    activations,
+    attention,
+    decode_attention,
+    delta,
+    elementwise,
+    floats,
+    mamba2,
+    routing,
+    weights,
+)
 from quantkit.runtime.kernels.cuda.codecs.registry import CODECS
 from quantkit.runtime.kernels.cuda.dispatch import FLOAT_IDS
 from quantkit.runtime.kernels.cuda.kernel import CudaKernel
@@ -30,6 +40,8 @@ ATTENTIONS = (
     ("f16", "f16", 128, 128, False), ("f32", "f32", 64, 64, False), ("bf16", "f16", 256, 256, False),
     ("q8_0", "q4_0", 128, 128, False), ("q8_0", "q8_0", 576, 512, True), ("f16", "f16", 192, 128, False),
 )  # fmt: skip
+# The same of `attend_one`: types of keys and values, dims, query heads of a key/value head.
+DECODE_ATTENTIONS = (("f16", "f16", 128, 4), ("q8_0", "q8_0", 128, 8), ("bf16", "f32", 64, 3), ("f16", "f16", 256, 2))
 
 
 def not_of_a_type() -> Iterator[CudaKernel]:
@@ -42,5 +54,6 @@ def not_of_a_type() -> Iterator[CudaKernel]:
     yield delta.step(by_rows=True)
     yield from (routing.route(sigmoid, biased) for sigmoid in (False, True) for biased in (False, True))
     yield from (attention.attend(*shape) for shape in ATTENTIONS)
+    yield from (decode_attention.attend_one(*shape) for shape in DECODE_ATTENTIONS)
     yield from (attention.merge(sinks) for sinks in (False, True))
     yield from (attention.append(kind) for kind in ("f32", "f16", "bf16", "q8_0"))

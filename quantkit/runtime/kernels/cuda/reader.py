@@ -1,8 +1,11 @@
 """`Reader`: what a codec reads a sub-block with. A sub-block is 32 columns of a row: eight words of four signed bytes.
 
-    y[c] = scale[c // 16] * code[c] + min[c // 16]         c in 0 .. 31
+    y[c] = scale[c // 16] * (code[c] + shift[c // 16]) + min[c // 16]         c in 0 .. 31
 
-In types whose `group` is 32, all 32 columns share one scale and min. A codec is a function of a `Reader`, which gives
+In types whose `group` is 32, all 32 columns share one scale, shift and min. Products add shifts and mins once for all
+columns of a group, by the sum of the activations; so codes need not be moved to where their zero is.
+
+A codec is a function of a `Reader`, which gives
 it the type's fields (`fields.LinearAddresses`), bound to the row and the sub-block that a thread works on, and the
 operations of `words.py`. It returns a `SubBlock`.
 """
@@ -16,7 +19,7 @@ from typing import Any, NamedTuple
 
 from quantkit.runtime.kernels.cuda.fields import LinearAddresses
 
-ONES, LOW, SIGNS = 0x01010101, 0x0F0F0F0F, 0x80808080
+ONES, LOW = 0x01010101, 0x0F0F0F0F
 MAX_LOAD_BYTES = 16  # bytes of the widest load
 
 
@@ -26,11 +29,13 @@ class SubBlock(NamedTuple):
     codes    8 words of four signed bytes
     scales   1 or 2 float32
     mins     as many, or none
+    shifts   as many small integers as float32, or none
     """
 
     codes: list[Any]  # 8 words
     scales: list[Any]  # 1 or 2 float32
     mins: list[Any]  # as many, or none
+    shifts: Sequence[Any] = ()
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,7 @@ class Codec:
     nbytes: int  # of a block, of all rows of a group
     group: int = 32  # columns of a scale
     has_min: bool = False
+    has_shift: bool = False
     rows: int = 1  # of a group
     head: int = 0  # bytes before the blocks, of all rows of a group
     tail: int = 0  # and after them
@@ -85,9 +91,9 @@ class Reader:
         """Constants as words."""
         return [self.ir.word(number) for number in numbers]
 
-    def minus(self, word: Any, offset: int) -> Any:
-        """Four bytes 0 .. 127 minus an offset, as signed bytes."""
-        return ((word | SIGNS) - offset * ONES) ^ SIGNS
+    def number(self, value: float) -> Any:
+        """A constant float32."""
+        return self.ir.real(self.ir.word(int(value)))
 
     def negate(self, word: Any, ones: Any) -> Any:
         """Bytes 1 .. 127, made negative where `ones` has a one in the byte."""

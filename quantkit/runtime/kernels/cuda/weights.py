@@ -1,30 +1,42 @@
 """Kernels of packed weights: decoding, and products with a few vectors. Each type has one of each kind.
 
 A thread decodes a sub-block of 32 columns (`reader.py`). Activations are 8-bit (`activations.py`): eight words of
-codes, a scale xs and, for each 16 columns, the scale times the sum of codes, xm, which types with a min f need:
+codes, a scale xs and, for each 16 columns, the scale times the sum of codes, xm, for types with shifts or mins:
 
-    y += xs * (s0 * dot(first 16) + s1 * dot(last 16)) + f0 * xm[0] + f1 * xm[1]
+    y += xs * (s0 * dot(first 16) + s1 * dot(last 16)) + f0 * xm[0] + f1 * xm[1]       f: s * shift + min
 
-`data` holds matrices, `matrix_bytes` apart; ids[slot] says which one blockIdx.y takes: experts, or all 0.
-Grids: dequantize (sub-blocks of 32 columns / THREADS, rows), matvec (rows / ROWS_OF_BLOCK, slots).
+`data` holds matrices, `matrix_bytes` apart; ids[slot] says which one a slot takes: experts, or all 0.
+Grids: dequantize (sub-blocks of 32 columns / THREADS), matvec (rows / rows_of_block, groups of vectors, slots of each).
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
 from quantkit.runtime.kernels.cuda import hardware
 from quantkit.runtime.kernels.cuda.codecs.registry import CODECS
-from quantkit.runtime.kernels.cuda.hardware import bfloat_of, cuda, dot4, half_of, load_words, plus, times, warp_sum
+from quantkit.runtime.kernels.cuda.hardware import (
+    bfloats_of,
+    bits_of,
+    cuda,
+    dot4,
+    halves_of,
+    lanes_sum,
+    load_words,
+    plus,
+    signed_bytes,
+    store_words,
+    times,
+)
 from quantkit.runtime.kernels.cuda.kernel import CudaKernel
 from quantkit.runtime.kernels.cuda.reader import Codec
 
 THREADS = 128
 WARPS = THREADS // 32
-ROWS_OF_BLOCK = 2 * WARPS  # two of a warp: what it loads of the activations serves both
 OUTPUTS = ("f32", "f16", "bf16")
 TOKENS = (1, 2, 4, 8)  # vectors that a product is made for
 
@@ -37,99 +49,167 @@ def dequantize(ggml_type: int, output: str) -> CudaKernel:
 
 
 def _dequantize(codec: Codec, output: str) -> Callable[..., None]:
-    read, has_min, single = hardware.sub_block_reader(codec), codec.has_min, output == "f32"
-    convert = hardware.bits_of if single else half_of if output == "f16" else bfloat_of
-    words = 32 if single else 16
-    # in shared memory: so that the threads of a warp are in banks of their own
-    pitch, size = (words + 1, THREADS * (words + 1))
+    read, single = hardware.sub_block_reader(codec), output == "f32"
+    has_min, has_shift = codec.has_min, codec.has_shift
+    pair, words = halves_of if output == "f16" else bfloats_of, 32 if single else 16
+
+    @hardware.inlined
+    def four(code, scale, minimum, shift):
+        """The values of four codes."""
+        a, b, c, d = signed_bytes(code)
+        if has_shift:
+            a, b, c, d = plus(a, shift), plus(b, shift), plus(c, shift), plus(d, shift)
+        a, b, c, d = times(scale, a), times(scale, b), times(scale, c), times(scale, d)
+        if has_min:
+            a, b, c, d = plus(a, minimum), plus(b, minimum), plus(c, minimum), plus(d, minimum)
+        return a, b, c, d
+
+    @hardware.inlined
+    def store(low, high, scale, minimum, shift, out, at):
+        """Eight columns: those of two words of codes."""
+        a, b, c, d = four(low, scale, minimum, shift)
+        e, f, g, h = four(high, scale, minimum, shift)
+        if single:
+            store_words(out, at, bits_of(a), bits_of(b), bits_of(c), bits_of(d))
+            store_words(out, at + 4, bits_of(e), bits_of(f), bits_of(g), bits_of(h))
+        else:
+            store_words(out, at, pair(a, b), pair(c, d), pair(e, f), pair(g, h))
 
     def kernel(data, start, row_bytes, rows, n, out):
-        shared = cuda.shared.array(size, np.uint32)
-        thread = cuda.threadIdx.x
-        units = n // 32
-        first = cuda.blockIdx.x * THREADS
-        unit_count = min(units - first, THREADS)
-        for row in range(cuda.blockIdx.y, rows, cuda.gridDim.y):
-            if thread < unit_count:
-                codes, scales, mins = read(data, start, row_bytes, row, first + thread)
-                for q in range(8):
-                    scale = scales[0] if q < 4 else scales[1]
-                    minimum = mins[0] if q < 4 else mins[1]
-                    for pair in range(2):
-                        low = times(scale, np.float32((codes[q] << (24 - 16 * pair)) >> 24))
-                        high = times(scale, np.float32((codes[q] << (16 - 16 * pair)) >> 24))
-                        if has_min:
-                            low, high = plus(low, minimum), plus(high, minimum)
-                        if single:
-                            shared[thread * pitch + 4 * q + 2 * pair] = convert(low)
-                            shared[thread * pitch + 4 * q + 2 * pair + 1] = convert(high)
-                        else:
-                            word = np.uint32(convert(low)) | np.uint32(convert(high)) << 16
-                            shared[thread * pitch + 2 * q + pair] = word
-            cuda.syncthreads()
-            at = (np.int64(row) * units + first) * words
-            for i in range(thread, unit_count * words, THREADS):
-                out[at + i] = shared[i // words * pitch + i % words]
-            cuda.syncthreads()
+        units = np.uint32(n // 32)
+        unit = cuda.blockIdx.x * np.int64(THREADS) + cuda.threadIdx.x
+        if unit < np.int64(rows) * units:
+            row, number = np.uint32(unit) // units, np.uint32(unit) % units
+            codes, scales, mins, shifts = read(data, start, row_bytes, np.int32(row), np.int32(number))
+            at, step = unit * words, words // 4
+            store(codes[0], codes[1], scales[0], mins[0], shifts[0], out, at)
+            store(codes[2], codes[3], scales[0], mins[0], shifts[0], out, at + step)
+            store(codes[4], codes[5], scales[1], mins[1], shifts[1], out, at + 2 * step)
+            store(codes[6], codes[7], scales[1], mins[1], shifts[1], out, at + 3 * step)
 
     return kernel
 
 
+class Split(NamedTuple):
+    """How `matvec` is split among threads, by what an H200 does fastest.
+
+    pairs   whether a thread takes two neighbouring sub-blocks at a time, which often share bytes
+    rows    of a thread, 1, 2 or 4: what it loads of the activations serves all of them
+    """
+
+    pairs: bool
+    rows: int
+
+
+_SPLITS = {"q4_K": Split(True, 2), "q5_K": Split(True, 2), "q6_K": Split(False, 2)}  # faster than what others have
+
+
+def split_of(codec: Codec, tokens: int) -> Split:
+    """Blocks of 32 columns share nothing, and pairs of them are too far apart for a warp's loads to be one."""
+    if codec.columns < 64 or tokens > 1:
+        return Split(False, 2)
+    return _SPLITS.get(codec.name, Split(True, 4))
+
+
+def lanes_of_row(n: int, pairs: bool) -> int:
+    """log2 of the threads that share a row of n columns: as few idle ones as can be."""
+    parts = -(-n // 64) if pairs else n // 32
+    return 5 if parts > 16 else 4 if parts > 8 else 3
+
+
+def rows_of_block(n: int, split: Split) -> int:
+    """Rows of a thread block of `matvec`."""
+    return WARPS * (32 >> lanes_of_row(n, split.pairs)) * split.rows
+
+
 @functools.cache
 def matvec(ggml_type: int, tokens: int) -> CudaKernel:
-    """(data, matrix_bytes, ids, row_bytes, rows, n, codes, scales, sums, share, out)
+    """(data, matrix_bytes, ids, row_bytes, rows, n, codes, scales, sums, lanes, out)
 
-    out float32[slots, tokens, rows]: slot s is matrix ids[s] times the `tokens` vectors from tokens * (s // share) on:
+    out float32[slots, tokens, rows]: slot s is matrix ids[s] times the `tokens` vectors of its group, s // gridDim.z:
     codes int32[vectors, n / 4], scales float32[vectors, n / 32], sums float32[vectors, n / 16].
-    Zeros where ids[s] is -1.
+    Zeros where ids[s] is -1. 2^lanes threads share a row: `lanes_of_row`.
     """
     codec = CODECS[ggml_type]
     parameters = "u8[] i64 i32[] i64 i32 i32 i32[] f32[] f32[] i32 f32[]"
-    return CudaKernel(f"matvec_{codec.name}_{tokens}", _matvec(codec, tokens), parameters)
+    return CudaKernel(f"matvec_{codec.name}_{tokens}", _matvec(codec, tokens, split_of(codec, tokens)), parameters)
 
 
-def _matvec(codec: Codec, tokens: int) -> Callable[..., None]:
-    read, has_min, halves = hardware.sub_block_reader(codec), codec.has_min, codec.group == 16
+def _matvec(codec: Codec, tokens: int, split: Split) -> Callable[..., None]:
+    read, halves = hardware.sub_block_reader(codec), codec.group == 16
+    has_shift, has_offset = codec.has_shift, codec.has_min or codec.has_shift
+    pairs, each = split
+
+    @hardware.inlined
+    def product(sub_block, xq, xs, xm, unit):
+        """Of a sub-block and that of a vector."""
+        codes, scales, mins, shifts = sub_block
+        a0, a1, a2, a3 = load_words(xq, 8 * unit)
+        a4, a5, a6, a7 = load_words(xq, 8 * unit + 4)
+        low = dot4(codes[3], a3, dot4(codes[2], a2, dot4(codes[1], a1, dot4(codes[0], a0, np.int32(0)))))
+        if halves:
+            high = dot4(codes[5], a5, dot4(codes[4], a4, np.int32(0)))
+            high = dot4(codes[7], a7, dot4(codes[6], a6, high))
+            value = scales[0] * np.float32(low) + scales[1] * np.float32(high)
+        else:
+            low = dot4(codes[7], a7, dot4(codes[6], a6, dot4(codes[5], a5, dot4(codes[4], a4, low))))
+            value = scales[0] * np.float32(low)
+        value *= xs[unit]
+        if has_offset:
+            low, high = mins[0], mins[1]
+            if has_shift:
+                low, high = low + scales[0] * shifts[0], high + scales[1] * shifts[1]
+            value += low * xm[2 * unit] + high * xm[2 * unit + 1]
+        return value
 
     @hardware.inlined
     def add(data, start, row_bytes, row, number, units, vector, xq, xs, xm, total):
-        codes, scales, mins = read(data, start, row_bytes, row, number)
+        """Add the products of a sub-block or of two; where these share bytes, the compiler loads them once."""
+        first = read(data, start, row_bytes, row, number)
+        if pairs:
+            second = read(data, start, row_bytes, row, number | 1)
         for t in range(tokens):
             unit = np.int64(vector + t) * units + number
-            a0, a1, a2, a3 = load_words(xq, 8 * unit)
-            a4, a5, a6, a7 = load_words(xq, 8 * unit + 4)
-            low = dot4(codes[3], a3, dot4(codes[2], a2, dot4(codes[1], a1, dot4(codes[0], a0, np.int32(0)))))
-            if halves:
-                high = dot4(codes[5], a5, dot4(codes[4], a4, np.int32(0)))
-                high = dot4(codes[7], a7, dot4(codes[6], a6, high))
-                value = scales[0] * np.float32(low) + scales[1] * np.float32(high)
-            else:
-                low = dot4(codes[7], a7, dot4(codes[6], a6, dot4(codes[5], a5, dot4(codes[4], a4, low))))
-                value = scales[0] * np.float32(low)
-            total[t] += xs[unit] * value
-            if has_min:
-                total[t] += mins[0] * xm[2 * unit] + mins[1] * xm[2 * unit + 1]
+            total[t] += product(first, xq, xs, xm, unit)
+            if pairs:
+                total[t] += product(second, xq, xs, xm, unit + 1)
 
-    def kernel(data, matrix_bytes, ids, row_bytes, rows, n, xq, xs, xm, share, out):
-        lane, warp = cuda.threadIdx.x % 32, cuda.threadIdx.x // 32
-        slot = cuda.blockIdx.y
+    @hardware.inlined
+    def finish(total, lanes, part, slot, rows, row, out):
+        for t in range(tokens):
+            value = lanes_sum(total[t], 1 << lanes)
+            if part == 0 and row < rows:
+                out[(np.int64(slot) * tokens + t) * rows + row] = value
+
+    def kernel(data, matrix_bytes, ids, row_bytes, rows, n, xq, xs, xm, lanes, out):
+        # Shifts and a grid of three dimensions: a division of numbers that the compiler does not know takes 50
+        # instructions, as much as a sub-block.
+        lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
+        part = lane & (1 << lanes) - 1
+        group = cuda.blockIdx.y
+        slot = group * cuda.gridDim.z + cuda.blockIdx.z
         start = ids[slot] * matrix_bytes
-        row = cuda.blockIdx.x * ROWS_OF_BLOCK + warp * 2
-        units = n // 32
-        vector = slot // share * tokens
+        row = (((cuda.blockIdx.x * WARPS + warp) << 5 - lanes) + (lane >> lanes)) * each
+        units = n >> 5
+        vector = group * tokens
         # An array for each row: indexed by a loop that the compiler does not unroll they would not be registers.
-        first, second = cuda.local.array(tokens, np.float32), cuda.local.array(tokens, np.float32)
+        total0, total1 = cuda.local.array(tokens, np.float32), cuda.local.array(tokens, np.float32)
+        total2, total3 = cuda.local.array(tokens, np.float32), cuda.local.array(tokens, np.float32)
         for t in range(tokens):
-            first[t] = second[t] = np.float32(0)
-        for number in range(lane, units if ids[slot] >= 0 else 0, 32):
-            add(data, start, row_bytes, min(row, rows - 1), number, units, vector, xq, xs, xm, first)
-            add(data, start, row_bytes, min(row + 1, rows - 1), number, units, vector, xq, xs, xm, second)
-        for t in range(tokens):
-            a, b = warp_sum(first[t]), warp_sum(second[t])
-            at = (np.int64(slot) * tokens + t) * rows + row
-            if lane == 0 and row < rows:
-                out[at] = a
-            if lane == 0 and row + 1 < rows:
-                out[at + 1] = b
+            total0[t] = total1[t] = total2[t] = total3[t] = np.float32(0)
+        for place in range(part, units >> pairs if ids[slot] >= 0 else 0, 1 << lanes):
+            number = np.int32(place) << pairs
+            add(data, start, row_bytes, min(row, rows - 1), number, units, vector, xq, xs, xm, total0)
+            if each > 1:
+                add(data, start, row_bytes, min(row + 1, rows - 1), number, units, vector, xq, xs, xm, total1)
+            if each > 2:
+                add(data, start, row_bytes, min(row + 2, rows - 1), number, units, vector, xq, xs, xm, total2)
+                add(data, start, row_bytes, min(row + 3, rows - 1), number, units, vector, xq, xs, xm, total3)
+        finish(total0, lanes, part, slot, rows, row, out)
+        if each > 1:
+            finish(total1, lanes, part, slot, rows, row + 1, out)
+        if each > 2:
+            finish(total2, lanes, part, slot, rows, row + 2, out)
+            finish(total3, lanes, part, slot, rows, row + 3, out)
 
     return kernel

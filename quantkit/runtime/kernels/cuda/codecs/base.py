@@ -20,12 +20,13 @@ def base_field(width: int, addresses: np.ndarray | Sequence[int]) -> LinearAddre
 
 
 def codecs(
-    fields: Mapping[str, Fields], group: int = 32, has_min: bool = False, tail: int = 0
+    fields: Mapping[str, Fields], group: int = 32, has_min: bool = False, has_shift: bool = False, tail: int = 0
 ) -> Callable[[Callable[[Reader], SubBlock]], list[Codec]]:
     """Decorator: make the codecs of several types from one function that reads their sub-blocks.
 
     fields   by name of type, the fields of its blocks
     group    columns that share a scale
+    has_shift, has_min   whether its sub-blocks have shifts and mins
     tail     bytes after the blocks of a row
     """
 
@@ -35,7 +36,7 @@ def codecs(
             kind = get(name)
             rows, head = kind.interleave, kind.interleave * kind.row_meta_bytes - tail
             sizes = kind.block_size, rows * kind.block_bytes
-            made.append(Codec(kind.name, read, tuple(addresses), *sizes, group, has_min, rows, head, tail))
+            made.append(Codec(kind.name, read, tuple(addresses), *sizes, group, has_min, has_shift, rows, head, tail))
         return made
 
     return make

@@ -33,12 +33,11 @@ def _halves(words: list[Any]) -> list[Any]:
     return [w & LOW for w in words] + [w >> 4 & LOW for w in words]
 
 
-@codecs(base_and_interleaved(Q4_0_R8))
+@codecs(base_and_interleaved(Q4_0_R8), has_shift=True)
 def q4_0(r: Reader) -> SubBlock:
     """`types/q4_0.py`: codes 0 to 15 minus 8."""
     d, packed_bytes = r.fields
-    codes = _halves(packed_bytes.quads(4, 16))
-    return SubBlock([r.minus(c, 8) for c in codes], [r.half(d.at())], [])
+    return SubBlock(_halves(packed_bytes.quads(4, 16)), [r.half(d.at())], [], [r.number(-8)])
 
 
 def _runs(rows: int, run: int) -> tuple[LinearAddresses, LinearAddresses]:
@@ -47,12 +46,12 @@ def _runs(rows: int, run: int) -> tuple[LinearAddresses, LinearAddresses]:
     return linear_addresses(16, 16 * k), linear_addresses(8, 8 * (2 * rows + (j // run * rows + k) * run + j % run))
 
 
-@codecs({"q4_0_4x4": _runs(4, 4), "q4_0_4x8": _runs(4, 8), "q4_0_8x8": _runs(8, 8)})
+@codecs({"q4_0_4x4": _runs(4, 4), "q4_0_4x8": _runs(4, 8), "q4_0_8x8": _runs(8, 8)}, has_shift=True)
 def q4_0_runs(r: Reader) -> SubBlock:
     """With nibbles in two's complement."""
     d, packed_bytes = r.fields
     codes = _halves(packed_bytes.quads(4, 16))
-    return SubBlock([r.minus(c ^ 8 * ONES, 8) for c in codes], [r.half(d.at())], [])
+    return SubBlock([c ^ 8 * ONES for c in codes], [r.half(d.at())], [], [r.number(-8)])
 
 
 @codecs({"q4_1": (base_field(16, [0]), base_field(16, [16]), base_field(8, packed(8, 16, at=4)))}, has_min=True)
@@ -62,12 +61,12 @@ def q4_1(r: Reader) -> SubBlock:
     return SubBlock(_halves(packed_bytes.quads(4, 16)), [r.half(d.at())], [r.half(minimum.at())])
 
 
-@codecs(base_and_interleaved(Q5_0_R4))
+@codecs(base_and_interleaved(Q5_0_R4), has_shift=True)
 def q5_0(r: Reader) -> SubBlock:
     """`types/q5_0.py`: codes 0 to 31 minus 16."""
     d, fifths, nibbles = r.fields
     codes = [low | high << 4 for low, high in zip(nibbles.quads(), fifths.quads())]
-    return SubBlock([r.minus(c, 16) for c in codes], [r.half(d.at())], [])
+    return SubBlock(codes, [r.half(d.at())], [], [r.number(-16)])
 
 
 @codecs(
@@ -88,12 +87,12 @@ def q5_1(r: Reader) -> SubBlock:
     return SubBlock(codes, [r.half(d.at())], [r.half(minimum.at())])
 
 
-@codecs(base_and_interleaved(Q6_0_R4))
+@codecs(base_and_interleaved(Q6_0_R4), has_shift=True)
 def q6_0(r: Reader) -> SubBlock:
     """`types/q6_0.py`: codes 0 to 63 minus 32."""
     d, high_bits, nibbles = r.fields
     codes = [low | high << 4 for low, high in zip(nibbles.quads(), high_bits.quads())]
-    return SubBlock([r.minus(c, 32) for c in codes], [r.half(d.at())], [])
+    return SubBlock(codes, [r.half(d.at())], [], [r.number(-32)])
 
 
 @codecs(base_and_interleaved(Q8_0_R8))
@@ -142,7 +141,7 @@ def q1_0_g128(r: Reader) -> SubBlock:
     return SubBlock([(ones ^ ONES) * 255 | ones for ones in plus.quads()], [r.half(d.at())], [])
 
 
-@codecs({"q2_0": (base_field(16, [0]), base_field(32, [16, 48, 80, 112]))})
+@codecs({"q2_0": (base_field(16, [0]), base_field(32, [16, 48, 80, 112]))}, has_shift=True)
 def q2_0(r: Reader) -> SubBlock:
     """`types/q2_0.py`: codes 0 to 3 minus 1; a byte has those of four columns."""
     d, packed_words = r.fields
@@ -151,15 +150,15 @@ def q2_0(r: Reader) -> SubBlock:
     for word in words:
         for q in range(4):
             byte = word >> 8 * q & 255
-            codes.append(r.minus((byte | byte << 6 | byte << 12 | byte << 18) & 3 * ONES, 1))
-    return SubBlock(codes, [r.half(d.at())], [])
+            codes.append((byte | byte << 6 | byte << 12 | byte << 18) & 3 * ONES)
+    return SubBlock(codes, [r.half(d.at())], [], [r.number(-1)])
 
 
-@codecs({"tq2_0": (base_field(16, [512]), base_field(2, planes(2, 32, 256)))})
+@codecs({"tq2_0": (base_field(16, [512]), base_field(2, planes(2, 32, 256)))}, has_shift=True)
 def tq2_0(r: Reader) -> SubBlock:
     """`types/tq2_0.py`: codes 0 to 2 minus 1."""
     d, codes = r.fields
-    return SubBlock([r.minus(c, 1) for c in codes.quads()], [r.half(d.at())], [])
+    return SubBlock(codes.quads(), [r.half(d.at())], [], [r.number(-1)])
 
 
 # Of the eight sub-blocks of tq1_0: the first bytes of their columns 0 .. 15 and 16 .. 31, and the powers of three that
@@ -168,7 +167,7 @@ _TQ1_BYTES = ([0] * 5 + [32] * 3, [16] * 5 + [32, 32, 48])
 _TQ1_POWERS = ([1, 3, 9, 27, 81, 1, 9, 81], [1, 3, 9, 27, 81, 3, 27, 1])
 
 
-@codecs({"tq1_0": (base_field(16, [416]),)})
+@codecs({"tq1_0": (base_field(16, [416]),)}, has_shift=True)
 def tq1_0(r: Reader) -> SubBlock:
     """`types/tq1_0.py`: digits 0 to 2 minus 1."""
     is_other = r.sub_block ^ 7
@@ -181,8 +180,8 @@ def tq1_0(r: Reader) -> SubBlock:
             if half:
                 step = r.ir.choose(is_other, step, r.ir.word(0))
                 factor = r.ir.choose(is_other, power, r.ir.word(3**q))
-            codes.append(r.minus(_digits(load_word(r.ir, r.block + r.ir.wide(first + step), 2), factor), 1))
-    return SubBlock(codes, [r.half(r.fields[0].at())], [])
+            codes.append(_digits(load_word(r.ir, r.block + r.ir.wide(first + step), 2), factor))
+    return SubBlock(codes, [r.half(r.fields[0].at())], [], [r.number(-1)])
 
 
 def _digits(word: Any, power: Any) -> Any:

@@ -131,16 +131,19 @@ def iq3_s(r: Reader) -> SubBlock:
 
 
 def _ternary(r: Reader, points: list[Any], negative: list[Any]) -> list[Any]:
-    """Codes in eighths of four points, each under its flag of a negative shift."""
+    """Codes in eighths of four points, each under its flag of a negative shift, plus 9."""
     codes = []
     for point, flag in zip(points, negative):
         shift = r.ir.choose(flag, r.ir.word(0), r.ir.word(0x02020202))
         for half in range(2):
-            codes.append(r.minus(r.ir.table("iq1", _TERNARY, point * 2 + half) + shift, 9))
+            codes.append(r.ir.table("iq1", _TERNARY, point * 2 + half) + shift)
     return codes
 
 
-@codecs({"iq1_s": (base_field(16, [0]), base_field(8, packed(8, 32, at=2)), base_field(16, packed(16, 8, at=34)))})
+@codecs(
+    {"iq1_s": (base_field(16, [0]), base_field(8, packed(8, 32, at=2)), base_field(16, packed(16, 8, at=34)))},
+    has_shift=True,
+)
 def iq1_s(r: Reader) -> SubBlock:
     """`types/iq1_s.py`."""
     d, low, high = r.fields
@@ -150,10 +153,10 @@ def iq1_s(r: Reader) -> SubBlock:
 def _sub_block(r: Reader, d: Any, low: list[Any], word: Any) -> SubBlock:
     points = [a | (word >> 3 * i & 7) << 8 for i, a in enumerate(low)]
     codes = _ternary(r, points, [word >> 15 & 1] * 4)
-    return SubBlock(codes, [odd(r, d, word >> 12 & 7, 0.125)], [])
+    return SubBlock(codes, [odd(r, d, word >> 12 & 7, 0.125)], [], [r.number(-9)])
 
 
-@codecs({"iq1_s_r4": (interleaved(8, 4, 4, Slots(0, at=0)), interleaved(16, 1, 4, Slots(0, at=16)))})
+@codecs({"iq1_s_r4": (interleaved(8, 4, 4, Slots(0, at=0)), interleaved(16, 1, 4, Slots(0, at=16)))}, has_shift=True)
 def iq1_s_r4(r: Reader) -> SubBlock:
     """`types/iq1_s_r4.py`."""
     low, high = r.fields
@@ -169,6 +172,7 @@ def iq1_s_r4(r: Reader) -> SubBlock:
         )
     },
     group=16,
+    has_shift=True,
 )
 def iq1_m(r: Reader) -> SubBlock:
     """`types/iq1_m.py`: the f16 scale is in the top four bits of four words."""
@@ -181,7 +185,7 @@ def iq1_m(r: Reader) -> SubBlock:
     points = [a | (n & 7) << 8 for a, n in zip(bytes_of(low.quads(1, 4)[0]), nibbles)]
     numbers = r.ir.load(16, r.block + 48 + r.ir.wide((r.sub_block >> 1) * 2), 2) >> (r.sub_block & 1) * 6
     scales = [odd(r, d, numbers >> 3 * h & 7, 0.125) for h in range(2)]
-    return SubBlock(_ternary(r, points, [n & 8 for n in nibbles]), scales, [])
+    return SubBlock(_ternary(r, points, [n & 8 for n in nibbles]), scales, [], [r.number(-9)])
 
 
 _IQ1_M_R4 = (
@@ -191,7 +195,7 @@ _IQ1_M_R4 = (
 )
 
 
-@codecs({"iq1_m_r4": _IQ1_M_R4}, group=16)
+@codecs({"iq1_m_r4": _IQ1_M_R4}, group=16, has_shift=True)
 def iq1_m_r4(r: Reader) -> SubBlock:
     """`types/iq1_m_r4.py`."""
     low, high, multipliers = r.fields
@@ -199,4 +203,4 @@ def iq1_m_r4(r: Reader) -> SubBlock:
     nibbles = [high.at(0, g // 2) >> 4 * (g % 2) & 15 for g in range(4)]
     points = [low.at(0, g) | (n & 7) << 8 for g, n in enumerate(nibbles)]
     scales = [d * r.ir.real(byte >> 4 * h & 15) * 0.125 for h in range(2)]
-    return SubBlock(_ternary(r, points, [n & 8 for n in nibbles]), scales, [])
+    return SubBlock(_ternary(r, points, [n & 8 for n in nibbles]), scales, [], [r.number(-9)])

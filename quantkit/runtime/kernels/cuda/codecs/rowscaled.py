@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from quantkit.runtime.kernels.cuda.codecs.base import as_words, base_field, codecs, minus_offset
-from quantkit.runtime.kernels.cuda.codecs.nonlinear import codebook_words, lookup_codes
+from quantkit.runtime.kernels.cuda.codecs.nonlinear import lookup_codes, lookup_of_four, shifts_of, table_of
 from quantkit.runtime.kernels.cuda.fields import LinearAddresses, base_and_interleaved, interleaved
 from quantkit.runtime.kernels.cuda.reader import Reader, SubBlock
 from quantkit.types.families.codebooks import K2, K3, K4, K5
@@ -28,8 +28,7 @@ def iq4_xs(r: Reader) -> SubBlock:
     """`types/iq4_xs.py`."""
     d, high, low, nibbles = r.fields
     scale = r.half(d.at()) * minus_offset(r, low.at(1) | high.at(1) << 4, 32)
-    table = r.words(*as_words(K4.values[:16]))
-    return SubBlock(nibbles.looked_up(table), [scale], [])
+    return SubBlock(nibbles.looked_up(table_of(r, K4)), [scale], [])
 
 
 _IQ2_KS = (
@@ -50,15 +49,16 @@ def _five_bits(r: Reader) -> list[Any]:
 @codecs({"iq2_ks": _IQ2_KS})
 def iq2_ks(r: Reader) -> SubBlock:
     """`types/iq2_ks.py`."""
-    return SubBlock(lookup_codes(r, K2, r.fields[3].quads(), [r.fields[0].at(1)]), _five_bits(r), [])
+    flags, *_, crumbs = r.fields
+    return SubBlock(lookup_of_four(r, K2, crumbs.quads(), [flags.at(1)]), _five_bits(r), [])
 
 
-@codecs({"iq3_ks": _IQ3_KS})
+@codecs({"iq3_ks": _IQ3_KS}, has_shift=True)
 def iq3_ks(r: Reader) -> SubBlock:
     """`types/iq3_ks.py`."""
     crumbs, high = r.fields[3:]
     codes = [c | high_bit << 2 for c, high_bit in zip(crumbs.quads(), high.quads())]
-    return SubBlock(lookup_codes(r, K3, codes, [r.fields[0].at(1)]), _five_bits(r), [])
+    return SubBlock(lookup_codes(r, K3, codes), _five_bits(r), [], shifts_of(r, K3, [r.fields[0].at(1)]))
 
 
 def _odd_multiplier(r: Reader, number: Any) -> tuple[list[Any], list[Any]]:
@@ -66,24 +66,24 @@ def _odd_multiplier(r: Reader, number: Any) -> tuple[list[Any], list[Any]]:
     return [r.head_float() * minus_offset(r, number & 254, 127)], [number & 1]
 
 
-@codecs(base_and_interleaved(IQ4_KS_R4))
+@codecs(base_and_interleaved(IQ4_KS_R4), has_shift=True)
 def iq4_ks(r: Reader) -> SubBlock:
     """`types/iq4_ks.py`."""
     numbers, nibbles = r.fields
     scales, flags = _odd_multiplier(r, numbers.at(1))
-    return SubBlock(nibbles.looked_up(codebook_words(r, K4, flags[0])), scales, [])
+    return SubBlock(nibbles.looked_up(table_of(r, K4)), scales, [], shifts_of(r, K4, flags))
 
 
-@codecs(base_and_interleaved(IQ5_KS_R4))
+@codecs(base_and_interleaved(IQ5_KS_R4), has_shift=True)
 def iq5_ks(r: Reader) -> SubBlock:
     """`types/iq5_ks.py`."""
     numbers, nibbles, fifths = r.fields
     scales, flags = _odd_multiplier(r, numbers.at(1))
     codes = [low | high << 4 for low, high in zip(nibbles.quads(), fifths.quads())]
-    return SubBlock(lookup_codes(r, K5, codes, flags), scales, [])
+    return SubBlock(lookup_codes(r, K5, codes), scales, [], shifts_of(r, K5, flags))
 
 
-@codecs({"iq4_kss": (base_field(8, packed(8, 128)),)})
+@codecs({"iq4_kss": (base_field(8, packed(8, 128)),)}, has_shift=True)
 def iq4_kss(r: Reader) -> SubBlock:
     """Halves of words: four codes in the upper 15 bits; their lowest bits make the multiplier."""
     words = r.fields[0].quads(4, 16)
@@ -93,7 +93,7 @@ def iq4_kss(r: Reader) -> SubBlock:
     scales, flags = _odd_multiplier(r, number)
     even = [word & 0xFFFEFFFE for word in words]
     mixed = [word ^ (word >> 1 & 0x7FFF7FFF) for word in even]
-    return SubBlock(r.lookup_halves(codebook_words(r, K4, flags[0]), mixed), scales, [])
+    return SubBlock(r.lookup_halves(table_of(r, K4), mixed), scales, [], shifts_of(r, K4, flags))
 
 
 _IQ2_KL = (
@@ -145,19 +145,19 @@ def q8_k_r16(r: Reader) -> SubBlock:
     return SubBlock([c ^ 0x80808080 for c in codes.quads()], [r.half(d.at())], [])
 
 
-@codecs(base_and_interleaved(IQ2_BN_R4))
+@codecs(base_and_interleaved(IQ2_BN_R4), has_shift=True)
 def iq2_bn(r: Reader) -> SubBlock:
     """`types/iq2_bn.py`: codes 0 to 2 minus 1."""
-    return SubBlock([r.minus(c, 1) for c in r.fields[0].quads()], [r.head_float()], [])
+    return SubBlock(r.fields[0].quads(), [r.head_float()], [], [r.number(-1)])
 
 
-@codecs({"i2_s": (base_field(2, 8 * (np.arange(128) % 32) + 6 - 2 * (np.arange(128) // 32)),)}, tail=32)
+@codecs({"i2_s": (base_field(2, 8 * (np.arange(128) % 32) + 6 - 2 * (np.arange(128) // 32)),)}, has_shift=True, tail=32)
 def i2_s(r: Reader) -> SubBlock:
     """`types/i2_s.py`."""
-    return SubBlock([r.minus(c, 1) for c in r.fields[0].quads()], [r.tail_float()], [])
+    return SubBlock(r.fields[0].quads(), [r.tail_float()], [], [r.number(-1)])
 
 
-@codecs({"iq1_bn": (base_field(8, packed(8, 8)), base_field(8, packed(8, 1, at=12)))})
+@codecs({"iq1_bn": (base_field(8, packed(8, 8)), base_field(8, packed(8, 1, at=12)))}, has_shift=True)
 def iq1_bn(r: Reader) -> SubBlock:
     """Sixteen columns are three bytes of five digits, and one digit of the last byte."""
     packed_bytes = [_byte(r, 6, t) for t in range(6)]
@@ -170,7 +170,7 @@ def iq1_bn(r: Reader) -> SubBlock:
         of_first, of_second = (r.ir.word(3 ** (4 - 2 * u - h)) for u in range(2))
         digits.append(_digit(last, r.ir.choose(second, of_second, of_first)))
     words = [r.join(digits[i : i + 4]) for i in range(0, 32, 4)]
-    return SubBlock([r.minus(w, 1) for w in words], [r.head_half()], [])
+    return SubBlock(words, [r.head_half()], [], [r.number(-1)])
 
 
 def _byte(r: Reader, pitch: int, number: int) -> Any:

@@ -482,9 +482,10 @@ def main(arguments: list[str] | None = None) -> int:
             save()
     figures["seconds"] = time.perf_counter() - begin
     measured = figures["types"] or figures["rates"]
+    exact = {True: "yes", False: "no", None: "not checked"}
     rows = [
-        {"type": name, "exact": {True: "yes", False: "no", None: "not checked"}[got.get("exact")], "gb_s": got["bytes_rate"] / 1e9,
-         "of_copy": got["of_copy"], "tflop_s": got["batch_rate"] / 1e12, "of_gemm": got["of_gemm"]}
+        {"type": name, "exact": exact[got.get("exact")], "gb_s": got["bytes_rate"] / 1e9, "of_copy": got["of_copy"],
+         "tflop_s": got["batch_rate"] / 1e12, "of_gemm": got["of_gemm"]}
         for name, got in measured.items() if "failed" not in got
     ]  # fmt: skip
     records.save(TABLE, rows, options, figures)

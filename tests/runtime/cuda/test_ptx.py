@@ -9,7 +9,8 @@ import sys
 import pytest
 
 from quantkit import types
-from quantkit.runtime.kernels.cuda import kernels
+from quantkit.runtime.kernels.cuda import attention, kernels, weights
+from quantkit.runtime.kernels.cuda.codecs.registry import CODECS
 from quantkit.runtime.kernels.cuda.dispatch import product
 from quantkit.runtime.kernels.cuda.kernel import CudaKernel, entry_of, link
 from tests.runtime.cuda.conftest import SIMULATED
@@ -72,7 +73,16 @@ def test_machine_code_spills_nothing(name: str) -> None:
     assert code.startswith(b"\x7fELF")
     assert re.search(r"\b0 bytes spill stores", message), message
     assert ("ld.global.nc.v4" in ptx) is (name == "q4_K")
-    assert ptx.count("dp4a.s32.s32") == 16
+    assert ptx.count("dp4a.s32.s32") == 16 * weights.split_of(CODECS[kernels.of_types()[name]], 1).rows
+
+
+@pytest.mark.parametrize("kind", ["f16", "bf16"])
+def test_bytes_of_halves_are_not_seen_as_numbers(kind: str) -> None:
+    """The assembler of CUDA 13.0 stores a byte of what `cvt.rn.f16.f32` gave as the number, cut to an integer."""
+    ptx = attention.append(kind).ptx((9, 0))
+    converted = re.findall(rf"cvt\.rn\.{kind}\.f32 +(\S+),", ptx)
+    assert converted
+    assert not [name for name in converted if re.search(rf"st\.global\.u8\s.*, {re.escape(name)};", ptx)]
 
 
 def test_machine_code_is_kept(tmp_path, monkeypatch) -> None:

@@ -181,9 +181,10 @@ class Gpu:
 
     def multiply_bfloats(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """float32 product of two bfloat16 matrices; torch before 2.8 rounds it to bfloat16 on the way."""
-        if not self._float_results:
-            return self.torch.matmul(a, b)
-        return self.torch.mm(a, b, out_dtype=self.torch.float32)
+        result: torch.Tensor = (
+            self.torch.mm(a, b, out_dtype=self.torch.float32) if self._float_results else self.torch.matmul(a, b)
+        )
+        return result
 
     def quantize(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """float32[vectors, n] as bytes: codes, scales and sums of `activations.quantize`."""

@@ -3,7 +3,7 @@
     codecs/        how each type is read: words of four signed bytes, scales, mins; a file for each family
     fields, reader, words   what codecs are written with
     hardware       GPU instructions, and their simulation
-    weights, floats, activations …    the kernels
+    weights, floats, activations …    the kernels; of attention, `decode_attention` is for one token
     kernel         compiling kernels, and caching machine code on disk
     device         the host's side: memory, launching, products of matrices
     staging        streaming matrices from the host through a GPU

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,23 @@ def test_a_model_on_a_gpu(gpus: int, make: Make) -> None:
     if SIMULATED:
         launched = model.split._workers["CUDA0"].gpu.launched  # type: ignore[attr-defined]
         assert {"rms_norm", "rope", "swiglu", "merge"} < launched.keys()
+
+
+def test_what_no_kernel_has_is_not_left_out(gpus: int, make: Make) -> None:
+    """The factor of a norm's weight, and a router's gating that the kernel does not know: as on the CPU."""
+    path = make("qwen3moe")
+    host, model = load(path), load(path, devices="cuda:0")
+    assert model.split is not None
+    worker: Any = model.split._workers["CUDA0"]
+    experts = host.blocks[0].parts[1]
+    assert isinstance(experts, blocks.Experts)
+    rng = np.random.default_rng(4)
+    norm, x = replace(experts.norm, factor=3.0), rng.standard_normal((2, host.hparams.n_embd)).astype(np.float32)
+    np.testing.assert_allclose(worker.rms_norm(worker.gpu.array(x), norm).cpu().numpy(), host.rms_norm(x, norm), 1e-5)
+    part, logits = replace(experts, gating="sqrtsoftplus"), rng.standard_normal((2, experts.count)).astype(np.float32)
+    (chosen, weights), right = worker.route(part, worker.gpu.array(logits)), host.route(part, logits)
+    np.testing.assert_array_equal(chosen, right[0])
+    np.testing.assert_allclose(weights.cpu().numpy(), right[1], 1e-5)
 
 
 def test_experts_on_the_cpu_and_the_rest_on_gpus(gpus: int, make: Make) -> None:

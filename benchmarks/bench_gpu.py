@@ -3,8 +3,9 @@
     python benchmarks/bench_gpu.py [--stage rates,types,models,experts] [--types q4_K,iq4_k] [--models q8_0]
                                    [--device 0] [--folder /dev/shm] [--json FILE]            (make bench-gpu)
 
-Without a GPU it prints one line and exits with 1. A stage runs alone; `types` checks each type and needs most of the
-time, for compiling. `--json FILE` is written anew after every figure, so that a run that is stopped leaves what it had.
+Without a GPU it prints one line and exits with 1. A stage runs alone; `types` checks each type, measures its rates too
+and needs most of the time, for compiling. `--json FILE` is written anew after every figure, so that a run that is
+stopped leaves what it had.
 
     copy       GB/s of torch's copies of 1 GiB, read plus written bytes; bus: from pinned memory to the GPU
     gemm       TFLOP/s of torch's bfloat16 product, 2048 x 4096 by 4096 x 14336
@@ -96,7 +97,7 @@ TABLE = Table(
 )
 MODEL_TYPES = ("q4_K", "iq4_k", "q8_0", "iq2_k", "iq4_ks", "iq4_kt")
 STAGES = ("rates", "types", "models", "experts")
-WRITERS = 3  # processes that write models ahead
+WRITERS = 3  # processes that write models
 FAST_TOLERANCE = 0.05  # of logits in fast numerics, whose activations are bytes, to the CPU's
 EXACT_TOLERANCE = 1e-3  # of logits in exact numerics to the CPU's
 
@@ -357,21 +358,22 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--stage", default=",".join(STAGES), help=f"a comma list of {', '.join(STAGES)}")
     parser.add_argument("--json", type=Path, help="file for the figures, written anew after each")
     parser.add_argument("--device", type=int, default=0)
-    parser.add_argument("--folder", type=Path, help="for models, of up to 9 GB at a time; a temporary one by default")
+    parser.add_argument("--folder", type=Path, help="for models, 36 GB in all; a temporary one by default")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, to try the bench itself")
     records.add_option(parser)
     return parser.parse_args(arguments)
 
 
 def all_types(
-    gpu: Gpu, names: list[str], sizes: Sizes, folder: Path, peak: dict[str, float], tiny: bool
-) -> dict[str, Any]:
+    gpu: Gpu, names: list[str], sizes: Sizes, folder: Path, peak: dict[str, float], results: dict[str, Any],
+    save: Callable[[], None],
+) -> None:  # fmt: skip
+    """The checks and rates of each type."""
     heads: tuple[tuple[str, int], ...]
     heads = ("type", 12), ("values", 7), ("product", 9), ("of 40", 9), ("logits", 9), ("fast", 9), ("GB/s", 7), ("%", 5)
     heads = *heads, ("TFLOP/s", 8), ("%", 5), ("compile s", 10)
     print(" ".join(f"{head:>{width}}" for head, width in heads))
-    results: dict[str, Any] = {}
-    for name, prepared_type in prepared(names, sizes, folder, None if tiny else gpu.capability):
+    for name, prepared_type in prepared(names, sizes, folder, None if sizes is TINY else gpu.capability):
         try:
             if isinstance(prepared_type, Exception):
                 raise prepared_type
@@ -381,13 +383,14 @@ def all_types(
             results[name] = {"right": False, "failed": f"{type(failure).__name__}: {failure}"}
             print(f"{name:>12}  FAILED {results[name]['failed']}", flush=True)
         gpu.torch.cuda.empty_cache()
-    return results
+        save()
 
 
 def all_models(
     gpu: Gpu, names: list[str], sizes: Sizes, folder: Path, peak: dict[str, float], results: dict[str, Any],
     save: Callable[[], None],
-) -> dict[str, Any]:  # fmt: skip
+) -> None:  # fmt: skip
+    """The dense models."""
     for name, path in written(names, sizes, folder):
         try:
             if isinstance(path, BaseException):
@@ -400,11 +403,10 @@ def all_models(
             print(f"8B {name:9} FAILED {results[name]['failed']}", flush=True)
         gpu.torch.cuda.empty_cache()
         save()
-    return results
 
 
 def written(names: list[str], sizes: Sizes, folder: Path) -> Iterator[tuple[str, Path | BaseException]]:
-    """Files of the dense models, a few of them written ahead."""
+    """Files of the dense models, WRITERS at a time; the next are written while one is measured."""
     if sizes is TINY:
         yield from ((name, write(sizes.llama, name, folder / f"{name}.gguf")) for name in names)
         return
@@ -442,6 +444,10 @@ def all_rates(
 def main(arguments: list[str] | None = None) -> int:
     options = parsed(arguments)
     sizes = TINY if options.tiny else Sizes()
+    stages = options.stage.split(",")
+    if unknown := set(stages) - set(STAGES):
+        print(f"bench-gpu: no stage {', '.join(sorted(unknown))}; there are {', '.join(STAGES)}", file=sys.stderr)
+        return 1
     try:
         gpu = gpu_worker.gpu(options.device)
     except UnsupportedError as failure:
@@ -461,16 +467,12 @@ def main(arguments: list[str] | None = None) -> int:
             new.write_text(json.dumps(figures))
             new.replace(options.json)
 
-    stages = options.stage.split(",")
-    if unknown := set(stages) - set(STAGES):
-        print(f"bench-gpu: no stage {', '.join(sorted(unknown))}; there are {', '.join(STAGES)}", file=sys.stderr)
-        return 1
     with tempfile.TemporaryDirectory(dir=options.folder) as temporary:
         folder = Path(temporary)
         if "rates" in stages and "types" not in stages:
             all_rates(gpu, names, sizes, peak, figures["rates"], save)
         if "types" in stages:
-            figures["types"] = all_types(gpu, names, sizes, folder, peak, options.tiny)
+            all_types(gpu, names, sizes, folder, peak, figures["types"], save)
         if "models" in stages:
             all_models(gpu, models, sizes, folder, peak, figures["models"], save)
         for way, got in expert_placements(gpu, sizes, folder) if "experts" in stages else ():
@@ -488,7 +490,8 @@ def main(arguments: list[str] | None = None) -> int:
          "tflop_s": got["batch_rate"] / 1e12, "of_gemm": got["of_gemm"]}
         for name, got in measured.items() if "failed" not in got
     ]  # fmt: skip
-    records.save(TABLE, rows, options, figures)
+    if measured:
+        records.save(TABLE, rows, options, figures)
     save()
     print(json.dumps(figures))
     others = [*figures["models"].values(), *figures["experts"].values()]

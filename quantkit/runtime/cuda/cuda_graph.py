@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from quantkit.archs.common import blocks
 from quantkit.runtime.blocks.spans import Span
 from quantkit.runtime.cuda.gpu_context import GpuContext
-from quantkit.runtime.kernels.cuda import routing
+from quantkit.runtime.cuda.gpu_experts import routes_on_gpu
 from quantkit.runtime.kv.cache import Cache
 
 if TYPE_CHECKING:
@@ -33,8 +33,7 @@ def can_capture(part: blocks.Part, exact: bool) -> bool:
     if isinstance(part, blocks.LatentAttention):
         return not exact and part.temperature is None
     if isinstance(part, blocks.Experts):
-        on_gpu = part.gating in ("softmax", "sigmoid") and not part.table
-        return not exact and on_gpu and part.count <= routing.MAX_EXPERTS and part.groups <= routing.WARP
+        return not exact and routes_on_gpu(part)
     return isinstance(part, blocks.FeedForward)
 
 

@@ -34,6 +34,14 @@ def _half(linear: blocks.Linear, y: torch.Tensor) -> torch.Tensor:
     return y[..., linear.half * rows : (linear.half + 1) * rows].contiguous()
 
 
+def routes_on_gpu(part: blocks.Experts) -> bool:
+    """Whether the kernel can route: not with too many experts or groups, another gating, or a table of tokens."""
+    from quantkit.runtime.kernels.cuda import routing
+
+    fits = part.count <= routing.MAX_EXPERTS and part.groups <= routing.WARP
+    return fits and part.gating in ("softmax", "sigmoid") and not part.table
+
+
 class GpuExperts:
     """The experts of all layers that one GPU computes. Buffers for offloaded experts are shared by the layers."""
 
@@ -44,15 +52,13 @@ class GpuExperts:
     def route(self, part: blocks.Experts, logits: torch.Tensor) -> tuple[torch.Tensor | np.ndarray, torch.Tensor]:
         """Selected experts [tokens, used] and their weights float32[tokens, used] of router logits [tokens, count].
 
-        Experts are int32 on the GPU. Where the kernel cannot route (too many experts, another gating, `-ser`),
-        the CPU does, and they are an int64 numpy array.
+        Experts are int32 on the GPU. Where the kernel cannot route (`routes_on_gpu`, `-ser`), the CPU does, and they
+        are an int64 numpy array.
         """
         from quantkit.runtime.kernels.cuda import routing
 
         worker, tokens, used = self._worker, len(logits), part.used
-        has_kernel = part.gating in ("softmax", "sigmoid") and not part.table
-        has_kernel = has_kernel and part.count <= routing.MAX_EXPERTS and part.groups <= routing.WARP
-        if worker.expert_reduction is not None or not has_kernel:
+        if worker.expert_reduction is not None or not routes_on_gpu(part):
             bias = float_linear.vector(worker.weights[part.choice_bias]) if part.choice_bias else None
             chosen, weights = experts.route(part, worker.copy_to_cpu(logits), worker.expert_reduction, bias)
             return chosen, worker.copy_from_cpu(weights)

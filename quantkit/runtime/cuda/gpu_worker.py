@@ -226,13 +226,16 @@ class CudaWorker(Worker):
         from quantkit.runtime.kernels.cuda import elementwise
 
         x = x.contiguous()
-        weight = self.vector(norm.weight) if norm.weight else self.gpu.torch.ones(x.shape[-1], device=x.device)
-        if norm.factor != 1:
-            weight = weight * norm.factor
         out, n = self.gpu.torch.empty_like(x), x.shape[-1]
+        weight = self.norm_weight(norm, n)
         self.gpu.launch(elementwise.rms_norm(), x.numel() // n, elementwise.norm_threads(n), x, weight, n,
                         np.float32(norm.eps), out)  # fmt: skip
         return out
+
+    def norm_weight(self, norm: blocks.Norm, n: int) -> Any:
+        """As `BlockRunner.norm_weight`, on the GPU."""
+        weight = self.vector(norm.weight) if norm.weight else self.gpu.torch.ones(n, device=self.torch_device)
+        return weight if norm.factor == 1 else weight * norm.factor
 
     def centre(self, x: Any) -> Any:
         """As `BlockRunner.centre`."""

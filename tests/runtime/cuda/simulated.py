@@ -153,7 +153,7 @@ class SimulatedGpu(Gpu):
 
 def _small() -> dict[tuple[Any, str], Any]:
     """Constants of kernel modules for blocks of one warp: the time of a simulated block grows with its threads."""
-    result: dict[tuple[Any, str], Any] = {(device, "_GRID_Y"): 2, (elementwise, "WARPS"): 1}
+    result: dict[tuple[Any, str], Any] = {(device, "_GRID_Y"): 2}
     for module in (activations, attention, decode_attention, elementwise, floats, weights):
         result[module, "THREADS"] = 32
         for name, value in vars(module).items():  # kernels that have such numbers in them, once more

@@ -135,7 +135,7 @@ class OnCpu:
     array, empty, matrices = Gpu.array, Gpu.empty, Gpu.matrices
 
     def multiply_bfloats(self, a: Any, b: Any) -> Any:
-        return self.torch.matmul(a, b)
+        return self.torch.matmul(a, b).float()
 
 
 def on_cpu(monkeypatch, name: str, count: int, rows: int, n: int) -> tuple[Any, np.ndarray]:

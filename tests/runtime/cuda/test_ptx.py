@@ -10,7 +10,6 @@ import pytest
 
 from quantkit import types
 from quantkit.runtime.kernels.cuda import attention, kernels, weights
-from quantkit.runtime.kernels.cuda.codecs.registry import CODECS
 from quantkit.runtime.kernels.cuda.dispatch import product
 from quantkit.runtime.kernels.cuda.kernel import CudaKernel, entry_of, link
 from tests.runtime.cuda.conftest import SIMULATED
@@ -73,7 +72,7 @@ def test_machine_code_spills_nothing(name: str) -> None:
     assert code.startswith(b"\x7fELF")
     assert re.search(r"\b0 bytes spill stores", message), message
     assert ("ld.global.nc.v4" in ptx) is (name == "q4_K")
-    assert ptx.count("dp4a.s32.s32") == 16 * weights.split_of(CODECS[kernels.of_types()[name]], 1).rows
+    assert ptx.count("dp4a.s32.s32") == 16 * weights.split_of(kernels.of_types()[name], 1).rows
 
 
 @pytest.mark.parametrize("kind", ["f16", "bf16"])

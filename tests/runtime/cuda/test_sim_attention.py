@@ -41,7 +41,7 @@ def formula(q, k, v, positions, window, scale, sinks):
 
 
 def attended(run: Run, q, k, v, k_kind, v_kind, dims, positions, window, scale, shares, sinks, kv_heads, n_ctx, latent):
-    """The same by `attend` and `combine`."""
+    """The same by `attend`, or by `attend_one` where it can, and `merge`."""
     tokens, heads, _ = q.shape
     group, (dim_k, dim_v) = heads // kv_heads, dims
     rows, for_decoding = tokens * group, tokens == 1 and decode_attention.suits(k_kind, v_kind, dims, heads // kv_heads)
@@ -63,6 +63,19 @@ def attended(run: Run, q, k, v, k_kind, v_kind, dims, positions, window, scale, 
     return out
 
 
+def check(run: Run, kinds, heads, dims, tokens, position, window, shares, sinks) -> None:
+    n_ctx = position + tokens + 1
+    q = normal(tokens, heads[0], dims[0])
+    (k, k_values), (v, v_values) = (
+        cache_of(kind, normal(heads[1], n_ctx, dim, seed=i)) for i, (kind, dim) in enumerate(zip(kinds, dims), 1)
+    )
+    positions = (position + np.arange(tokens)).astype(np.int32)
+    sink = normal(heads[0], seed=9) if sinks else None
+    right = formula(q, k_values, v_values, positions, window, 0.3, sink)
+    out = attended(run, q, k, v, *kinds, dims, positions, window, 0.3, shares, sink, heads[1], n_ctx, False)
+    np.testing.assert_allclose(out, right, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("kinds", "heads", "tokens", "position", "window", "shares", "sinks"),
     [
@@ -75,16 +88,7 @@ def attended(run: Run, q, k, v, k_kind, v_kind, dims, positions, window, scale, 
 )
 def test_attention(run: Run, kinds, heads, tokens, position, window, shares, sinks) -> None:
     """Decoding and prompts, grouped heads, windows, sinks, shares of the keys that may be empty."""
-    n_ctx, dims = position + tokens + 1, (32, 64)
-    q = normal(tokens, heads[0], dims[0])
-    (k, k_values), (v, v_values) = (
-        cache_of(kind, normal(heads[1], n_ctx, dim, seed=i)) for i, (kind, dim) in enumerate(zip(kinds, dims), 1)
-    )
-    positions = (position + np.arange(tokens)).astype(np.int32)
-    sink = normal(heads[0], seed=9) if sinks else None
-    right = formula(q, k_values, v_values, positions, window, 0.3, sink)
-    out = attended(run, q, k, v, *kinds, dims, positions, window, 0.3, shares, sink, heads[1], n_ctx, False)
-    np.testing.assert_allclose(out, right, rtol=1e-5, atol=1e-5)
+    check(run, kinds, heads, (32, 64), tokens, position, window, shares, sinks)
 
 
 @pytest.mark.parametrize(
@@ -99,15 +103,8 @@ def test_attention(run: Run, kinds, heads, tokens, position, window, shares, sin
 )
 def test_attention_of_one_token(run: Run, kinds, heads, dim, position, window, shares, sinks) -> None:
     """By the kernels for decoding: keys that fill no whole warp, windows, sinks, shares of the keys that are empty."""
-    n_ctx, dims, sink = position + 2, (dim, dim), normal(heads[0], seed=9) if sinks else None
-    assert decode_attention.suits(*kinds, dims, heads[0] // heads[1])
-    q, positions = normal(1, heads[0], dim), np.array([position], np.int32)
-    (k, k_values), (v, v_values) = (
-        cache_of(kind, normal(heads[1], n_ctx, dim, seed=i)) for i, kind in enumerate(kinds, 1)
-    )
-    right = formula(q, k_values, v_values, positions, window, 0.3, sink)
-    out = attended(run, q, k, v, *kinds, dims, positions, window, 0.3, shares, sink, heads[1], n_ctx, False)
-    np.testing.assert_allclose(out, right, rtol=1e-5, atol=1e-5)
+    assert decode_attention.suits(*kinds, (dim, dim), heads[0] // heads[1])
+    check(run, kinds, heads, (dim, dim), 1, position, window, shares, sinks)
 
 
 def test_latent_attention(run: Run) -> None:

@@ -9,7 +9,6 @@ import pytest
 
 from quantkit import types
 from quantkit.runtime.kernels.cuda import activations, floats, kernels, weights
-from quantkit.runtime.kernels.cuda.codecs.registry import CODECS
 from quantkit.runtime.kernels.cuda.dispatch import FLOAT_IDS
 from tests.runtime.cuda.conftest import Run
 
@@ -139,7 +138,7 @@ def multiplied(run: Run, kind: types.QuantType, data: np.ndarray, ids: np.ndarra
         return out, x
     codes, scales, sums = by_formula(x)
     kernel = weights.matvec(kind.ggml_type, tokens)
-    split = weights.split_of(CODECS[kind.ggml_type], tokens)
+    split = weights.split_of(kind.ggml_type, tokens)
     blocks = (-(-rows // weights.rows_of_block(n, split)), *slots)
     run(kernel, blocks, weights.THREADS, data.reshape(-1), rows * row_bytes, ids, row_bytes, rows, n,
         codes.view(np.int32), scales, sums, weights.lanes_of_row(n, split.pairs), out.reshape(-1))  # fmt: skip

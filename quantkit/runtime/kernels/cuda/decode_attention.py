@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from quantkit.runtime.kernels.cuda.floats import numbers_of
 from quantkit.runtime.kernels.cuda.hardware import (
     cuda,
-    float_of_bits,
     float_of_half,
     inlined,
     lanes_sum,
@@ -69,18 +69,7 @@ def _reader(kind: str) -> Any:
             return scale * a, scale * b, scale * c, scale * d, scale * e, scale * f, scale * g, scale * h
 
         return inlined(codes)
-    if kind == "f16":
-
-        def two(word):
-            return float_of_half(np.uint16(word & 0xFFFF)), float_of_half(np.uint16(np.uint32(word) >> np.uint32(16)))
-
-    else:
-
-        def two(word):
-            low = float_of_bits(np.uint32(np.uint32(word) << np.uint32(16)))
-            return low, float_of_bits(np.uint32(np.uint32(word) & np.uint32(0xFFFF0000)))
-
-    two = inlined(two)
+    two = numbers_of(kind)
 
     def halves(data, at, lane):
         w0, w1, w2, w3 = load_words(data, at + 16 * lane)

@@ -181,9 +181,9 @@ class Gpu:
 
     def multiply_bfloats(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """float32 product of two bfloat16 matrices; torch before 2.8 rounds it to bfloat16 on the way."""
-        result: torch.Tensor = (
-            self.torch.mm(a, b, out_dtype=self.torch.float32) if self._float_results else self.torch.matmul(a, b)
-        )
+        if not self._float_results:
+            return (a @ b).float()
+        result: torch.Tensor = self.torch.mm(a, b, out_dtype=self.torch.float32)
         return result
 
     def quantize(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -234,12 +234,7 @@ class Matrices:
         """float32[tokens, rows] of float32[tokens, n], by the first matrix."""
         if 0 < len(x) <= MAX_PACKED_VECTORS and not exact:
             return self._multiply_packed(x)
-        entering = x if exact else x.bfloat16()
-        if not exact and self.rows * self.n <= TILE_ELEMENTS:
-            return self.gpu.multiply_bfloats(entering, self.decoded().T).float()
-        out = self.gpu.empty(len(x), self.rows)
-        self._multiply_decoded(entering, 0, out)
-        return out
+        return self._multiply_decoded(x if exact else x.bfloat16(), 0)
 
     def of_experts(self, x: torch.Tensor, ids: torch.Tensor, exact: bool = False) -> torch.Tensor:
         """float32[tokens, used, rows]: slot (t, j) by matrix ids[t, j] of x[t] or x[t, j]; ids int32[tokens, used].
@@ -291,7 +286,6 @@ class Matrices:
 
     def _product(self, x: torch.Tensor, ids: torch.Tensor, share: int, tokens: int, out: torch.Tensor) -> None:
         from quantkit.runtime.kernels.cuda import floats, weights
-        from quantkit.runtime.kernels.cuda.codecs.registry import CODECS
 
         gpu, x, slots = self.gpu, x.contiguous(), (len(ids) // share, share)
         if self.is_float:
@@ -300,27 +294,28 @@ class Matrices:
                        self.n, x, out)  # fmt: skip
             return
         codes, scales, sums = gpu.quantize(x)
-        split = weights.split_of(CODECS[self.kind.ggml_type], tokens)
-        kernel, blocks = (
-            weights.matvec(self.kind.ggml_type, tokens),
-            -(-self.rows // weights.rows_of_block(self.n, split)),
-        )
+        kernel, split = weights.matvec(self.kind.ggml_type, tokens), weights.split_of(self.kind.ggml_type, tokens)
+        blocks = -(-self.rows // weights.rows_of_block(self.n, split))
         lanes, words = weights.lanes_of_row(self.n, split.pairs), codes.view(gpu.torch.int32)
         gpu.launch(kernel, (blocks, *slots), weights.THREADS, self.data, self.nbytes, ids, self.row_bytes, self.rows,
                    self.n, words, scales, sums, lanes, out)  # fmt: skip
 
-    def _multiply_decoded(self, x: torch.Tensor, matrix: int, out: torch.Tensor) -> None:
-        """out float32[tokens, rows] of bfloat16[tokens, n], or of float32 with exact weights, tile after tile."""
-        torch = self.gpu.torch
-        exact = x.dtype == torch.float32
+    def _multiply_decoded(self, x: torch.Tensor, matrix: int) -> torch.Tensor:
+        """float32[tokens, rows] of bfloat16[tokens, n], or of float32 with exact weights, tile after tile."""
         step = max(1, TILE_ELEMENTS // self.n // 16) * 16  # whole groups of all types
+        if self.rows <= step:
+            return self._multiply_tile(x, matrix, 0, self.rows)
+        out = self.gpu.empty(len(x), self.rows)
         for start in range(0, self.rows, step):
             stop = min(self.rows, start + step)
-            tile = self.decoded(start, stop, matrix, exact=True) if exact else self.decoded(start, stop, matrix)
-            if exact:
-                torch.mm(x, tile.T, out=out[:, start:stop])
-            else:
-                out[:, start:stop] = self.gpu.multiply_bfloats(x, tile.T)
+            out[:, start:stop] = self._multiply_tile(x, matrix, start, stop)
+        return out
+
+    def _multiply_tile(self, x: torch.Tensor, matrix: int, start: int, stop: int) -> torch.Tensor:
+        """`_multiply_decoded` of some rows."""
+        if x.dtype == self.gpu.torch.float32:
+            return x @ self.decoded(start, stop, matrix, exact=True).T
+        return self.gpu.multiply_bfloats(x, self.decoded(start, stop, matrix).T)
 
     def _grouped(self, x: torch.Tensor, ids: torch.Tensor, exact: bool = False) -> torch.Tensor:
         """Sort slots by matrix, multiply each run by its matrix. Waits for the GPU once, for the runs' lengths."""
@@ -335,7 +330,7 @@ class Matrices:
         sorted_out[:start] = 0
         for number, count in enumerate(counts):
             if count:
-                self._multiply_decoded(sorted_x[start : start + count], number, sorted_out[start : start + count])
+                sorted_out[start : start + count] = self._multiply_decoded(sorted_x[start : start + count], number)
             start += count
         out = self.gpu.empty(tokens * used, self.rows)
         out[order] = sorted_out

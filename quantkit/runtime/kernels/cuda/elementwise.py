@@ -15,7 +15,6 @@ from quantkit.runtime.kernels.cuda.kernel import CudaKernel
 
 THREADS = 256
 NORM_THREADS = 1024
-WARPS = THREADS // 32
 _LOWEST = np.float32(-3.4e38)
 
 
@@ -43,7 +42,7 @@ def block_max(value):
         shared[cuda.threadIdx.x // 32] = of_warp
     cuda.syncthreads()
     largest = shared[0]
-    for i in range(1, WARPS):
+    for i in range(1, cuda.blockDim.x // 32):
         largest = max(largest, shared[i])
     cuda.syncthreads()
     return largest

@@ -77,8 +77,8 @@ def dequantize(ggml_type: int, output: str) -> CudaKernel:
     return CudaKernel(f"dequantize_{name}_{output}", kernel, f"{_width(name)} i64 i32 i32 {result}")
 
 
-def _numbers(name: str) -> Any:
-    """Device function (word) -> its two numbers of 16 bits as float32."""
+def numbers_of(name: str) -> Any:
+    """Device function (word) -> its two numbers as float32: halves (f16), or bfloats."""
     if name == "f16":
 
         def halves(word):
@@ -103,7 +103,7 @@ def _run(name: str) -> tuple[int, Any]:
             return a * e + b * f + c * g + d * h
 
         return 4, inlined(four)
-    numbers = _numbers(name)
+    numbers = numbers_of(name)
 
     def eight(data, at, x, first):
         w0, w1, w2, w3 = load_words(data, at)

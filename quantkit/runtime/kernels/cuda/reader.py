@@ -5,9 +5,8 @@
 In types whose `group` is 32, all 32 columns share one scale, shift and min. Products add shifts and mins once for all
 columns of a group, by the sum of the activations; so codes need not be moved to where their zero is.
 
-A codec is a function of a `Reader`, which gives
-it the type's fields (`fields.LinearAddresses`), bound to the row and the sub-block that a thread works on, and the
-operations of `words.py`. It returns a `SubBlock`.
+A codec is a function of a `Reader`, which gives it the type's fields (`fields.LinearAddresses`), bound to the row and
+the sub-block that a thread works on, and the operations of `words.py`. It returns a `SubBlock`.
 """
 
 from __future__ import annotations
@@ -91,9 +90,9 @@ class Reader:
         """Constants as words."""
         return [self.ir.word(number) for number in numbers]
 
-    def number(self, value: float) -> Any:
+    def number(self, value: int) -> Any:
         """A constant float32."""
-        return self.ir.real(self.ir.word(int(value)))
+        return self.ir.real(self.ir.word(value))
 
     def negate(self, word: Any, ones: Any) -> Any:
         """Bytes 1 .. 127, made negative where `ones` has a one in the byte."""

@@ -104,8 +104,9 @@ class Split(NamedTuple):
 _SPLITS = {"q4_K": Split(True, 2), "q5_K": Split(True, 2), "q6_K": Split(False, 2)}  # faster than what others have
 
 
-def split_of(codec: Codec, tokens: int) -> Split:
+def split_of(ggml_type: int, tokens: int) -> Split:
     """Blocks of 32 columns share nothing, and pairs of them are too far apart for a warp's loads to be one."""
+    codec = CODECS[ggml_type]
     if codec.columns < 64 or tokens > 1:
         return Split(False, 2)
     return _SPLITS.get(codec.name, Split(True, 4))
@@ -113,7 +114,7 @@ def split_of(codec: Codec, tokens: int) -> Split:
 
 def lanes_of_row(n: int, pairs: bool) -> int:
     """log2 of the threads that share a row of n columns: as few idle ones as can be."""
-    parts = -(-n // 64) if pairs else n // 32
+    parts = n // (64 if pairs else 32)
     return 5 if parts > 16 else 4 if parts > 8 else 3
 
 
@@ -130,9 +131,9 @@ def matvec(ggml_type: int, tokens: int) -> CudaKernel:
     codes int32[vectors, n / 4], scales float32[vectors, n / 32], sums float32[vectors, n / 16].
     Zeros where ids[s] is -1. 2^lanes threads share a row: `lanes_of_row`.
     """
-    codec = CODECS[ggml_type]
+    codec, split = CODECS[ggml_type], split_of(ggml_type, tokens)
     parameters = "u8[] i64 i32[] i64 i32 i32 i32[] f32[] f32[] i32 f32[]"
-    return CudaKernel(f"matvec_{codec.name}_{tokens}", _matvec(codec, tokens, split_of(codec, tokens)), parameters)
+    return CudaKernel(f"matvec_{codec.name}_{tokens}", _matvec(codec, tokens, split), parameters)
 
 
 def _matvec(codec: Codec, tokens: int, split: Split) -> Callable[..., None]:
@@ -156,10 +157,10 @@ def _matvec(codec: Codec, tokens: int, split: Split) -> Callable[..., None]:
             value = scales[0] * np.float32(low)
         value *= xs[unit]
         if has_offset:
-            low, high = mins[0], mins[1]
+            first, second = mins[0], mins[1]
             if has_shift:
-                low, high = low + scales[0] * shifts[0], high + scales[1] * shifts[1]
-            value += low * xm[2 * unit] + high * xm[2 * unit + 1]
+                first, second = first + scales[0] * shifts[0], second + scales[1] * shifts[1]
+            value += first * xm[2 * unit] + second * xm[2 * unit + 1]
         return value
 
     @hardware.inlined

@@ -272,7 +272,7 @@ class Model(BlockRunner, Locked):
             for start in range(0, len(ids), BATCH_TOKENS):
                 part = ids[start : start + BATCH_TOKENS]
                 x = self._run(part, [Span(0, len(part), cache)])
-                if logits == "all":
+                if logits == "all" or len(x) == 1:
                     rows.append(self._project(x))
                 elif start + len(part) == len(ids):
                     rows.append(self._project(x[-1:]))
@@ -321,7 +321,7 @@ class Model(BlockRunner, Locked):
             for span, length in zip(spans, before):  # layer by layer, to name the bad tensor
                 span.cache.length = length
             self._diagnose_states(ids, spans)
-        x = self._run(ids, spans)
+        x = self._to_host(self._run(ids, spans))
         for span in spans:
             span.cache.length += span.stop - span.start
         return x
@@ -362,7 +362,7 @@ class Model(BlockRunner, Locked):
         """float32[n_seq, len, n_embd] before the output norm of int64[n_seq, len], layer by layer, all at once."""
         n_seq, length = ids.shape
         spans = [Span(i * length, (i + 1) * length, cache) for i, cache in enumerate(caches)]
-        return self._run(ids.reshape(-1), spans).reshape(n_seq, length, -1)
+        return self._to_host(self._run(ids.reshape(-1), spans)).reshape(n_seq, length, -1)
 
     def _sequences_compiled(self, ids: np.ndarray, caches: list[Cache]) -> np.ndarray:
         """As `_sequences`, by the compiled model."""
@@ -423,19 +423,18 @@ class Model(BlockRunner, Locked):
         return np.concatenate(rows)
 
     def _run(self, tokens: np.ndarray, spans: list[Span]) -> np.ndarray:
-        """float32[tokens, n_embd] before the output norm; keys and values go into the spans' caches."""
-        x = self.embed_checked(tokens)
+        """float32[tokens, n_embd] before the output norm, on its device; keys and values go into the spans' caches."""
         spans = [span._replace(tokens=tokens[span.start : span.stop]) for span in spans]
+        if self.split is not None and self.observer is None and not self.split.has_states(spans):
+            self._scales.require_all()
+            x = self.split.run(tokens, spans)
+            if self.split.is_finite(x):
+                return x
+        x = self.embed_checked(tokens)
         if self.head.streams is not None:
             x = np.tile(x, (1, self.head.streams.streams))
-        for worker, run in [(None, self.blocks)] if self.split is None else self.split.runs:
-            y = None if self.split is None else self.split.replay(worker, run, x, spans)
-            if y is None:  # block by block, also to find out why a replay was not finite
-                for block in run:
-                    x = self._run_block(block, x, spans)
-            else:
-                x = y
-        x = self._to_host(x)
+        for block in self.blocks:  # each checked: the bad tensor is named, and states are not advanced by bad values
+            x = self._run_block(block, x, spans)
         return x if self.head.streams is None else hyper_connections.collapse(self, self.head.streams, x)
 
     @one_at_a_time

@@ -116,8 +116,8 @@ class BlockRunner:
         y = self._norm_before(part.norm, x)
         own = part.source is None
         spans = self.hold(y, [part.q, part.k, part.v] if own else [part.q], spans)
-        projected = self.linear(part.q, y)
-        k, v = self._keys_and_values(part, y) if own else (None, None)
+        projected, *key_value = self.linears([part.q, part.k, part.v] if own and part.k != part.v else [part.q], y)
+        k, v = self._keys_and_values(part, y, *key_value) if own else (None, None)
         gates = None if part.head_gate is None else self.linear(part.head_gate, y)
         q = self.without_gates(projected, part.heads) if part.gated else projected
         q = self._rotated(part, part.q_norm, q, spans)
@@ -133,10 +133,14 @@ class BlockRunner:
         self.check(f"attention of blk.{layer} over a cache of {spans[0].cache.cache_type}", y)
         return self._post_norm(part.post_norm, self.linear(part.out, self._post_norm(part.sub_norm, y)))
 
-    def _keys_and_values(self, part: blocks.Attention, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Keys float32[tokens, kv_heads * head_dim_k] before norm and RoPE, and values with their norm."""
-        k = self.linear(part.k, y)
-        v = k if part.v == part.k else self.linear(part.v, y)
+    def _keys_and_values(
+        self, part: blocks.Attention, y: np.ndarray, *projected: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Keys float32[tokens, kv_heads * head_dim_k] before norm and RoPE, and values with their norm.
+
+        `projected` are both before their norms; without, one product gives both.
+        """
+        k, v = projected or [self.linear(part.k, y)] * 2
         if part.v_norm is not None:
             v = self.norm(part.v_norm, v.reshape(-1, part.head_dim_v)).reshape(v.shape)
         return k, v
@@ -191,8 +195,8 @@ class BlockRunner:
 
     def _gated(self, part: blocks.FeedForward, y: np.ndarray) -> np.ndarray:
         """The gated feed-forward of y, which is normed: down(act(gate y) * (up y))."""
-        up = self.linear(part.up, y)
-        gate = up if part.gate == part.up else self.linear(part.gate, y)
+        up, *gates = self.linears([part.up] if part.gate == part.up else [part.up, part.gate], y)
+        gate = gates[0] if gates else up
         y = self._post_norm(part.sub_norm, self.activate(part.activation, gate, up, part.limit))
         return self._post_norm(part.post_norm, self.linear(part.down, y))
 
@@ -342,6 +346,10 @@ class BlockRunner:
         y = self._weight(linear)(x)
         self.check(linear.weight, y)
         return y
+
+    def linears(self, linears: Sequence[blocks.Linear], x: np.ndarray) -> list[np.ndarray]:
+        """The products of x with several matrices."""
+        return [self.linear(linear, x) for linear in linears]
 
     def grouped(self, linear: blocks.Linear, x: np.ndarray, groups: int) -> np.ndarray:
         """float32[tokens, groups * rank] of x float32[tokens, groups * n] and a matrix [groups * rank, n]: its rows

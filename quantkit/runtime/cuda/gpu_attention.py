@@ -69,6 +69,29 @@ def attend(worker: GpuContext, heads: Heads, layer: int, q: torch.Tensor, cache:
     plain = heads.sinks is None and not heads.values_in_keys
     if plain and len(q) > cuda_device.MAX_PACKED_VECTORS and {cache.type.k, cache.type.v} <= TORCH_DTYPES.keys():
         return _attend_with_torch(worker, heads, layer, q, cache)
+    out = worker.gpu.empty(len(q), heads.heads * heads.head_dim_v)
+    unused = worker.gpu.empty(1, kind="int8"), *(worker.gpu.empty(1) for _ in range(2))
+    _attend_and_merge(worker, heads, layer, q, cache, cuda_device.Activations(out, *unused), quantized=False)
+    return out
+
+
+def attend_one(worker: GpuContext, heads: Heads, layer: int, q: torch.Tensor, cache: Cache) -> cuda_device.Activations:
+    """As `attend` for one token, also as bytes: `head_dim_v` is a multiple of 32."""
+    out = worker.gpu.activations(worker.gpu.empty(1, heads.heads * heads.head_dim_v))
+    _attend_and_merge(worker, heads, layer, q, cache, out, quantized=True)
+    return out
+
+
+def _attend_and_merge(
+    worker: GpuContext,
+    heads: Heads,
+    layer: int,
+    q: torch.Tensor,
+    cache: Cache,
+    out: cuda_device.Activations,
+    quantized: bool,
+) -> None:
+    """`attend` by kernels: splits of the keys, and their merge."""
     tokens, group, gpu = len(q), heads.heads // heads.kv_heads, worker.gpu
     k, v = cache.k[layer], cache.k[layer] if heads.values_in_keys else cache.v[layer]
     v_kind = cache.type.k if heads.values_in_keys else cache.type.v
@@ -90,11 +113,10 @@ def attend(worker: GpuContext, heads: Heads, layer: int, q: torch.Tensor, cache:
         kernel = attention.attend(cache.type.k, v_kind, *dims, heads.values_in_keys)
         gpu.launch(kernel, (splits, tiles, heads.kv_heads), attention.threads_of(dims[1]), q.contiguous(), k, v, *sizes,
                    heads.heads, group, tokens, positions, window, scale, *results)  # fmt: skip
-    out = gpu.empty(tokens, heads.heads * heads.head_dim_v)
     sinks = gpu.empty(1) if heads.sinks is None else heads.sinks
-    gpu.launch(attention.merge(heads.sinks is not None), (rows, heads.kv_heads), attention.THREADS, maximum,
-               denominator, acc, splits, heads.heads, group, tokens, heads.head_dim_v, sinks, out)  # fmt: skip
-    return out
+    merge = attention.merge(heads.sinks is not None, quantized)
+    gpu.launch(merge, (rows, heads.kv_heads), attention.THREADS, maximum, denominator, acc, splits, heads.heads, group,
+               tokens, heads.head_dim_v, sinks, *out)  # fmt: skip
 
 
 def _attend_with_torch(worker: GpuContext, heads: Heads, layer: int, q: torch.Tensor, cache: Cache) -> torch.Tensor:

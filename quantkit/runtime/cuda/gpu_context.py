@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from quantkit.archs.common import blocks
 from quantkit.formats.gguf import Tensor
@@ -20,6 +20,19 @@ if TYPE_CHECKING:
     import torch
 
     from quantkit.runtime.kernels.cuda.device import Gpu, Matrices
+
+
+class RopeTable(NamedTuple):
+    """Angles of RoPE on a GPU: cos and sin float32[positions, pairs]. Pair p of a head is p step and p step + stride.
+
+    `pairs` is 0 where nothing is rotated.
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    pairs: int
+    step: int
+    stride: int
 
 
 class GpuContext(Protocol):
@@ -56,8 +69,17 @@ class GpuContext(Protocol):
     def matrices(self, name: str, rows: int | None = None) -> Matrices:
         """The packed matrices of a tensor, of `rows` rows each where its shape does not say."""
 
+    def stacked(self, names: tuple[str, ...]) -> Matrices:
+        """The rows of tensors of one type and width as one matrix."""
+
+    def scale_and_bias(self, linear: blocks.Linear) -> tuple[float, torch.Tensor | None]:
+        """The factor of products, and float32[rows] that is added then."""
+
     def norm(self, norm: blocks.Norm, x: Any) -> Any:
         """x normed, checked."""
+
+    def norm_weight(self, norm: blocks.Norm, n: int) -> Any:
+        """float32[n] of a norm."""
 
     def linear(self, linear: blocks.Linear, x: Any) -> Any:
         """The product with a weight matrix."""
@@ -76,6 +98,9 @@ class GpuContext(Protocol):
     def apply_rope(self, x: torch.Tensor, rope: blocks.Rope, dim: int, spans: list[Span]) -> None:
         """RoPE in place, of heads of `dim` elements."""
 
+    def rope_table(self, rope: blocks.Rope, spans: list[Span]) -> RopeTable:
+        """The angles of RoPE for all positions of the spans' next tokens."""
+
     def append_rows(self, k: torch.Tensor, v: torch.Tensor | None, cache: Cache, layer: int) -> None:
         """Append keys and values to a cache."""
 
@@ -92,6 +117,9 @@ class GpuContext(Protocol):
 
     def observe(self, name: str, x: np.ndarray, *which: int) -> None:
         """Call the observer, if there is one."""
+
+    def run_part(self, part: blocks.Part, layer: int, x: Any, spans: list[Span]) -> Any:
+        """What a part of a block adds."""
 
     def run_block(self, block: blocks.Block, x: Any, spans: list[Span]) -> Any:
         """What leaves a block."""

@@ -37,6 +37,7 @@ from quantkit.runtime.blocks import float_linear, float_ops, latent
 from quantkit.runtime.blocks.block_runner import BlockRunner
 from quantkit.runtime.blocks.float_attention import Heads
 from quantkit.runtime.blocks.spans import Span
+from quantkit.runtime.cuda.gpu_context import RopeTable
 from quantkit.runtime.cuda.gpu_experts import GpuExperts
 from quantkit.runtime.kernels.cuda import device as cuda_device
 from quantkit.runtime.kernels.cuda.dispatch import product
@@ -80,6 +81,8 @@ class CudaWorker(Worker):
         self.torch_device, self.hardware = self.gpu.torch_device, self.gpu.name
         self.exact = self.numerics == "exact"
         self._matrices: dict[str, Matrices] = {}
+        self._stacks: dict[tuple[str, ...], Matrices] = {}
+        self._biases: dict[blocks.Linear, torch.Tensor | None] = {}
         self._gpu_experts = GpuExperts(self)
         self._ropes: dict[blocks.Rope, tuple[Any, torch.Tensor, torch.Tensor]] = {}
         self._last_positions: tuple[Any, Any] = None, None
@@ -102,7 +105,7 @@ class CudaWorker(Worker):
 
     def receive(self, x: Any, source: Worker) -> Any:
         """A copy of x of another device on this GPU."""
-        return x.to(self.gpu.torch_device) if isinstance(source, CudaWorker) else self.gpu.array(x)
+        return x.to(self.gpu.torch_device) if isinstance(source, CudaWorker) else self.gpu.upload(x)
 
     def to_host(self, x: Any) -> np.ndarray:
         """A copy of x of this GPU in the host's memory."""
@@ -133,8 +136,8 @@ class CudaWorker(Worker):
         """Drop copies of these tensors, and all captured steps."""
         names = list(names)
         super().drop_cached(names)
-        for name in names:
-            self._matrices.pop(name, None)
+        self._forget(names)
+        self._biases.clear()
         self._steps.clear()
 
     def matrices(self, name: str, rows: int | None = None) -> Matrices:
@@ -145,6 +148,31 @@ class CudaWorker(Worker):
             data, (height, n) = tensor.data, tensor.shape[-2:]
             result = self._matrices[name] = self.gpu.matrices(data, tensor.type, rows or height, n)
         return result
+
+    def stacked(self, names: tuple[str, ...]) -> Matrices:
+        """The rows of tensors of one type and width, one after another, as one matrix. Each stays usable by itself."""
+        if len(names) == 1:
+            return self.matrices(names[0])
+        result = self._stacks.get(names)
+        if result is None:
+            each = [self.matrices(name) for name in names]
+            first, rows = each[0], [matrices.rows for matrices in each]
+            data = self.gpu.torch.cat([matrices.data for matrices in each])
+            result = cuda_device.Matrices(self.gpu, data, first.kind, sum(rows), first.n)
+            self._forget(names)  # what held the tensors one by one
+            self._stacks[names] = result
+            for name, part, count in zip(names, data.split([m.data.numel() for m in each]), rows):
+                self._matrices[name] = cuda_device.Matrices(self.gpu, part, first.kind, count, first.n)
+        return result
+
+    def _forget(self, names: Sequence[str]) -> None:
+        """Drop what is on this GPU of these tensors' matrices."""
+        for linear in [linear for linear in self._linears if linear.weight in names]:
+            del self._linears[linear]
+        for name in names:
+            self._matrices.pop(name, None)
+        for stack in [stack for stack in self._stacks if set(stack) & set(names)]:
+            del self._stacks[stack]
 
     @property
     def _host(self) -> Worker:
@@ -194,16 +222,30 @@ class CudaWorker(Worker):
             return False
         return True
 
-    def replay(self, layers: Sequence[blocks.Block], x: Any, cache: Any) -> Any:
-        """float32[1, n_embd] that leaves the blocks, captured by the first call for a cache."""
+    def replay(
+        self, layers: Sequence[blocks.Block], x: Any, cache: Any, head: blocks.Head | None
+    ) -> tuple[Any, np.ndarray | None]:
+        """float32[1, n_embd] that leaves the blocks, captured by the first call for a cache; with a head, its logits"""
 
         from quantkit.runtime.cuda.cuda_graph import CapturedStep
 
         steps, first = self._steps[cache], layers[0].layer
         step = steps[first]
         if step is None:
-            step = steps[first] = CapturedStep(self, layers, x, cache)
+            step = steps[first] = CapturedStep(self, layers, x, cache, head)
         return step.replay(x, cache.length)
+
+    def embed(self, head: blocks.Head, tokens: np.ndarray) -> Any:
+        """As `Worker.embed`: the host gathers packed rows, and this GPU decodes them."""
+        tensor = self.weights[head.embedding]
+        if tensor.type.interleave > 1 or not product(tensor.type):
+            return super().embed(head, tokens)
+        rows = self.gpu.upload(tensor.data.reshape(tensor.shape[0], -1)[tokens])
+        self.ledger.moved(CPU.name, self.device.name, rows.numel())
+        x = cuda_device.Matrices(self.gpu, rows.view(-1), tensor.type, len(tokens), tensor.shape[1]).decoded(exact=True)
+        if head.embedding_factor is not None:
+            x *= self.vector(head.embedding_factor)[0]
+        return x if head.embedding_scale == 1 else x * head.embedding_scale
 
     @contextlib.contextmanager
     def reading_position(self, position: torch.Tensor, n_ctx: int) -> Iterator[None]:
@@ -284,17 +326,25 @@ class CudaWorker(Worker):
 
         from quantkit.runtime.kernels.cuda import elementwise
 
+        angles, heads = self.rope_table(rope, spans), x.shape[1] // dim
+        positions, _ = self._positions(spans)
+        self.gpu.launch_each(
+            elementwise.rope(), len(x) * heads * angles.pairs, elementwise.THREADS, x, heads, dim, angles.pairs,
+            angles.cos, angles.sin, positions, angles.step, angles.stride, len(x),
+        )  # fmt: skip
+
+    def rope_table(self, rope: blocks.Rope, spans: list[Span]) -> RopeTable:
+        """The angles of RoPE for all positions of the spans' next tokens, on the GPU."""
+        if not rope.dim:
+            return RopeTable(self.gpu.empty(1), self.gpu.empty(1), 0, 1, 1)
         rope = rope.of_context(max(s.cache.n_ctx for s in spans))
-        positions, max_position = self._positions(spans)
-        host = self._rope(rope, max_position + 1)
+        host = self._rope(rope, self._positions(spans)[1] + 1)
         tables = self._ropes.get(rope)
         if tables is None or tables[0] is not host:
             cos, sin = map(self.gpu.array, host)
             tables = self._ropes[rope] = host, cos, sin
-        pairs, heads = host[0].shape[1], x.shape[1] // dim
-        step, stride = (2, 1) if rope.style == "norm" else (1, pairs)
-        self.gpu.launch_each(elementwise.rope(), len(x) * heads * pairs, elementwise.THREADS, x, heads, dim, pairs,
-                             tables[1], tables[2], positions, step, stride, len(x))  # fmt: skip
+        pairs = host[0].shape[1]
+        return RopeTable(tables[1], tables[2], pairs, *((2, 1) if rope.style == "norm" else (1, pairs)))
 
     def _positions(self, spans: list[Span]) -> tuple[torch.Tensor, int]:
         """Positions int32[tokens] on the GPU, and the largest; cached, because every layer needs the same ones."""
@@ -346,8 +396,7 @@ class CudaWorker(Worker):
         return result
 
     def _product(self, linear: blocks.Linear, matrices: Matrices) -> Any:
-        host_bias, scale = float_linear.bias(self.weights, linear), float_linear.scale(self.weights, linear)
-        bias = None if host_bias is None else self.gpu.array(host_bias)
+        scale, bias = self.scale_and_bias(linear)
 
         def run(x: Any) -> Any:
             y = matrices(x.contiguous(), self.exact)
@@ -355,6 +404,21 @@ class CudaWorker(Worker):
             return y if bias is None else y + bias
 
         return run
+
+    def scale_and_bias(self, linear: blocks.Linear) -> tuple[float, torch.Tensor | None]:
+        """The number that products are multiplied by, and what is added to them then: float32[rows] or None."""
+        if linear not in self._biases:
+            bias = float_linear.bias(self.weights, linear)
+            self._biases[linear] = None if bias is None else self.gpu.array(bias)
+        return float_linear.scale(self.weights, linear), self._biases[linear]
+
+    def linears(self, linears: Sequence[blocks.Linear], x: Any) -> list[Any]:
+        """As `BlockRunner.linears`; many tokens are rounded to bfloat16 once."""
+        here = all(self._of(linear.weight) is self for linear in linears)
+        if self.exact or self.observes or not here or len(x) <= cuda_device.MAX_PACKED_VECTORS:
+            return super().linears(linears, x)
+        rounded = x.bfloat16()
+        return [self.linear(linear, rounded) for linear in linears]
 
     # ------------------------------------------------------------------------------------------------------ attention
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,7 @@ from quantkit.placement.rules import Placement
 from quantkit.placement.sharding import Sharding
 from quantkit.runtime.blocks.block_runner import BlockRunner
 from quantkit.runtime.blocks.spans import Span
+from quantkit.runtime.kv.cache import Cache
 from quantkit.runtime.kv.sharded_cache import ShardedCache
 from quantkit.runtime.parallel import split_checks
 from quantkit.runtime.parallel.all_reduce import AllReduce
@@ -92,6 +93,7 @@ class Split:
         self.caches = CacheLayout(parts, cached, owner.mla, placement, self._workers, self.ranks)
         self._last_output: tuple[np.ndarray | None, Worker] = (None, self._workers[CPU.name])
         self._copies: list[np.ndarray] = []  # what left the last block that is shared, on each rank
+        self._logits: np.ndarray | None = None  # of `_last_output`, where its replay has made them
         self.runs = self._new_runs()
 
     def _new_runs(self) -> list[tuple[Worker | None, list[blocks.Block]]]:
@@ -157,8 +159,36 @@ class Split:
         self.ledger.ran(len(x))
         return x
 
+    def has_states(self, spans: Iterable[Span]) -> bool:
+        """Whether the spans' caches have states of recurrent layers, which a pass advances."""
+        return any(part.states for span in spans for part in _parts(span).values())
+
+    def run(self, tokens: np.ndarray, spans: list[Span]) -> np.ndarray:
+        """float32[tokens, n_embd] that leaves the last block, on its device, of int[tokens]. `is_finite` checks it.
+
+        An element that is not finite on the way stays so until the end: each block adds to what enters it.
+        """
+        first = self._parts[0].layer
+        shared = first in self.placement.shares
+        worker = self._workers[CPU.name] if shared else self.worker(self.placement.of_activations(first))
+        x = worker.embed(self._head, tokens)
+        if isinstance(x, np.ndarray):
+            self.embedded(x)
+        else:
+            self._last_output = x, worker
+            self.ledger.ran(len(x))
+        for replaying, run in self.runs:
+            y = self._replay(replaying, run, x, spans)
+            if y is None:
+                for block in run:
+                    x = self.run_block(block, x, spans)
+            else:
+                x = y
+        return x
+
     def run_block(self, block: blocks.Block, x: np.ndarray, spans: list[Span]) -> np.ndarray:
         """float32[tokens, n_embd] that leaves a block; the spans' caches are those of `new_cache`."""
+        self._logits = None
         for worker in self._workers.values():
             worker.sync(self._owner)
         if block.layer in self.placement.shares:
@@ -172,32 +202,45 @@ class Split:
         self._last_output = out, worker
         return out
 
-    def replay(
+    def _replay(
         self, worker: Worker | None, run: Sequence[blocks.Block], x: np.ndarray, spans: list[Span]
     ) -> np.ndarray | None:
-        """The output of one of `runs` for one token, all finite; None where the blocks have to run one by one."""
+        """The output of one of `runs` for one token; None where the blocks have to run one by one."""
         if worker is None or len(x) != 1 or self.profile:
             return None
         worker.sync(self._owner)
         (span,) = _of_device(spans, worker.device)
         if not worker.can_replay(run, span.cache):
             return None
-        out = worker.replay(run, worker.fetch(x, self._source(x)), span.cache)
-        if not worker.is_finite(out):
-            return None
+        head = self._head if run is self.runs[-1][1] and self._projects(worker) else None
+        out, self._logits = worker.replay(run, worker.fetch(x, self._source(x)), span.cache, head)
         self._last_output = out, worker
         return out
+
+    def _projects(self, worker: Worker) -> bool:
+        """Whether a device computes the logits of the last block's output alone."""
+        names = self._head.output.weight, self._head.norm.weight
+        last = self.placement.of_activations(self._cached.n_layer)
+        here = all(name is None or self.placement[name] == worker.device for name in names)
+        return here and not self.cuts and last == worker.device
 
     def host(self, x: np.ndarray) -> np.ndarray:
         """The output of a block in the host's memory; not copied if it is there already."""
         return x if isinstance(x, np.ndarray) else self._workers[CPU.name].fetch(x, self._last_output[1])
 
     def is_finite(self, x: np.ndarray) -> bool:
-        """Whether the output of the last block is finite; checked on its device."""
+        """Whether the output of the last block is finite: the logits, where they are there, or checked on its device.
+
+        A state that is not finite gives logits that are not.
+        """
+        if self._logits is not None:
+            return self._workers[CPU.name].is_finite(self._logits)
         return self._last_output[1].is_finite(x)
 
     def project(self, x: np.ndarray) -> np.ndarray:
         """Logits float32[k, vocab], on the host, of the output of the last block."""
+        if self._logits is not None and x is self._last_output[0]:
+            return self._logits
         for each in (*self._workers.values(), *self.ranks):
             each.sync(self._owner)
         host, head, last = self._workers[CPU.name], self._head, self._cached.n_layer
@@ -221,10 +264,11 @@ class Split:
         return host.fetch(worker.linear(head.output, worker.norm(head.norm, x)), worker)
 
     def _source(self, x: np.ndarray) -> Worker:
-        """The worker that has an array: that of the last block for its output, the host's for all others."""
+        """The worker that has an array: of the last block for its output and rows of it, the host's for all others."""
         output, worker = self._last_output
-        base = getattr(x, "base", None)
-        base = x if base is None else base
+        if not isinstance(x, np.ndarray):  # a tensor of a GPU
+            return worker
+        base = x if x.base is None else x.base
         return worker if output is not None and (x is output or base is output) else self._workers[CPU.name]
 
     def _run_sharded(self, block: blocks.Block, x: np.ndarray, spans: list[Span]) -> np.ndarray:
@@ -255,8 +299,10 @@ class Split:
 
 def _of_device(spans: Iterable[Span], device: Device) -> list[Span]:
     """The spans with the device's part of their caches."""
-    device_spans = []
-    for span in spans:
-        assert isinstance(span.cache, ShardedCache)
-        device_spans.append(Span(span.start, span.stop, span.cache.parts[device.name]))
-    return device_spans
+    return [Span(span.start, span.stop, _parts(span)[device.name]) for span in spans]
+
+
+def _parts(span: Span) -> Mapping[str, Cache]:
+    """The parts of a span's cache by device."""
+    assert isinstance(span.cache, ShardedCache)
+    return span.cache.parts

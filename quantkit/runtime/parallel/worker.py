@@ -19,7 +19,7 @@ from quantkit.placement.devices import Device
 from quantkit.placement.offload import Offload
 from quantkit.placement.rules import Placement
 from quantkit.placement.sharding import Sharding
-from quantkit.runtime.blocks import experts, latent
+from quantkit.runtime.blocks import experts, float_linear, latent
 from quantkit.runtime.blocks.block_runner import BlockRunner
 from quantkit.runtime.blocks.float_attention import AttentionOptions, Heads
 from quantkit.runtime.blocks.spans import Span
@@ -131,9 +131,15 @@ class Worker(BlockRunner):
         """Whether the next token can replay these blocks, which `can_capture` allows. Not the first one in a cache."""
         return False
 
-    def replay(self, layers: Sequence[blocks.Block], x: np.ndarray, cache: Cache) -> np.ndarray:
-        """The output of such blocks for one token, by replaying the captured launches."""
+    def replay(
+        self, layers: Sequence[blocks.Block], x: np.ndarray, cache: Cache, head: blocks.Head | None
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        """The output of such blocks for one token, by replaying the captured launches; with a head, its logits."""
         raise NotImplementedError
+
+    def embed(self, head: blocks.Head, tokens: np.ndarray) -> np.ndarray:
+        """float32[tokens, n_embd] that enters the first block, here or on the host."""
+        return float_linear.embed(self.weights, head, tokens)
 
     def require_cache(self, kind: CacheType, heads: int, dim_k: int, dim_v: int) -> None:
         """UnsupportedError where this device cannot attend over such a cache; with dim_v 0 values are in the keys."""

@@ -20,8 +20,17 @@ from quantkit.archs.common import blocks
 from quantkit.errors import UnsupportedError
 from quantkit.runtime.cuda import gpu_worker
 from quantkit.runtime.cuda.gpu_worker import CudaWorker
-from quantkit.runtime.kernels.cuda import activations, attention, decode_attention, device, elementwise, floats, weights
-from quantkit.runtime.kernels.cuda.device import Gpu, Matrices
+from quantkit.runtime.kernels.cuda import (
+    activations,
+    attention,
+    decode_attention,
+    device,
+    elementwise,
+    floats,
+    fused,
+    weights,
+)
+from quantkit.runtime.kernels.cuda.device import Activations, Gpu, Matrices
 
 _NUMBERS = {"u8": "u1", "i8": "i1", "u16": "u2", "u32": "u4", "i32": "i4", "i64": "i8", "f32": "f4"}
 
@@ -98,6 +107,9 @@ class SimulatedGpu(Gpu):
         assert self.tape is None, "memory of the host is copied within a graph"
         return super().array(values)
 
+    def upload(self, values: np.ndarray) -> Any:
+        return self.array(values)
+
     def capture(self, step: Callable[[], Any]) -> Any:
         step()
         self.tape, self.captured = _Tape(), self.captured + 1
@@ -154,7 +166,7 @@ class SimulatedGpu(Gpu):
 def _small() -> dict[tuple[Any, str], Any]:
     """Constants of kernel modules for blocks of one warp: the time of a simulated block grows with its threads."""
     result: dict[tuple[Any, str], Any] = {(device, "_GRID_Y"): 2}
-    for module in (activations, attention, decode_attention, elementwise, floats, weights):
+    for module in (activations, attention, decode_attention, elementwise, floats, fused, weights):
         result[module, "THREADS"] = 32
         for name, value in vars(module).items():  # kernels that have such numbers in them, once more
             if hasattr(value, "cache_clear") and value.__module__ == module.__name__:
@@ -196,8 +208,9 @@ def by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
         return result if exact else result.bfloat16()
 
     def product(self: Matrices, x: Any, ids: Any, share: int, tokens: int, out: Any) -> None:
+        x = x.x if isinstance(x, Activations) else x
         vectors = x.reshape(-1, tokens, self.n)[torch.arange(len(ids)) // share]
-        out.copy_(vectors @ whole(self)[ids.long()].transpose(1, 2))
+        out.copy_((vectors @ whole(self)[ids.long()].transpose(1, 2)).view_as(out))
 
     def rms_norm(self: CudaWorker, x: Any, norm: blocks.Norm) -> Any:
         return x * (x.square().mean(dim=-1, keepdim=True) + norm.eps).rsqrt() * self.vector(norm.weight)

@@ -16,6 +16,7 @@ from quantkit import types
 from quantkit.errors import DataError, QuantkitError, UnsupportedError
 from quantkit.runtime.kernels.cuda import device, driver
 from quantkit.runtime.kernels.cuda.device import Gpu, Matrices
+from quantkit.runtime.kernels.cuda.kernel import waiting
 
 
 @pytest.fixture
@@ -88,15 +89,20 @@ def test_a_gpu_that_is_not_there_or_too_old(monkeypatch) -> None:
         Gpu(0)
 
 
+def packed(kinds: list[str], arguments: list[Any]) -> bytes:
+    parameters = driver.Parameters(kinds)
+    return parameters.packer.pack(*parameters.values(arguments))
+
+
 def test_parameters() -> None:
     """An array argument is seven fields of eight bytes; a number is in the low bytes of its field."""
-    packed = driver.slots(["u16[]", "i32", "f32", "i64"], [(4096, 12), -3, 1.5, 1 << 40])
-    assert struct.unpack("<7q", packed[:56]) == (0, 0, 12, 2, 4096, 12, 2)
-    assert struct.unpack_from("<i", packed, 56) == (-3,)
-    assert struct.unpack_from("<f", packed, 64) == (1.5,)
-    assert struct.unpack_from("<q", packed, 72) == (1 << 40,)
+    fields = packed(["u16[]", "i32", "f32", "i64"], [(4096, 12), -3, 1.5, 1 << 40])
+    assert struct.unpack("<7q", fields[:56]) == (0, 0, 12, 2, 4096, 12, 2)
+    assert struct.unpack_from("<i", fields, 56) == (-3,)
+    assert struct.unpack_from("<f", fields, 64) == (1.5,)
+    assert struct.unpack_from("<q", fields, 72) == (1 << 40,)
     with pytest.raises(TypeError, match="1 arguments for the parameters i32 f32"):
-        driver.slots(["i32", "f32"], [1])
+        packed(["i32", "f32"], [1])
 
 
 def test_parameters_are_those_of_the_compiled_kernel() -> None:
@@ -109,7 +115,7 @@ def test_parameters_are_those_of_the_compiled_kernel() -> None:
     assert (
         widths == ["u64"] * 14 + ["u32", "f32"] + ["u64"] * 7 or widths == ["u64"] * 14 + ["b32", "b32"] + ["u64"] * 7
     )
-    assert len(driver.slots(kernel.parameters, [(0, 1), (0, 1), 1, 1.0, (0, 1)])) == 8 * len(widths)
+    assert kernel.packed.packer.size == 8 * len(widths)
 
 
 def test_a_failing_call_is_an_error(monkeypatch) -> None:
@@ -240,3 +246,45 @@ def test_nothing_heavy_is_loaded() -> None:
 
     code = "import sys; import quantkit.runtime.kernels.cuda.device; assert not {'numba', 'torch'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_launch_gives_the_driver_what_it_reads(monkeypatch) -> None:
+    """Grid, block, stream, the attribute that lets launches overlap, and the parameters by their addresses."""
+    seen: list[Any] = []
+
+    class Driver:
+        def cuModuleLoadData(self, *_: Any) -> int:
+            return 0
+
+        def cuModuleGetFunction(self, *_: Any) -> int:
+            return 0
+
+        def cuLaunchKernelEx(self, config: Any, function: Any, pointers: Any, extra: Any) -> int:
+            c = config._obj
+            attribute = c.attributes[0]
+            numbers = ctypes.c_float.from_address(pointers[7]).value, ctypes.c_int.from_address(pointers[8]).value
+            array = [ctypes.c_int64.from_address(pointers[i]).value for i in range(7)]
+            seen.append((list(c.grid), list(c.block), c.stream, c.attribute_count, attribute.id, attribute.value[0]))
+            seen.append((array, numbers))
+            return 0
+
+    monkeypatch.setattr(driver, "library", Driver)
+    assert (ctypes.sizeof(driver._Attribute), ctypes.sizeof(driver._Config)) == (72, 56)
+    for overlaps in (True, False):
+        function = driver.Function(b"", "entry", driver.Parameters(["f32[]", "f32", "i32"]), overlaps)
+        values = function.parameters.values([(4096, 12), 1.5, -3])
+        function.launch((5, 2), 64, 77, values)
+        assert seen[-2] == ([5, 2, 1], [64, 1, 1], 77, int(overlaps), 6, 1)
+        assert seen[-1] == ([0, 0, 12, 4, 4096, 12, 4], (1.5, -3))
+
+
+def test_kernels_wait_for_those_before_them() -> None:
+    """From compute capability 9.0 on, first of all."""
+    from quantkit.runtime.kernels.cuda import elementwise
+
+    kernel = elementwise.add()
+    assert "griddepcontrol" not in kernel.ptx((8, 9))
+    body = kernel.ptx((9, 0)).split(".visible .entry ", 1)[1].split("{", 1)[1].split()
+    assert body[:2] == ["griddepcontrol.launch_dependents;", "griddepcontrol.wait;"]
+    with pytest.raises(QuantkitError, match="no kernel whose body begins"):
+        waiting(".version 9.0")

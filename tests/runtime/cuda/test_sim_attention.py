@@ -59,7 +59,7 @@ def attended(run: Run, q, k, v, k_kind, v_kind, dims, positions, window, scale, 
     out = np.zeros((tokens, heads, dim_v), np.float32)
     sink = np.zeros(1, np.float32) if sinks is None else sinks
     run(attention.merge(sinks is not None), (rows, kv_heads), attention.THREADS, top, total, acc, shares, heads,
-        group, tokens, dim_v, sink, out.reshape(-1))  # fmt: skip
+        group, tokens, dim_v, sink, out.reshape(-1), np.zeros(1, np.int8), *np.zeros((2, 1), np.float32))  # fmt: skip
     return out
 
 

@@ -19,6 +19,7 @@ from quantkit.runtime.model import Model
 from tests.archs import checkpoints
 from tests.runtime.conftest import rewrite
 from tests.runtime.cuda.conftest import SIMULATED
+from tests.runtime.cuda.simulated import by_torch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 TOKENS = np.random.default_rng(2).integers(0, 320, 6)
@@ -72,10 +73,9 @@ def test_a_model_on_a_gpu(gpus: int, make: Make) -> None:
     message = model.split.describe()
     assert message["devices"] == {"CPU": 1, "CUDA0": 20}  # embeddings are gathered on the CPU
     assert set(message["gpus"]) == {"CUDA0"}
-    width = 4 * model.hparams.n_embd
     moved = model.split.ledger.bytes
-    assert moved["CPU", "CUDA0"] == 2 * 4 * width  # embeddings, and what the output norm gets
-    assert moved["CUDA0", "CPU"] == 4 * width + 4 * 4 * model.vocab_size
+    assert moved["CPU", "CUDA0"] == 4 * model.weights["token_embd.weight"].row_bytes  # gathered rows, as stored
+    assert moved["CUDA0", "CPU"] == 4 * 4 * model.vocab_size
     if SIMULATED:
         launched = model.split._workers["CUDA0"].gpu.launched  # type: ignore[attr-defined]
         assert {"rms_norm", "rope", "swiglu", "merge"} < launched.keys()
@@ -195,6 +195,36 @@ def check_replayed(path: Path, turns: int, runs: int = 1, **how: Any) -> None:
 def test_steps_are_replayed(gpus: int, make: Make) -> None:
     """A replayed graph must not use values of the host from the token that was recorded."""
     check_replayed(make("llama"), 1, gpu_layers=1, override_tensor="^output=CPU")
+
+
+def test_steps_are_fused(gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In fast numerics: of matrices of two types, where q and k are one product, and with the head."""
+    from quantkit.pipelines.conversion.convert import convert_checkpoint
+
+    if SIMULATED:
+        by_torch(monkeypatch)
+    checkpoints.tiny(tmp_path / "hf", "float32", "llama", **SMALL["llama"], head_dim=32)
+    convert_checkpoint(tmp_path / "hf", tmp_path / "f32.gguf", "f32")
+    path = rewrite(tmp_path / "f32.gguf", tmp_path / "model.gguf", "q8_0", attn_v="q4_0")
+    model = load(path, devices="cuda:0", numerics="fast")
+    cache = model.new_cache(4)
+    by_launches = [model.forward(TOKENS[:1], cache)]
+    cache.truncate(0)
+    fused = [model.forward(TOKENS[i : i + 1], cache) for i in range(3)]
+    by_launches.append(model.forward_batch([(TOKENS[:2], model.new_cache(4))]))
+    np.testing.assert_allclose(fused[:2], by_launches, atol=2e-3)
+    assert model.split is not None
+    worker: Any = model.split._workers["CUDA0"]
+    assert {len(names) for names in worker._stacks} == {2}
+    assert ("blk.0.attn_q.weight", "blk.0.attn_k.weight") in worker._stacks
+    again = model.forward(TOKENS[3:4], cache)
+    worker.drop_cached(["blk.0.attn_k.weight"])
+    assert ("blk.0.attn_q.weight", "blk.0.attn_k.weight") not in worker._stacks
+    cache.truncate(3)
+    np.testing.assert_allclose(model.forward(TOKENS[3:4], cache), again, atol=1e-3)
+    if SIMULATED:
+        assert {"add_norm", "swiglu_quantized", "merge_quantized"} < worker.gpu.launched.keys()
+        assert any(name.startswith("rope_append") for name in worker.gpu.launched)
 
 
 @pytest.mark.full

@@ -10,10 +10,28 @@ import functools
 
 import numpy as np
 
-from quantkit.runtime.kernels.cuda.hardware import cuda, warp_max, warp_sum
+from quantkit.runtime.kernels.cuda.hardware import cuda, inlined, warp_max, warp_sum
 from quantkit.runtime.kernels.cuda.kernel import CudaKernel
 
 THREADS = 256
+
+
+@inlined
+def store_codes(value, i, inside, codes, scales, sums):
+    """Store element i where it is `inside`. A warp has a run of 32; all threads of a block call this together."""
+    lane = cuda.threadIdx.x % 32
+    scale = warp_max(abs(value)) / np.float32(127)
+    inverse = np.float32(1) / scale if scale > np.float32(0) else np.float32(0)
+    size = np.int32(abs(value) * inverse + np.float32(0.5))
+    code = -size if value < np.float32(0) else size
+    low = warp_sum(np.float32(code) if lane < 16 else np.float32(0))
+    high = warp_sum(np.float32(code) if lane >= 16 else np.float32(0))
+    if inside:
+        codes[i] = code
+        if lane == 0:
+            scales[i // 32] = scale
+            sums[i // 16] = scale * low
+            sums[i // 16 + 1] = scale * high
 
 
 @functools.cache
@@ -22,19 +40,7 @@ def quantize() -> CudaKernel:
 
     def kernel(x, count, codes, scales, sums):
         i = cuda.blockIdx.x * np.int64(THREADS) + cuda.threadIdx.x
-        lane = cuda.threadIdx.x % 32
         value = x[i] if i < count else np.float32(0)
-        scale = warp_max(abs(value)) / np.float32(127)
-        inverse = np.float32(1) / scale if scale > np.float32(0) else np.float32(0)
-        size = np.int32(abs(value) * inverse + np.float32(0.5))
-        code = -size if value < np.float32(0) else size
-        low = warp_sum(np.float32(code) if lane < 16 else np.float32(0))
-        high = warp_sum(np.float32(code) if lane >= 16 else np.float32(0))
-        if i < count:
-            codes[i] = code
-            if lane == 0:
-                scales[i // 32] = scale
-                sums[i // 16] = scale * low
-                sums[i // 16 + 1] = scale * high
+        store_codes(value, i, i < count, codes, scales, sums)
 
     return CudaKernel("quantize_q8", kernel, "f32[] i64 i8[] f32[] f32[]")

@@ -23,6 +23,7 @@ import numpy as np
 from quantkit import types
 from quantkit.errors import UnsupportedError
 from quantkit.runtime.kernels.cuda import hardware
+from quantkit.runtime.kernels.cuda.activations import store_codes
 from quantkit.runtime.kernels.cuda.codecs.registry import CODECS
 from quantkit.runtime.kernels.cuda.hardware import (
     bfloat_of,
@@ -228,13 +229,16 @@ def attend(k_kind: str, v_kind: str, dim_k: int, dim_v: int, values_in_keys: boo
 
 
 @functools.cache
-def merge(sinks: bool) -> CudaKernel:
-    """(maximum, denominator, acc, splits, heads, group, tokens, dim_v, sink, out): merge the splits of the keys.
+def merge(sinks: bool, quantized: bool = False) -> CudaKernel:
+    """(maximum, denominator, acc, splits, heads, group, tokens, dim_v, sink, out, codes, scales, sums): merge the
+    splits of the keys.
 
-    out float32[tokens, heads, dim_v]; sink float32[heads] counts as a key without a value. Grid: (rows, kv heads).
+    out float32[tokens, heads, dim_v]; sink float32[heads] counts as a key without a value. With `quantized` the last
+    three are `out` by `activations`, and dim_v is a multiple of 32; otherwise they are not touched.
+    Grid: (rows, kv heads).
     """
 
-    def kernel(maximum, denominator, acc, splits, heads, group, tokens, dim_v, sink, out):
+    def kernel(maximum, denominator, acc, splits, heads, group, tokens, dim_v, sink, out, codes, scales, sums):
         portions = cuda.shared.array(MAX_SPLITS, np.float32)
         row, head, lane = cuda.blockIdx.x, cuda.blockIdx.y, cuda.threadIdx.x & 31
         rows = tokens * group
@@ -259,29 +263,30 @@ def merge(sinks: bool) -> CudaKernel:
         if sinks:
             total += np.float32(math.exp(sink[query_head] - largest))
         cuda.syncthreads()
-        for d in range(cuda.threadIdx.x, dim_v, THREADS):
+        first = (np.int64(row // group) * heads + query_head) * dim_v
+        for start in range(0, dim_v, THREADS):  # all threads as often: `store_codes` is for all of a block
+            d = start + cuda.threadIdx.x
             value = np.float32(0)
-            for s in range(splits):
-                if portions[s] != np.float32(0):
-                    value += acc[((np.int64(s) * cuda.gridDim.y + head) * rows + row) * dim_v + d] * portions[s]
-            out[(np.int64(row // group) * heads + query_head) * dim_v + d] = value / total
+            if d < dim_v:
+                for s in range(splits):
+                    if portions[s] != np.float32(0):
+                        value += acc[((np.int64(s) * cuda.gridDim.y + head) * rows + row) * dim_v + d] * portions[s]
+                value = value / total
+                out[first + d] = value
+            if quantized:
+                store_codes(value, first + d, d < dim_v, codes, scales, sums)
 
-    name = "merge_sinks" if sinks else "merge"
-    return CudaKernel(name, kernel, "f32[] f32[] f32[] i32 i32 i32 i32 i32 f32[] f32[]")
+    name = f"merge{'_sinks' if sinks else ''}{'_quantized' if quantized else ''}"
+    return CudaKernel(name, kernel, "f32[] f32[] f32[] i32 i32 i32 i32 i32 f32[] f32[] i8[] f32[] f32[]")
 
 
 @functools.cache
 def append(kind: str) -> CudaKernel:
     """(x, heads, dim, row_bytes, n_ctx, positions, tokens, cache): float32[tokens, heads, dim] to rows of a cache.
 
-    A warp takes 32 columns. q8_0 as `runtime/kernels/kv_rounding.py` has it, but for scales next to the end of a
-    half's range.
+    A warp takes 32 columns.
     """
-    if kind not in ("f32", "f16", "bf16", "q8_0"):
-        raise UnsupportedError(f"no CUDA kernel writes a cache of {kind}; use f32, f16, bf16 or q8_0")
-    quantized = kind == "q8_0"
-    size = 4 if kind == "f32" else 2
-    convert = {"f32": bits_of, "f16": half_of, "bf16": bfloat_of, "q8_0": half_of}[kind]
+    write = row_writer(kind)
 
     def kernel(x, heads, dim, row_bytes, n_ctx, positions, tokens, cache):
         lane = cuda.threadIdx.x % 32
@@ -293,7 +298,24 @@ def append(kind: str) -> CudaKernel:
         token, head, column = row // heads, row % heads, 32 * run + lane
         value = x[np.int64(row) * dim + column] if column < dim else np.float32(0)
         start = (np.int64(head) * n_ctx + positions[token]) * row_bytes
-        if quantized:
+        write(value, inside and column < dim, run, lane, start, cache)
+
+    return CudaKernel(f"append_{kind}", kernel, "f32[] i32 i32 i64 i32 i32[] i32 u8[]")
+
+
+def row_writer(kind: str) -> Any:
+    """Device function (value, inside, run, lane, start, cache): column 32 run + lane of the row at byte `start`.
+
+    All threads of a block call it together, a warp with the 32 columns of a run. q8_0 as
+    `runtime/kernels/kv_rounding.py` has it, but for scales next to the end of a half's range. UnsupportedError for
+    types that it does not write.
+    """
+    if kind not in ("f32", "f16", "bf16", "q8_0"):
+        raise UnsupportedError(f"no CUDA kernel writes a cache of {kind}; use f32, f16, bf16 or q8_0")
+    if kind == "q8_0":
+
+        @inlined
+        def write_codes(value, inside, run, lane, start, cache):
             scale = warp_max(abs(value)) * np.float32(1 / 127)
             if warp_sum(value - value) != np.float32(0):
                 scale = np.float32(math.nan)
@@ -303,10 +325,18 @@ def append(kind: str) -> CudaKernel:
             if inside:
                 cache[start + 34 * run + 2 + lane] = np.uint8(code & 255)
                 if lane < 2:
-                    cache[start + 34 * run + lane] = np.uint8(np.uint32(convert(scale)) >> np.uint32(8 * lane) & 255)
-        elif inside and column < dim:
+                    cache[start + 34 * run + lane] = np.uint8(np.uint32(half_of(scale)) >> np.uint32(8 * lane) & 255)
+
+        return write_codes
+    size = 4 if kind == "f32" else 2
+    convert = {"f32": bits_of, "f16": half_of, "bf16": bfloat_of}[kind]
+
+    @inlined
+    def write(value, inside, run, lane, start, cache):
+        if inside:
             word = np.uint32(convert(value))
             for i in range(size):
-                cache[start + size * column + i] = np.uint8(word >> np.uint32(8 * i) & np.uint32(255))
+                at = start + size * (32 * run + lane) + i
+                cache[at] = np.uint8(word >> np.uint32(8 * i) & np.uint32(255))
 
-    return CudaKernel(f"append_{kind}", kernel, "f32[] i32 i32 i64 i32 i32[] i32 u8[]")
+    return write

@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -74,7 +74,7 @@ class Gpu:
             )
         self.torch_device = self.torch.device("cuda", index)
         self.torch.zeros(1, device=self.torch_device)  # makes the context
-        self._functions: dict[str, Any] = {}
+        self._functions: dict[str, driver.Function] = {}
         self._float_results = tuple(map(int, self.torch.__version__.split(".")[:2])) >= (2, 8)
 
     def bind_thread(self) -> None:
@@ -87,6 +87,17 @@ class Gpu:
         values = np.ascontiguousarray(values)
         bits = {"u2": np.int16, "u4": np.int32}.get(values.dtype.str[1:])
         result: torch.Tensor = self.torch.from_numpy(values.view(bits) if bits else values.copy()).to(self.torch_device)
+        return result
+
+    def upload(self, values: np.ndarray) -> torch.Tensor:
+        """As `array`, by memory that the GPU reads by itself; work that follows on the stream waits for it.
+
+        For what is uploaded again and again: torch keeps such memory for the next time.
+        """
+        dtype = self.torch.from_numpy(np.empty(0, values.dtype)).dtype
+        host = self.torch.empty(values.shape, dtype=dtype, pin_memory=True)
+        host.numpy()[...] = values
+        result: torch.Tensor = host.to(self.torch_device, non_blocking=True)
         return result
 
     def empty(self, *shape: int, kind: str = "float32") -> torch.Tensor:
@@ -131,12 +142,14 @@ class Gpu:
         """Wait for all that was launched."""
         self.torch.cuda.synchronize(self.torch_device)
 
-    def _function(self, kernel: CudaKernel) -> Any:
+    def _function(self, kernel: CudaKernel) -> driver.Function:
         function = self._functions.get(kernel.name)
         if function is None:
+            from quantkit.runtime.kernels.cuda.kernel import OVERLAP_CAPABILITY
+
             code, entry = kernel.cubin(self.capability)
             with self.torch.cuda.device(self.torch_device):
-                function = driver.function_of(driver.load(code), entry)
+                function = driver.Function(code, entry, kernel.packed, self.capability >= OVERLAP_CAPABILITY)
             self._functions[kernel.name] = function
         return function
 
@@ -145,14 +158,22 @@ class Gpu:
 
         TypeError for one that is not: the kernel would read other elements, or none of its memory.
         """
-        for a in arguments:
-            if isinstance(a, self.torch.Tensor) and not (a.is_contiguous() and a.device == self.torch_device):
-                raise TypeError(f"{kernel.name}: a tensor on {a.device} is not a contiguous one on {self.torch_device}")
-        values = [(a.data_ptr(), a.numel()) if isinstance(a, self.torch.Tensor) else a for a in arguments]
-        stream = self.torch.cuda.current_stream(self.torch_device).cuda_stream
-        grid = (blocks,) if isinstance(blocks, int) else tuple(blocks)
-        with self.torch.cuda.device(self.torch_device):
-            driver.launch(self._function(kernel), grid, threads, stream, driver.slots(kernel.parameters, values))
+        values = list(arguments)
+        for i, size in enumerate(kernel.packed.sizes):
+            if size:
+                tensor = arguments[i]
+                if not (tensor.is_contiguous() and tensor.device == self.torch_device):
+                    where = f"{tensor.device} is not a contiguous one on {self.torch_device}"
+                    raise TypeError(f"{kernel.name}: a tensor on {where}")
+                values[i] = tensor.data_ptr(), tensor.numel()
+        function, cuda = self._function(kernel), self.torch.cuda
+        grid = (blocks,) if isinstance(blocks, int) else blocks
+        stream, packed = cuda.current_stream(self.torch_device).cuda_stream, kernel.packed.values(values)
+        if cuda.current_device() == self.index:
+            function.launch(grid, threads, stream, packed)
+        else:
+            with cuda.device(self.torch_device):
+                function.launch(grid, threads, stream, packed)
 
     def launch_each(self, kernel: CudaKernel, count: int, threads: int, *arguments: Any) -> None:
         """Run a kernel that has one thread for each of `count` elements, `threads` to a block."""
@@ -186,19 +207,34 @@ class Gpu:
         result: torch.Tensor = self.torch.mm(a, b, out_dtype=self.torch.float32)
         return result
 
-    def quantize(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """float32[vectors, n] as bytes: codes, scales and sums of `activations.quantize`."""
+    def quantize(self, x: torch.Tensor) -> Activations:
+        """float32[vectors, n], n a multiple of 32, also as bytes."""
         from quantkit.runtime.kernels.cuda import activations
 
+        result, count = self.activations(x), x.numel()
+        self.launch(activations.quantize(), -(-count // activations.THREADS), activations.THREADS, x, count,
+                    *result.as_bytes)  # fmt: skip
+        return result
+
+    def activations(self, x: torch.Tensor) -> Activations:
+        """float32[vectors, n], with memory for the same as bytes, which is not written."""
         count = x.numel()
-        codes, scales, sums = (
-            self.empty(count, kind="int8"),
-            self.empty(count // 32),
-            self.empty(count // 16),
-        )
-        self.launch(activations.quantize(), -(-count // activations.THREADS), activations.THREADS, x, count, codes,
-                    scales, sums)  # fmt: skip
-        return codes, scales, sums
+        codes, scales, sums = self.empty(count, kind="int8"), self.empty(count // 32), self.empty(count // 16)
+        return Activations(x, codes, scales, sums)
+
+
+class Activations(NamedTuple):
+    """Vectors float32[vectors, n] on a GPU, also as bytes: codes, scales and sums of `kernels/cuda/activations.py`."""
+
+    x: torch.Tensor
+    codes: torch.Tensor
+    scales: torch.Tensor
+    sums: torch.Tensor
+
+    @property
+    def as_bytes(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What kernels write beside x."""
+        return self.codes, self.scales, self.sums
 
 
 class Matrices:
@@ -235,6 +271,10 @@ class Matrices:
         if 0 < len(x) <= MAX_PACKED_VECTORS and not exact:
             return self._multiply_packed(x)
         return self._multiply_decoded(x if exact else x.bfloat16(), 0)
+
+    def multiply(self, a: Activations, out: torch.Tensor) -> None:
+        """The product with one vector, by the first matrix, to float32[rows]."""
+        self._product(a, self._first, 1, 1, out)
 
     def of_experts(self, x: torch.Tensor, ids: torch.Tensor, exact: bool = False) -> torch.Tensor:
         """float32[tokens, used, rows]: slot (t, j) by matrix ids[t, j] of x[t] or x[t, j]; ids int32[tokens, used].
@@ -284,16 +324,19 @@ class Matrices:
         self._product(x, self._first, 1, padded, out)
         return out[0, :tokens]
 
-    def _product(self, x: torch.Tensor, ids: torch.Tensor, share: int, tokens: int, out: torch.Tensor) -> None:
+    def _product(
+        self, x: torch.Tensor | Activations, ids: torch.Tensor, share: int, tokens: int, out: torch.Tensor
+    ) -> None:
         from quantkit.runtime.kernels.cuda import floats, weights
 
-        gpu, x, slots = self.gpu, x.contiguous(), (len(ids) // share, share)
+        gpu, slots = self.gpu, (len(ids) // share, share)
         if self.is_float:
             kernel, blocks = floats.matvec(self.kind.ggml_type, tokens), -(-self.rows // floats.ROWS_OF_BLOCK)
+            vectors = x.x if isinstance(x, Activations) else x.contiguous()
             gpu.launch(kernel, (blocks, *slots), floats.THREADS, self._words, self.rows * self.n, ids, self.rows,
-                       self.n, x, out)  # fmt: skip
+                       self.n, vectors, out)  # fmt: skip
             return
-        codes, scales, sums = gpu.quantize(x)
+        _, codes, scales, sums = x if isinstance(x, Activations) else gpu.quantize(x.contiguous())
         kernel, split = weights.matvec(self.kind.ggml_type, tokens), weights.split_of(self.kind.ggml_type, tokens)
         blocks = -(-self.rows // weights.rows_of_block(self.n, split))
         lanes, words = weights.lanes_of_row(self.n, split.pairs), codes.view(gpu.torch.int32)

@@ -21,6 +21,9 @@ from typing import Any
 
 from quantkit.codegen import digests, disk_cache
 from quantkit.errors import QuantkitError
+from quantkit.runtime.kernels.cuda import driver
+
+OVERLAP_CAPABILITY = (9, 0)  # compute capability from which on kernels of a stream can overlap
 
 
 class CudaKernel:
@@ -28,6 +31,7 @@ class CudaKernel:
 
     def __init__(self, name: str, function: Callable[..., None], parameters: str):
         self.name, self.function, self.parameters = name, function, parameters.split()
+        self.packed = driver.Parameters(self.parameters)
         self._making = threading.Lock()  # GPUs of one model have threads of their own
 
     @functools.cached_property
@@ -51,7 +55,7 @@ class CudaKernel:
             for p in self.parameters
         )
         text, _ = cuda.compile_ptx(self.function, kinds, cc=capability)
-        return str(text)
+        return waiting(str(text)) if capability >= OVERLAP_CAPABILITY else str(text)
 
     def cubin(self, capability: tuple[int, int]) -> tuple[bytes, str]:
         """Machine code for a compute capability and the name of its entry, from disk where it was made before."""
@@ -66,6 +70,19 @@ class CudaKernel:
             if path is not None:
                 disk_cache.write(path, entry.encode() + b"\n" + code)
             return code, entry
+
+
+def waiting(ptx: str) -> str:
+    """PTX whose kernel first lets the next one of its stream begin, then waits for the end of the one before it.
+
+    So launches overlap (programmatic dependent launch), which saves the time between kernels, and each still sees all
+    that those before it wrote. All kernels wait, so that one which ends has waited for all before it.
+    """
+    head, entry, body = ptx.partition(".visible .entry ")
+    declaration, brace, rest = body.partition("\n{\n")
+    if not (entry and brace):
+        raise QuantkitError("the compiler's PTX has no kernel whose body begins in a line of its own")
+    return f"{head}{entry}{declaration}{brace}\tgriddepcontrol.launch_dependents;\n\tgriddepcontrol.wait;\n{rest}"
 
 
 def entry_of(ptx: str) -> str:

@@ -11,6 +11,7 @@ from quantkit.runtime.kernels.cuda import (
     delta,
     elementwise,
     floats,
+    fused,
     mamba2,
     routing,
     weights,
@@ -43,6 +44,9 @@ ATTENTIONS = (
 # The same of `attend_one`: types of keys and values, dims, query heads of a key/value head.
 DECODE_ATTENTIONS = (("f16", "f16", 128, 4), ("q8_0", "q8_0", 128, 8), ("bf16", "f32", 64, 3), ("f16", "f16", 256, 2))
 
+# The same of `fused.rope_append`: types of keys and values, dims, whether heads are normed.
+FUSED_CACHES = (("f16", "f16", 128, 128, False), ("q8_0", "q8_0", 128, 128, True), ("bf16", "f32", 192, 128, True))
+
 
 def not_of_a_type() -> Iterator[CudaKernel]:
     """Every kernel that does not depend on a type of weights."""
@@ -55,5 +59,8 @@ def not_of_a_type() -> Iterator[CudaKernel]:
     yield from (routing.route(sigmoid, biased) for sigmoid in (False, True) for biased in (False, True))
     yield from (attention.attend(*shape) for shape in ATTENTIONS)
     yield from (decode_attention.attend_one(*shape) for shape in DECODE_ATTENTIONS)
-    yield from (attention.merge(sinks) for sinks in (False, True))
+    yield from (attention.merge(sinks, quantized) for sinks in (False, True) for quantized in (False, True))
+    yield fused.add_norm()
+    yield from (fused.activate(name) for name in elementwise.ACTIVATIONS)
+    yield from (fused.rope_append(*shape) for shape in FUSED_CACHES)
     yield from (attention.append(kind) for kind in ("f32", "f16", "bf16", "q8_0"))

@@ -1,0 +1,161 @@
+"""One token through blocks on a GPU by few launches: steps between products are fused (`kernels/cuda/fused.py`).
+
+The hidden state goes from part to part as a sum of two, x and what the last part adds; the next norm adds them up. What
+enters products is there as bytes once for all of them, and neighbouring matrices of one type are multiplied as one.
+Parts that the kernels do not know run as with any number of tokens.
+
+    part           launches
+    attention      add_norm, q k v, rope_append, attend, merge, out
+    feed-forward   add_norm, gate up, activate, down
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from quantkit.archs.common import blocks
+from quantkit.runtime.blocks.float_attention import Heads
+from quantkit.runtime.blocks.spans import Span
+from quantkit.runtime.cuda import gpu_attention
+from quantkit.runtime.cuda.gpu_context import GpuContext
+from quantkit.runtime.kernels.cuda import elementwise, fused
+from quantkit.runtime.kernels.cuda.device import Activations
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Decoder:
+    """One token of one cache through blocks. `x` is the hidden state so far, [1, n_embd], less what `added` holds."""
+
+    def __init__(self, worker: GpuContext, x: torch.Tensor, span: Span):
+        self._worker, self._gpu, self._span = worker, worker.gpu, span
+        self.x, self.added = x, None
+
+    x: torch.Tensor
+    added: torch.Tensor | None
+
+    def run(self, block: blocks.Block) -> None:
+        """Add a block."""
+        if block.parallel or block.out_scale is not None or any(_is_deferred(part) for part in block.parts):
+            self.x = self._worker.run_block(block, self.sum(), [self._span])
+            return
+        for layer, part in block.numbered_parts:
+            if isinstance(part, blocks.Attention) and self._knows_attention(part):
+                self.added = self._attention(part, layer, self._normed(part.norm))
+            elif isinstance(part, blocks.FeedForward) and self._knows_feed_forward(part):
+                self.added = self._feed_forward(part, self._normed(part.norm))
+            else:
+                self.added = self._worker.run_part(part, layer, self.sum(), [self._span])
+
+    def sum(self) -> torch.Tensor:
+        """The hidden state float32[1, n_embd]; afterwards nothing is left to be added."""
+        if self.added is not None:
+            self.x, self.added = self.x + self.added, None
+        return self.x
+
+    def logits(self, head: blocks.Head) -> torch.Tensor:
+        """float32[1, vocab]."""
+        if self._is_plain(head.norm) and self._worker.weights[head.output.weight].shape[1] % 32 == 0:
+            return self._products([head.output], self._normed(head.norm))[0]
+        result: torch.Tensor = self._worker.linear(head.output, self._worker.norm(head.norm, self.sum()))
+        return result
+
+    # ----------------------------------------------------------------------------------------------- what kernels know
+
+    def _is_plain(self, norm: blocks.Norm | None) -> bool:
+        return norm is not None and norm.weight != "" and not norm.centred and norm.bias is None
+
+    def _knows_attention(self, part: blocks.Attention) -> bool:
+        """Whether `_attention` can run a part."""
+        kind, norms = self._span.cache.type, (part.q_norm, part.k_norm)
+        normed = all(map(self._is_plain, norms)) and part.q_norm.eps == part.k_norm.eps  # type: ignore[union-attr]
+        heads = norms == (None, None) or (normed and not part.norms_across_heads and not part.norms_after_rope)
+        others = (part.v_norm, part.sub_norm, part.head_gate, part.temperature, part.source, part.indexer)
+        whole = all(linear.rows is None for linear in (part.q, part.k, part.v, part.out))
+        return (
+            self._is_plain(part.norm) and heads and whole and not part.gated and part.v != part.k
+            and all(other is None for other in others)
+            and part.head_dim_v % 32 == 0 and self._columns(part.q) % 32 == 0
+            and {kind.k, kind.v} <= set(fused.CACHES)
+        )  # fmt: skip
+
+    def _knows_feed_forward(self, part: blocks.FeedForward) -> bool:
+        """Whether `_feed_forward` can run a part."""
+        matrices = part.gate, part.up, part.down
+        return (
+            self._is_plain(part.norm) and part.sub_norm is None and part.limit is None
+            and part.activation in elementwise.ACTIVATIONS and part.gate != part.up
+            and all(linear.rows is None and self._columns(linear) % 32 == 0 for linear in matrices)
+        )  # fmt: skip
+
+    def _columns(self, linear: blocks.Linear) -> int:
+        return int(self._worker.weights[linear.weight].shape[-1])
+
+    # ------------------------------------------------------------------------------------------------------- the parts
+
+    def _attention(self, part: blocks.Attention, layer: int, y: Activations) -> torch.Tensor:
+        worker, gpu, cache = self._worker, self._gpu, self._span.cache
+        q, k, v = self._products([part.q, part.k, part.v], y)
+        rope = worker.rope_table(part.rope, [self._span])
+        position = worker.next_positions(cache, 1)
+        keys, values = cache.k[layer], cache.v[layer]
+        normed = part.q_norm is not None
+        weights = [worker.norm_weight(n, part.head_dim_k) if n else gpu.empty(1) for n in (part.q_norm, part.k_norm)]
+        kernel = fused.rope_append(cache.type.k, cache.type.v, part.head_dim_k, part.head_dim_v, normed)
+        gpu.launch(
+            kernel, part.heads + 2 * part.kv_heads, fused.WARP, q, k, v, *weights,
+            np.float32(part.q_norm.eps if part.q_norm else 0), part.heads, rope.pairs, rope.cos, rope.sin, position,
+            rope.step, rope.stride, keys.shape[1], keys.shape[2], values.shape[2], keys, values,
+        )  # fmt: skip
+        heads = Heads.of(part, worker.vector(part.sinks) if part.sinks else None)  # type: ignore[arg-type]
+        attended = gpu_attention.attend_one(worker, heads, layer, q, cache)
+        return self._added(part.out, part.post_norm, attended)
+
+    def _feed_forward(self, part: blocks.FeedForward, y: Activations) -> torch.Tensor:
+        gate, up = self._products([part.gate, part.up], y)
+        hidden = self._gpu.activations(gate)
+        count = gate.numel()
+        self._gpu.launch_each(fused.activate(part.activation), count, fused.THREADS, gate, up, count, *hidden.as_bytes)
+        return self._added(part.down, part.post_norm, hidden)
+
+    def _added(self, linear: blocks.Linear, post_norm: blocks.Norm | None, a: Activations) -> torch.Tensor:
+        """What a part adds: its last product, and a norm of that."""
+        (out,) = self._products([linear], a)
+        return out if post_norm is None else self._worker.norm(post_norm, out)
+
+    def _normed(self, norm: blocks.Norm | None) -> Activations:
+        """The norm of x + added, of which x becomes the sum."""
+        assert norm is not None
+        worker, gpu, n = self._worker, self._gpu, self.x.shape[-1]
+        total, y = gpu.empty(1, n), gpu.activations(gpu.empty(1, n))
+        added = self.x if self.added is None else self.added
+        gpu.launch(fused.add_norm(), 1, elementwise.norm_threads(n), self.x.contiguous(), added.contiguous(),
+                   int(self.added is not None), worker.norm_weight(norm, n), n, np.float32(norm.eps), total, y.x,
+                   *y.as_bytes)  # fmt: skip
+        self.x, self.added = total, None
+        return y
+
+    def _products(self, linears: Sequence[blocks.Linear], a: Activations) -> list[torch.Tensor]:
+        """float32[1, rows] of each matrix with one vector. Neighbours of one type are one product."""
+        worker, weights = self._worker, self._worker.weights
+        heights = [weights[linear.weight].shape[0] for linear in linears]
+        out, at = self._gpu.empty(1, sum(heights)), 0
+        for _, group in itertools.groupby(linears, lambda linear: weights[linear.weight].type.name):
+            matrices = worker.stacked(tuple(linear.weight for linear in group))
+            matrices.multiply(a, out[:, at : at + matrices.rows])
+            at += matrices.rows
+        results = []
+        for linear, y in zip(linears, self._gpu.torch.split(out, heights, dim=1)):
+            scale, bias = worker.scale_and_bias(linear)
+            y = y if scale == 1 else y * scale
+            results.append(y if bias is None else y + bias)
+        return results
+
+
+def _is_deferred(part: blocks.Part) -> bool:
+    return isinstance(part, blocks.Experts) and part.deferred

@@ -107,8 +107,9 @@ def _attend_and_merge(
     dims = heads.head_dim_k, heads.head_dim_v
     if tokens == 1 and not heads.values_in_keys and decode_attention.suits(cache.type.k, v_kind, dims, group):
         kernel = decode_attention.attend_one(cache.type.k, v_kind, dims[0], group)
-        gpu.launch(kernel, (splits, 1, heads.kv_heads), decode_attention.THREADS, q.contiguous(), k, v, *sizes,
-                   positions, window, scale, *results)  # fmt: skip
+        threads = decode_attention.threads_of(group)
+        gpu.launch(kernel, (splits, 1, heads.kv_heads), threads, q.contiguous(), k, v, *sizes, positions, window, scale,
+                   *results)  # fmt: skip
     else:
         kernel = attention.attend(cache.type.k, v_kind, *dims, heads.values_in_keys)
         gpu.launch(kernel, (splits, tiles, heads.kv_heads), attention.threads_of(dims[1]), q.contiguous(), k, v, *sizes,

@@ -134,9 +134,9 @@ class Decoder:
         worker, gpu, n = self._worker, self._gpu, self.x.shape[-1]
         total, y = gpu.empty(1, n), gpu.activations(gpu.empty(1, n))
         added = self.x if self.added is None else self.added
-        gpu.launch(fused.add_norm(), 1, elementwise.norm_threads(n), self.x.contiguous(), added.contiguous(),
+        gpu.launch(fused.add_norm(), 1, fused.norm_threads(n), self.x.contiguous(), added.contiguous(),
                    int(self.added is not None), worker.norm_weight(norm, n), n, np.float32(norm.eps), total, y.x,
-                   *y.as_bytes)  # fmt: skip
+                   y.codes.view(gpu.torch.int32), y.scales, y.sums)  # fmt: skip
         self.x, self.added = total, None
         return y
 

@@ -174,7 +174,7 @@ def _small() -> dict[tuple[Any, str], Any]:
     return result | {
         (attention, "ROWS"): 2,
         (weights, "WARPS"): 1,
-        (decode_attention, "WARPS"): 1,
+        (decode_attention, "_MAX_GROUP_OF_ALL"): 8,
         (floats, "ROWS_OF_BLOCK"): 1,
     }
 

@@ -16,7 +16,6 @@ from quantkit import types
 from quantkit.errors import DataError, QuantkitError, UnsupportedError
 from quantkit.runtime.kernels.cuda import device, driver
 from quantkit.runtime.kernels.cuda.device import Gpu, Matrices
-from quantkit.runtime.kernels.cuda.kernel import waiting
 
 
 @pytest.fixture
@@ -249,7 +248,7 @@ def test_nothing_heavy_is_loaded() -> None:
 
 
 def test_a_launch_gives_the_driver_what_it_reads(monkeypatch) -> None:
-    """Grid, block, stream, the attribute that lets launches overlap, and the parameters by their addresses."""
+    """Grid, block, stream, and the parameters by their addresses."""
     seen: list[Any] = []
 
     class Driver:
@@ -259,32 +258,15 @@ def test_a_launch_gives_the_driver_what_it_reads(monkeypatch) -> None:
         def cuModuleGetFunction(self, *_: Any) -> int:
             return 0
 
-        def cuLaunchKernelEx(self, config: Any, function: Any, pointers: Any, extra: Any) -> int:
-            c = config._obj
-            attribute = c.attributes[0]
-            numbers = ctypes.c_float.from_address(pointers[7]).value, ctypes.c_int.from_address(pointers[8]).value
+        def cuLaunchKernel(self, function: Any, *numbers: Any) -> int:
+            *sizes, stream, pointers, extra = numbers
+            assert extra is None
             array = [ctypes.c_int64.from_address(pointers[i]).value for i in range(7)]
-            seen.append((list(c.grid), list(c.block), c.stream, c.attribute_count, attribute.id, attribute.value[0]))
-            seen.append((array, numbers))
+            others = ctypes.c_float.from_address(pointers[7]).value, ctypes.c_int.from_address(pointers[8]).value
+            seen.append(([size.value for size in sizes], stream.value, array, others))
             return 0
 
     monkeypatch.setattr(driver, "library", Driver)
-    assert (ctypes.sizeof(driver._Attribute), ctypes.sizeof(driver._Config)) == (72, 56)
-    for overlaps in (True, False):
-        function = driver.Function(b"", "entry", driver.Parameters(["f32[]", "f32", "i32"]), overlaps)
-        values = function.parameters.values([(4096, 12), 1.5, -3])
-        function.launch((5, 2), 64, 77, values)
-        assert seen[-2] == ([5, 2, 1], [64, 1, 1], 77, int(overlaps), 6, 1)
-        assert seen[-1] == ([0, 0, 12, 4, 4096, 12, 4], (1.5, -3))
-
-
-def test_kernels_wait_for_those_before_them() -> None:
-    """From compute capability 9.0 on, first of all."""
-    from quantkit.runtime.kernels.cuda import elementwise
-
-    kernel = elementwise.add()
-    assert "griddepcontrol" not in kernel.ptx((8, 9))
-    body = kernel.ptx((9, 0)).split(".visible .entry ", 1)[1].split("{", 1)[1].split()
-    assert body[:2] == ["griddepcontrol.launch_dependents;", "griddepcontrol.wait;"]
-    with pytest.raises(QuantkitError, match="no kernel whose body begins"):
-        waiting(".version 9.0")
+    function = driver.Function(b"", "entry", driver.Parameters(["f32[]", "f32", "i32"]))
+    function.launch((5, 2), 64, 77, function.parameters.values([(4096, 12), 1.5, -3]))
+    assert seen == [([5, 2, 1, 64, 1, 1, 0], 77, [0, 0, 12, 4, 4096, 12, 4], (1.5, -3))]

@@ -50,8 +50,9 @@ def attended(run: Run, q, k, v, k_kind, v_kind, dims, positions, window, scale, 
     k_bytes, v_bytes = k.size // kv_heads // n_ctx, v.size // kv_heads // n_ctx
     cache = k.reshape(-1), v.reshape(-1), k_bytes, v_bytes, n_ctx
     if for_decoding:
-        run(decode_attention.attend_one(k_kind, v_kind, dim_k, group), (shares, 1, kv_heads), decode_attention.THREADS,
-            q.reshape(-1), *cache, positions, window, np.float32(scale), shares, top, total, acc)  # fmt: skip
+        threads = decode_attention.threads_of(group)
+        run(decode_attention.attend_one(k_kind, v_kind, dim_k, group), (shares, 1, kv_heads), threads, q.reshape(-1),
+            *cache, positions, window, np.float32(scale), shares, top, total, acc)  # fmt: skip
     else:
         blocks = (shares, -(-rows // attention.ROWS), kv_heads)
         run(attention.attend(k_kind, v_kind, dim_k, dim_v, latent), blocks, attention.threads_of(dim_v), q.reshape(-1),

@@ -32,15 +32,16 @@ def check_bytes(run: Run, x: np.ndarray, result: tuple[np.ndarray, ...]) -> None
 
 
 @pytest.mark.parametrize("adds", [0, 1])
-@pytest.mark.parametrize("n", [32, 288, 1056])
+@pytest.mark.parametrize("n", [32, 288, 4224])
 def test_sum_norm_and_bytes(run: Run, n: int, adds: int) -> None:
     x, added, weight = normal(n), normal(n, seed=1), normal(n, seed=2)
     x[:32] = 0
     added[:32] = 0  # a run whose scale is 0
     total, y = np.zeros(n, np.float32), np.zeros(n, np.float32)
     result = empty_bytes(n)
-    threads = elementwise.norm_threads(n)
-    run(fused.add_norm(), 1, threads, x, added, adds, weight, n, np.float32(1e-5), total, y, *result)
+    words = result[0].view(np.int32)
+    run(fused.add_norm(), 1, fused.norm_threads(n), x, added, adds, weight, n, np.float32(1e-5), total, y, words,
+        *result[1:])  # fmt: skip
     np.testing.assert_array_equal(total, x + added if adds else x)
     right = np.zeros((1, n), np.float32)
     reference.rms_norm(total[None], weight, np.float32(1e-5), right)

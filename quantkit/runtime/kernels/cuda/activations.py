@@ -10,10 +10,17 @@ import functools
 
 import numpy as np
 
-from quantkit.runtime.kernels.cuda.hardware import cuda, inlined, warp_max, warp_sum
+from quantkit.runtime.kernels.cuda.hardware import cuda, inlined, lanes_max, lanes_sum, warp_max, warp_sum
 from quantkit.runtime.kernels.cuda.kernel import CudaKernel
 
 THREADS = 256
+
+
+@inlined
+def code_of(value, inverse):
+    """Nearest to value * inverse, ties away from zero."""
+    size = np.int32(abs(value) * inverse + np.float32(0.5))
+    return -size if value < np.float32(0) else size
 
 
 @inlined
@@ -22,8 +29,7 @@ def store_codes(value, i, inside, codes, scales, sums):
     lane = cuda.threadIdx.x % 32
     scale = warp_max(abs(value)) / np.float32(127)
     inverse = np.float32(1) / scale if scale > np.float32(0) else np.float32(0)
-    size = np.int32(abs(value) * inverse + np.float32(0.5))
-    code = -size if value < np.float32(0) else size
+    code = code_of(value, inverse)
     low = warp_sum(np.float32(code) if lane < 16 else np.float32(0))
     high = warp_sum(np.float32(code) if lane >= 16 else np.float32(0))
     if inside:
@@ -32,6 +38,24 @@ def store_codes(value, i, inside, codes, scales, sums):
             scales[i // 32] = scale
             sums[i // 16] = scale * low
             sums[i // 16 + 1] = scale * high
+
+
+@inlined
+def store_four(a, b, c, d, i, inside, words, scales, sums):
+    """Store elements i … i + 3 where they are `inside`, i a multiple of 4; their codes are word i / 4.
+
+    Eight threads have a run of 32; all threads of a block call this together.
+    """
+    scale = lanes_max(max(max(abs(a), abs(b)), max(abs(c), abs(d))), 8) / np.float32(127)
+    inverse = np.float32(1) / scale if scale > np.float32(0) else np.float32(0)
+    first, second, third, fourth = code_of(a, inverse), code_of(b, inverse), code_of(c, inverse), code_of(d, inverse)
+    total = lanes_sum(np.float32(first + second + third + fourth), 4)
+    if inside:
+        words[i // 4] = first & 255 | (second & 255) << 8 | (third & 255) << 16 | fourth << 24
+        if i % 16 == 0:
+            sums[i // 16] = scale * total
+        if i % 32 == 0:
+            scales[i // 32] = scale
 
 
 @functools.cache

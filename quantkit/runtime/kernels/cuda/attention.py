@@ -268,9 +268,17 @@ def merge(sinks: bool, quantized: bool = False) -> CudaKernel:
             d = start + cuda.threadIdx.x
             value = np.float32(0)
             if d < dim_v:
-                for s in range(splits):
-                    if portions[s] != np.float32(0):
-                        value += acc[((np.int64(s) * cuda.gridDim.y + head) * rows + row) * dim_v + d] * portions[s]
+                at, step = (np.int64(head) * rows + row) * dim_v + d, np.int64(cuda.gridDim.y) * rows * dim_v
+                s = 0
+                while s + 4 <= splits:  # four loads under way together
+                    a, b, c, e = acc[at], acc[at + step], acc[at + 2 * step], acc[at + 3 * step]
+                    value += a * portions[s] + b * portions[s + 1] + (c * portions[s + 2] + e * portions[s + 3])
+                    at += 4 * step
+                    s += 4
+                while s < splits:
+                    value += acc[at] * portions[s]
+                    at += step
+                    s += 1
                 value = value / total
                 out[first + d] = value
             if quantized:

@@ -28,11 +28,11 @@ from quantkit.runtime.kernels.cuda.hardware import (
 )
 from quantkit.runtime.kernels.cuda.kernel import CudaKernel
 
-THREADS = 128
-WARPS = THREADS // 32
+THREADS = 256  # as many keys at once as shared memory can merge, so that few loads wait for others
 DIMS = (64, 128, 256)  # 8, 16 or 32 lanes
 CACHES = ("f32", "f16", "bf16", "q8_0")
 MAX_GROUP = 8  # query heads of a key/value head: registers bound it
+_MAX_GROUP_OF_ALL = 5  # of which THREADS have room in shared memory; more have half as many threads
 _EACH = 8  # dimensions of a lane
 _MASKED = np.float32(-3.4e38)
 
@@ -40,6 +40,11 @@ _MASKED = np.float32(-3.4e38)
 def suits(k_kind: str, v_kind: str, dims: tuple[int, int], group: int) -> bool:
     """Whether there is a kernel for such a cache and `group` query heads to a key/value head."""
     return {k_kind, v_kind} <= set(CACHES) and dims[0] == dims[1] and dims[0] in DIMS and group <= MAX_GROUP
+
+
+def threads_of(group: int) -> int:
+    """Threads of a block."""
+    return THREADS if group <= _MAX_GROUP_OF_ALL else THREADS // 2
 
 
 def _reader(kind: str) -> Any:
@@ -91,15 +96,21 @@ def attend_one(k_kind: str, v_kind: str, dim: int, group: int) -> CudaKernel:
     """
     assert suits(k_kind, v_kind, (dim, dim), group)
     lanes = dim // _EACH
+    threads = threads_of(group)
     at_once = 32 // lanes  # keys of a warp
-    groups = WARPS * at_once
+    groups = threads // 32 * at_once
     read_k, read_v = _reader(k_kind), _reader(v_kind)
     shared_acc, shared_rows, of_lane = groups * group * dim, groups * group, group * _EACH
+
+    @inlined
+    def load(read, data, row, nbytes, lane, into):
+        into[0], into[1], into[2], into[3], into[4], into[5], into[6], into[7] = read(data, row * nbytes, lane)
 
     def kernel(q, k, v, k_bytes, v_bytes, n_ctx, positions, window, scale, splits, maximum, denominator, acc):
         merged = cuda.shared.array(shared_acc, np.float32)
         maxima = cuda.shared.array(shared_rows, np.float32)
         sums = cuda.shared.array(shared_rows, np.float32)  # the simulator tells shared arrays apart by their lines
+        portions = cuda.shared.array(shared_rows, np.float32)
         thread, split, head = cuda.threadIdx.x, cuda.blockIdx.x, cuda.blockIdx.z
         lane, number = thread % lanes, thread // lanes
         query, total = cuda.local.array(of_lane, np.float32), cuda.local.array(of_lane, np.float32)
@@ -116,12 +127,9 @@ def attend_one(k_kind: str, v_kind: str, dim: int, group: int) -> CudaKernel:
         begin = low + split * each
         end = min(begin + each, low + count)
         for start in range(begin, end, groups):
-            place = min(start + number, end - 1)
-            row = np.int64(head) * n_ctx + place
-            key[0], key[1], key[2], key[3], key[4], key[5], key[6], key[7] = read_k(k, row * k_bytes, lane)
-            value[0], value[1], value[2], value[3], value[4], value[5], value[6], value[7] = read_v(
-                v, row * v_bytes, lane
-            )
+            row = np.int64(head) * n_ctx + min(start + number, end - 1)
+            load(read_k, k, row, k_bytes, lane, key)
+            load(read_v, v, row, v_bytes, lane, value)
             is_own = start + number < end
             for r in range(group):
                 score = np.float32(0)
@@ -143,20 +151,24 @@ def attend_one(k_kind: str, v_kind: str, dim: int, group: int) -> CudaKernel:
                 merged[(number * group + r) * dim + _EACH * lane + i] = total[r * _EACH + i]
         cuda.syncthreads()
         result = (np.int64(split) * cuda.gridDim.z + head) * group
-        for r in range(group):
-            top = maxima[r]
+        for i in range(thread, shared_rows, threads):  # what each of the groups counts for
+            top = maxima[i % group]
             for g in range(1, groups):
-                top = max(top, maxima[g * group + r])
+                top = max(top, maxima[g * group + i % group])
+            portions[i] = np.float32(math.exp(maxima[i] - top))
+            if i < group:
+                maximum[result + i] = top
+        cuda.syncthreads()
+        for i in range(thread, group * dim, threads):
+            r, out = i // dim, np.float32(0)
+            for g in range(groups):
+                out += merged[g * group * dim + i] * portions[g * group + r]
+            acc[result * dim + i] = out
+        if thread < group:
             whole = np.float32(0)
             for g in range(groups):
-                whole += sums[g * group + r] * np.float32(math.exp(maxima[g * group + r] - top))
-            for d in range(thread, dim, THREADS):
-                out = np.float32(0)
-                for g in range(groups):
-                    out += merged[(g * group + r) * dim + d] * np.float32(math.exp(maxima[g * group + r] - top))
-                acc[(result + r) * dim + d] = out
-            if thread == 0:
-                maximum[result + r], denominator[result + r] = top, whole
+                whole += sums[g * group + thread] * portions[g * group + thread]
+            denominator[result + thread] = whole
 
     name = f"attend_one_{k_kind}_{v_kind}_{dim}_{group}"
     return CudaKernel(name, kernel, "f32[] u8[] u8[] i64 i64 i32 i32[] i32 f32 i32 f32[] f32[] f32[]")

@@ -145,11 +145,9 @@ class Gpu:
     def _function(self, kernel: CudaKernel) -> driver.Function:
         function = self._functions.get(kernel.name)
         if function is None:
-            from quantkit.runtime.kernels.cuda.kernel import OVERLAP_CAPABILITY
-
             code, entry = kernel.cubin(self.capability)
             with self.torch.cuda.device(self.torch_device):
-                function = driver.Function(code, entry, kernel.packed, self.capability >= OVERLAP_CAPABILITY)
+                function = driver.Function(code, entry, kernel.packed)
             self._functions[kernel.name] = function
         return function
 

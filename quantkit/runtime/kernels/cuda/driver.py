@@ -1,6 +1,6 @@
 """NVIDIA's driver by ctypes, without numba: load machine code and launch kernels.
 
-    function = Function(code, entry, Parameters(["f32[]", "i32"]), overlaps=True)
+    function = Function(code, entry, Parameters(["f32[]", "i32"]))
     function.launch(grid, threads, stream, function.parameters.values([(address, count), 3]))
 
 A kernel takes an array as seven parameters, of which it reads the address, the size and the stride in bytes; the two
@@ -14,12 +14,12 @@ import functools
 import struct
 import threading
 from collections.abc import Sequence
-from typing import Any, ClassVar, NoReturn
+from typing import Any
 
 from quantkit.errors import QuantkitError, UnsupportedError
 
 REMEDY = "pip install 'quantkit[cuda]', with an NVIDIA driver of CUDA 13; or run without GPU options"
-_PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
+_REST = ctypes.c_uint(1), ctypes.c_uint(1), ctypes.c_uint(0)  # of a block's dimensions; bytes of shared memory
 _FORMS = {"i32": "i4x", "f32": "f4x"}
 _SIZES = {"u8": 1, "i8": 1, "u16": 2, "u32": 4, "i32": 4, "f32": 4, "i64": 8}
 
@@ -38,13 +38,9 @@ def library() -> ctypes.CDLL:
 def _call(name: str, *arguments: Any) -> None:
     status = getattr(library(), name)(*arguments)
     if status:
-        _fail(name, status)
-
-
-def _fail(name: str, status: int) -> NoReturn:
-    text = ctypes.c_char_p()
-    library().cuGetErrorString(status, ctypes.byref(text))
-    raise QuantkitError(f"CUDA: {name} failed with {status}: {(text.value or b'unknown').decode()}")
+        text = ctypes.c_char_p()
+        library().cuGetErrorString(status, ctypes.byref(text))
+        raise QuantkitError(f"CUDA: {name} failed with {status}: {(text.value or b'unknown').decode()}")
 
 
 def load(code: bytes) -> ctypes.c_void_p:
@@ -90,58 +86,22 @@ class Parameters:
         return result
 
 
-class _Attribute(ctypes.Structure):
-    """CUlaunchAttribute: a number, and 64 bytes for its value, of which 4 are used here."""
-
-    _fields_: ClassVar[Any] = [("id", ctypes.c_int), ("_pad", ctypes.c_int), ("value", ctypes.c_int * 16)]
-
-
-class _Config(ctypes.Structure):
-    """CUlaunchConfig."""
-
-    _fields_: ClassVar[Any] = [
-        ("grid", ctypes.c_uint * 3),
-        ("block", ctypes.c_uint * 3),
-        ("shared_bytes", ctypes.c_uint),
-        ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.POINTER(_Attribute)),
-        ("attribute_count", ctypes.c_uint),
-    ]
-
-
 class Function:
-    """A kernel of machine code, loaded in the current context; any thread launches it.
+    """A kernel of machine code, loaded in the current context; any thread launches it."""
 
-    `overlaps`: a launch may begin while the kernel before it on the stream ends. The kernel has to wait for that one
-    itself (`kernel.waiting`).
-    """
-
-    def __init__(self, code: bytes, entry: str, parameters: Parameters, overlaps: bool):
-        self.parameters, self._overlaps = parameters, overlaps
+    def __init__(self, code: bytes, entry: str, parameters: Parameters):
+        self.parameters = parameters
         self._function = function_of(load(code), entry)
         self._of_thread = threading.local()
 
     def launch(self, grid: Sequence[int], threads: int, stream: int, values: Sequence[Any]) -> None:
         """Put the kernel on a stream; `values` as `Parameters.values` gives them, copied before this returns."""
-        memory = getattr(self._of_thread, "memory", None)
-        if memory is None:
-            memory = self._of_thread.memory = _LaunchMemory(self.parameters.packer.size, self._overlaps)
-        self.parameters.packer.pack_into(memory.packed, 0, *values)
-        config = memory.config
-        config.grid[:], config.block[0], config.stream = (*grid, 1, 1)[:3], threads, stream
-        status = library().cuLaunchKernelEx(memory.config_pointer, self._function, memory.pointers, None)
-        if status:
-            _fail("cuLaunchKernelEx", status)
-
-
-class _LaunchMemory:
-    """What the driver reads of a launch: parameters, their addresses, the configuration. Of one thread."""
-
-    def __init__(self, nbytes: int, overlaps: bool):
-        self.packed = ctypes.create_string_buffer(nbytes)
-        start = ctypes.addressof(self.packed)
-        self.pointers = (ctypes.c_void_p * (nbytes // 8))(*range(start, start + nbytes, 8))
-        self._attribute = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, (ctypes.c_int * 16)(1))
-        one = (ctypes.c_uint * 3)(1, 1, 1)
-        self.config = _Config(one, one, 0, None, ctypes.pointer(self._attribute), int(overlaps))
-        self.config_pointer = ctypes.byref(self.config)
+        own = self._of_thread
+        if not hasattr(own, "memory"):
+            count = self.parameters.packer.size
+            own.memory = ctypes.create_string_buffer(count)
+            start = ctypes.addressof(own.memory)
+            own.pointers = (ctypes.c_void_p * (count // 8))(*range(start, start + count, 8))
+        self.parameters.packer.pack_into(own.memory, 0, *values)
+        _call("cuLaunchKernel", self._function, *map(ctypes.c_uint, ((*grid, 1, 1)[:3])), ctypes.c_uint(threads),
+              *_REST, ctypes.c_void_p(stream), own.pointers, None)  # fmt: skip

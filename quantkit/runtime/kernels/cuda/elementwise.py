@@ -23,12 +23,11 @@ def block_sum(value):
     """The sum over all threads of a block, which all call it."""
     shared = cuda.shared.array(32, np.float32)
     of_warp = warp_sum(value)
-    if cuda.threadIdx.x % 32 == 0:
+    lane = cuda.threadIdx.x % 32
+    if lane == 0:
         shared[cuda.threadIdx.x // 32] = of_warp
     cuda.syncthreads()
-    total = np.float32(0)
-    for i in range(cuda.blockDim.x // 32):
-        total += shared[i]
+    total = warp_sum(shared[lane] if lane < cuda.blockDim.x // 32 else np.float32(0))
     cuda.syncthreads()
     return total
 

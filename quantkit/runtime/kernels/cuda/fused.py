@@ -15,9 +15,9 @@ import math
 import numpy as np
 
 from quantkit.runtime.kernels.cuda import attention
-from quantkit.runtime.kernels.cuda.activations import store_codes
+from quantkit.runtime.kernels.cuda.activations import store_codes, store_four
 from quantkit.runtime.kernels.cuda.elementwise import ACTIVATIONS, block_sum
-from quantkit.runtime.kernels.cuda.hardware import cuda, inlined, warp_sum
+from quantkit.runtime.kernels.cuda.hardware import cuda, inlined, load_floats, warp_sum
 from quantkit.runtime.kernels.cuda.kernel import CudaKernel
 
 THREADS = 256
@@ -27,29 +27,39 @@ CACHES = ("f32", "f16", "bf16", "q8_0")  # that `rope_append` writes
 
 @functools.cache
 def add_norm() -> CudaKernel:
-    """(x, added, adds, weight, n, eps, total, y, codes, scales, sums), of one block of `elementwise.norm_threads(n)`.
+    """(x, added, adds, weight, n, eps, total, y, words, scales, sums), of one block of `norm_threads(n)`.
 
     total = x + added, or x where `adds` is 0; y = total / sqrt(mean(total^2) + eps) * weight, float32[n]; the last
-    three are y by `activations`. n is a multiple of 32.
+    three are y by `activations`, the codes as int32[n / 4]. n is a multiple of 32; a thread has four columns.
     """
 
-    def kernel(x, added, adds, weight, n, eps, total, y, codes, scales, sums):
+    def kernel(x, added, adds, weight, n, eps, total, y, words, scales, sums):
+        step = 4 * cuda.blockDim.x
         squares = np.float32(0)
-        for i in range(cuda.threadIdx.x, n, cuda.blockDim.x):
-            value = x[i]
+        for i in range(4 * cuda.threadIdx.x, n, step):
+            a, b, c, d = load_floats(x, i)
             if adds != 0:
-                value += added[i]
-            total[i] = value
-            squares += value * value
+                e, f, g, h = load_floats(added, i)
+                a, b, c, d = a + e, b + f, c + g, d + h
+            total[i], total[i + 1], total[i + 2], total[i + 3] = a, b, c, d
+            squares += a * a + b * b + (c * c + d * d)
         scale = np.float32(np.float32(1) / math.sqrt(block_sum(squares) / np.float32(n) + eps))
-        for start in range(0, n, cuda.blockDim.x):  # all threads as often: they sum over warps together
-            i = start + cuda.threadIdx.x
-            value = total[i] * scale * weight[i] if i < n else np.float32(0)
+        for start in range(0, n, step):  # all threads as often: they find the largest of a run together
+            i = start + 4 * cuda.threadIdx.x
+            at = min(i, n - 4)
+            a, b, c, d = load_floats(total, at)
+            e, f, g, h = load_floats(weight, at)
+            a, b, c, d = a * scale * e, b * scale * f, c * scale * g, d * scale * h
             if i < n:
-                y[i] = value
-            store_codes(value, i, i < n, codes, scales, sums)
+                y[i], y[i + 1], y[i + 2], y[i + 3] = a, b, c, d
+            store_four(a, b, c, d, i, i < n, words, scales, sums)
 
-    return CudaKernel("add_norm", kernel, "f32[] f32[] i32 f32[] i32 f32 f32[] f32[] i8[] f32[] f32[]")
+    return CudaKernel("add_norm", kernel, "f32[] f32[] i32 f32[] i32 f32 f32[] f32[] i32[] f32[] f32[]")
+
+
+def norm_threads(n: int) -> int:
+    """Threads of `add_norm`'s block: four columns each, as far as they go."""
+    return min(1024, -(-n // 128) * 32)
 
 
 @functools.cache

@@ -15,7 +15,7 @@ Only this module and `words.py` know which of the two runs. `cuda` and `types` a
     bits_of, float_of_bits, half_of, bfloat_of, float_of_half, float_of_bfloat
     times(a, b), plus(a, b)       rounded each: never fused
     warp_sum, warp_max            over the 32 threads of a warp; *all threads of a block* call them together
-    lanes_sum(value, lanes)       over runs of 8, 16 or 32 of them
+    lanes_sum, lanes_max          (value, lanes): over runs of 4, 8, 16 or 32 of them
     halves_of(a, b), bfloats_of   two floats as one word of two numbers, a in the low half
     load_words(array, i)          the 16 bytes from element i on as four int32, in one load; aligned
     load_floats(array, i)         as four float32
@@ -156,6 +156,10 @@ if SIMULATED:
         """The sum over `lanes` neighbouring threads of a warp, a power of two."""
         return _warp(value, lambda a, b: a + b, lanes)
 
+    def lanes_max(value, lanes):
+        """The maximum over `lanes` neighbouring threads of a warp, a power of two."""
+        return _warp(value, max, lanes)
+
     def warp_max(value):
         """The maximum of a value over the threads of a warp."""
         return _warp(value, max)
@@ -293,6 +297,13 @@ else:
         for step in (16, 8, 4, 2, 1):
             other = cuda.shfl_xor_sync(FULL, value, step)
             value += other if step < lanes else np.float32(0)
+        return value
+
+    @inlined
+    def lanes_max(value, lanes):
+        for step in (16, 8, 4, 2, 1):
+            other = cuda.shfl_xor_sync(FULL, value, step)
+            value = max(value, other) if step < lanes else value
         return value
 
     @inlined

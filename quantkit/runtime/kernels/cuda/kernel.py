@@ -23,8 +23,6 @@ from quantkit.codegen import digests, disk_cache
 from quantkit.errors import QuantkitError
 from quantkit.runtime.kernels.cuda import driver
 
-OVERLAP_CAPABILITY = (9, 0)  # compute capability from which on kernels of a stream can overlap
-
 
 class CudaKernel:
     """`function` over arrays ("f32[]") and numbers ("i32") of one dimension; `device.py` launches it."""
@@ -55,7 +53,7 @@ class CudaKernel:
             for p in self.parameters
         )
         text, _ = cuda.compile_ptx(self.function, kinds, cc=capability)
-        return waiting(str(text)) if capability >= OVERLAP_CAPABILITY else str(text)
+        return str(text)
 
     def cubin(self, capability: tuple[int, int]) -> tuple[bytes, str]:
         """Machine code for a compute capability and the name of its entry, from disk where it was made before."""
@@ -70,19 +68,6 @@ class CudaKernel:
             if path is not None:
                 disk_cache.write(path, entry.encode() + b"\n" + code)
             return code, entry
-
-
-def waiting(ptx: str) -> str:
-    """PTX whose kernel first lets the next one of its stream begin, then waits for the end of the one before it.
-
-    So launches overlap (programmatic dependent launch), which saves the time between kernels, and each still sees all
-    that those before it wrote. All kernels wait, so that one which ends has waited for all before it.
-    """
-    head, entry, body = ptx.partition(".visible .entry ")
-    declaration, brace, rest = body.partition("\n{\n")
-    if not (entry and brace):
-        raise QuantkitError("the compiler's PTX has no kernel whose body begins in a line of its own")
-    return f"{head}{entry}{declaration}{brace}\tgriddepcontrol.launch_dependents;\n\tgriddepcontrol.wait;\n{rest}"
 
 
 def entry_of(ptx: str) -> str:

@@ -86,9 +86,9 @@ SHAPES = {
                                 latent=Latent(q_lora=1536, kv_lora=512, nope=128, rope=64, value=128)),
     "qwen3-30b-layers": Shape(layers=8, columns=2048, ff=768, heads=32, kv_heads=4, vocabulary=32000, arch="qwen3moe",
                               head_dim=128, experts=128, used=8),
-    "deepseek2-dry": Shape(layers=2, columns=64, ff=32, heads=2, kv_heads=2, vocabulary=64, arch="deepseek2", experts=4,
-                           used=2, latent=Latent(q_lora=32, kv_lora=32, nope=32, rope=16, value=32), leading_dense=1,
-                           dense_ff=64, shared_ff=32),
+    "deepseek2-dry": Shape(layers=1, columns=64, ff=32, heads=2, kv_heads=2, vocabulary=64, arch="deepseek2", experts=4,
+                           used=2, latent=Latent(q_lora=32, kv_lora=32, nope=32, rope=16, value=32), dense_ff=64,
+                           shared_ff=32),
 }  # fmt: skip
 
 _ALIKE = {"vocab_size": 32000, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "tie_word_embeddings": False}

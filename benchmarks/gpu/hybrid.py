@@ -101,7 +101,7 @@ def parts(run: Run, model: Model, cache: Any) -> Figures:
     QuantkitError where the step no longer computes its experts by `Worker.run_experts`.
     """
     assert model.split is not None
-    host, gpu, count = model.split.worker(CPU), gpu_worker_of(model), run.sizes.generated
+    host, gpu, count = model.split.worker(CPU), gpu_worker_of(model), run.sizes.recorded
     calls, results, moves = recorded(lambda: tokens(run, model, cache, count), host, gpu)
     if not calls:
         raise QuantkitError("no layer computed experts by the CPU's worker")

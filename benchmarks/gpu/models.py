@@ -85,7 +85,7 @@ def dense_model(run: Run, path: Path, got: Figures) -> None:
     """A dense model on the GPU. What was measured is saved before the profiler runs."""
     sizes, model = run.sizes, on_gpu(run, path)
     cache = model.new_cache(n_ctx(sizes))
-    per_prompt, _ = prompt(model, sizes, cache, min(3, sizes.repeat))
+    per_prompt, _ = prompt(model, sizes, cache, sizes.prompts)
     per_token, _ = generate(model, sizes, cache)
     nbytes = bytes_per_token(model, 0)
     embedding = model.weights[model.head.embedding]

@@ -84,7 +84,7 @@ def of_kernels(run: Run, kind: str, what: str, got: Figures) -> None:
         generate(model, run.sizes, cache)
         trace = traced_tokens(run, model, cache, 1)
     else:
-        prompt(model, run.sizes, cache, 1)
+        prompt(model, run.sizes, cache, 0)
         trace = traced_prompt(run, model, cache)
     got |= {"wall": trace.wall, **trace.figures(), "kernels": by_time(trace)}
 

@@ -33,9 +33,11 @@ class Sizes:
     columns: int = 4096
     tokens: int = 2048  # of a product
     prompt: int = 2048  # tokens
+    prompts: int = 3  # timed ones, after one to warm up; 0: that one is timed
     context: int = 512  # before tokens are generated
     generated: int = 32
     traced: int = 4  # tokens under the profiler
+    recorded: int = 8  # tokens whose parts are measured alone
     copied: int = 1 << 30  # bytes
     out_of_cache: int = 512 << 20  # bytes
     checked: tuple[int, int] = 64, 1024  # rows and columns to compare
@@ -48,8 +50,11 @@ class Sizes:
     repeat: int = 5
 
 
-TINY = Sizes(16, 64, 9, 2, 2, 3, 1, 1 << 16, 1 << 11, (4, 64), "llama-dry", "llama-dry",
-             ("deepseek2-dry", "qwen3moe-dry"), "llama-dry", 3, (1,), 1)  # fmt: skip
+TINY = Sizes(
+    rows=16, columns=64, tokens=9, prompt=2, prompts=0, context=1, generated=3, traced=1, recorded=1, copied=1 << 16,
+    out_of_cache=1 << 11, checked=(4, 64), llama="llama-dry", small="llama-dry",
+    with_experts=("deepseek2-dry", "qwen3moe-dry"), on_cpu="llama-dry", cpu_tokens=3, threads=(1,), repeat=1,
+)  # fmt: skip
 
 
 class Stage(Protocol):
@@ -99,11 +104,15 @@ class Run:
 
     def types(self) -> list[str]:
         """Names of --types; all that have kernels by default."""
+        if self.options.tiny and self.options.types is None:
+            return ["q8_0"]  # whose blocks fit the rows
         return names_of(self.options.types) or [kind.name for kind in types.all() if product(kind)]
 
     def types_of_models(self, default: Sequence[str]) -> list[str]:
         """Names of --models, or the stage's default."""
-        return list(default) if self.options.models is None else names_of(self.options.models)
+        if self.options.models is not None:
+            return names_of(self.options.models)
+        return ["q8_0"] if self.options.tiny else list(default)
 
     def file(self, shape: str, kind: str) -> Path:
         """A model with random weights, written once in a run."""

@@ -64,10 +64,10 @@ def measure_model(run: Run, shape: str, kind: str, got: Figures) -> None:
     path, sizes = run.file(shape, kind), run.sizes
     model = on_gpu(run, path, override_tensor=EXPERTS, offload=Offload(1))
     assert model.split is not None
-    cache, repeat = model.new_cache(n_ctx(sizes)), min(3, sizes.repeat)
+    cache = model.new_cache(n_ctx(sizes))
     model.split.ledger.clear()
-    per_prompt, logits = prompt(model, sizes, cache, repeat)
-    copied = model.split.ledger.bytes[CPU.name, gpu_worker_of(model).device.name] // (1 + repeat)
+    per_prompt, logits = prompt(model, sizes, cache, sizes.prompts)
+    copied = model.split.ledger.bytes[CPU.name, gpu_worker_of(model).device.name] // (1 + sizes.prompts)
     rate = copied / per_prompt
     got |= {"pp": sizes.prompt / per_prompt, "bytes": copied, "bytes_rate": rate, "of_bus": rate / run.peak["bus"]}
     run.save()

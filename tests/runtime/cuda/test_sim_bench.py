@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,13 +19,22 @@ from tests.runtime.cuda.simulated import by_torch, play
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
 
+@pytest.fixture(autouse=True)
+def one_cpu() -> Iterator[None]:
+    """The simulator's threads take turns: on one CPU in half the time."""
+    available = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {sorted(available)[os.getpid() % len(available)]})
+    yield
+    os.sched_setaffinity(0, available)
+
+
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
     """The figures of a dry run, which must succeed."""
     if not SIMULATED:
         pytest.skip("runs in the simulator, by test_simulator.py")
     play(monkeypatch)
     by_torch(monkeypatch)
-    status = bench_gpu.main(["--tiny", "--types", "q8_0", "--models", "q8_0", *arguments])
+    status = bench_gpu.main(["--tiny", *arguments])
     out = capsys.readouterr().out
     assert status == 0, out
     figures: dict[str, Any] = json.loads(out.splitlines()[-1])

@@ -21,7 +21,10 @@ from benchmarks.records import FOLDER, ROOT, SCHEMA
 
 PAGE = ROOT / "docs" / "results.md"
 _SECTIONS = {
-    "Running a model": ("model", "bound", "kernels", "noise", "cache", "evaluation", "positions", "gpu"),
+    "Running a model": (
+        "model", "bound", "kernels", "threads", "noise", "cache", "evaluation", "positions",
+    ),
+    "Running on a GPU": ("gpu_rates", "gpu", "gpu_models", "gpu_hybrid", "gpu_streamed", "gpu_profile"),
     "Quantizing": (
         "types", "types-fast", "types-best", "llama_cpp_types", "quantize", "files", "perplexity", "second_moments",
         "second_moments_moe", "calibration", "mtp", "prune",

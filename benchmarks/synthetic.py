@@ -81,9 +81,14 @@ SHAPES = {
     "deepseek2": Shape(layers=6, columns=2048, ff=512, heads=16, kv_heads=16, vocabulary=32000, arch="deepseek2",
                        experts=32, used=4, latent=Latent(q_lora=768, kv_lora=512, nope=128, rope=64, value=128),
                        leading_dense=1, dense_ff=4096, shared_ff=512),
-    "deepseek2-dry": Shape(layers=2, columns=64, ff=32, heads=2, kv_heads=2, vocabulary=64, arch="deepseek2", experts=4,
-                           used=2, latent=Latent(q_lora=32, kv_lora=32, nope=32, rope=16, value=32), leading_dense=1,
-                           dense_ff=64, shared_ff=32),
+    "deepseek-v3-layers": Shape(layers=4, columns=7168, ff=2048, heads=128, kv_heads=128, vocabulary=32000,
+                                arch="deepseek2", experts=64, used=8, leading_dense=1, dense_ff=18432, shared_ff=2048,
+                                latent=Latent(q_lora=1536, kv_lora=512, nope=128, rope=64, value=128)),
+    "qwen3-30b-layers": Shape(layers=8, columns=2048, ff=768, heads=32, kv_heads=4, vocabulary=32000, arch="qwen3moe",
+                              head_dim=128, experts=128, used=8),
+    "deepseek2-dry": Shape(layers=1, columns=64, ff=32, heads=2, kv_heads=2, vocabulary=64, arch="deepseek2", experts=4,
+                           used=2, latent=Latent(q_lora=32, kv_lora=32, nope=32, rope=16, value=32), dense_ff=64,
+                           shared_ff=32),
 }  # fmt: skip
 
 _ALIKE = {"vocab_size": 32000, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "tie_word_embeddings": False}

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import records, results_page
+from benchmarks import bench_gpu, records, results_page
 from benchmarks.records import Column, Table
 
 TABLE = Table("speed", "How fast?", (Column("type"), Column("ratio", "our ratio", ".2f")), "Read it so.")
@@ -80,6 +80,16 @@ def test_a_wrong_file_is_refused(tmp_path: Path, change: dict[str, object], mess
     (tmp_path / "a.json").write_text(json.dumps(document | change))
     with pytest.raises(ValueError, match=message):
         results_page.load(tmp_path / "a.json")
+
+
+def test_commands_name_stages_that_exist() -> None:
+    """The command under a table of the GPU's benchmark can be run."""
+    commands = [results_page.load(path).get("command") or "" for path in records.FOLDER.glob("*.json")]
+    of_stages = [command.split() for command in commands if "bench_gpu.py" in command]
+    assert len(of_stages) >= 2
+    for _, script, *arguments in of_stages:
+        assert (records.ROOT / script).exists()
+        bench_gpu.parsed(arguments)  # which refuses unknown stages
 
 
 def test_files_hold_what_their_columns_promise() -> None:

@@ -1,0 +1,167 @@
+"""Stage `hybrid`: layers of models with experts, the routed experts on the CPU and the rest on the GPU: one token.
+
+The layers have the shapes of DeepSeek V3 (latent attention, a shared expert) and of Qwen3 30B-A3B. Seconds of a token:
+
+    step             all of it, after `context` tokens; tg is its inverse
+    cpu              the CPU's part alone: the routed experts of all layers, with the inputs of some tokens
+    rest             a step in which the experts' results are given: the GPU's part, its launches and the transfers
+    transfers        the copies of a step between the CPU and the GPU, alone; a copy waits for the one before
+    gpu              rest without transfers
+    of_longer_part   step over the longer one of cpu and rest (aim 1.15 at most)
+    token            seconds of the GPU, and of the host without its waiting for the GPU, from torch's profiler; the
+                     experts are part of the host's
+    cpu_tg           tokens/s of the CPU alone
+    error            of the logits against the CPU's
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from benchmarks.gpu.run import Figures, Run, error, seconds
+from benchmarks.gpu.running import generate, n_ctx, on_cpu, on_gpu, times, traced_tokens
+from benchmarks.records import Column, Table
+from quantkit.errors import QuantkitError
+from quantkit.placement.devices import CPU
+from quantkit.runtime.model import Model
+from quantkit.runtime.parallel.worker import Worker
+
+TABLE = Table(
+    "gpu_hybrid",
+    "How fast are models with experts on the CPU and the rest on a GPU?",
+    (
+        Column("model"),
+        Column("tg", "generation, tokens/s", ".1f"),
+        Column("cpu_tg", "CPU alone, tokens/s", ".1f"),
+        Column("step_ms", "step, ms", ".2f"),
+        Column("cpu_ms", "experts, ms", ".2f"),
+        Column("gpu_ms", "GPU, ms", ".2f"),
+        Column("transfers_ms", "transfers, ms", ".2f"),
+        Column("of_longer_part", "step of the longer part", ".2f"),
+    ),
+    "A few layers with random weights, after 512 tokens. The step of one token, the CPU's experts alone, the GPU's "
+    "part alone, the transfers alone; the step over the longer one of the experts, and of GPU and transfers together.",
+)
+MODEL_TYPES = ("q4_K",)
+EXPERTS = "_exps=CPU"
+TOLERANCE = 0.2  # of logits: a rounding may select another expert; wrong results are off by 1 or more
+
+
+def measure(run: Run) -> None:
+    """Each shape in each type."""
+    for shape in run.sizes.with_experts:
+        for kind in run.types_of_models(MODEL_TYPES):
+            run.item(f"{shape}, {kind}", functools.partial(measure_model, run, shape, kind), line)
+
+
+def rows(figures: Figures) -> list[Figures]:
+    """One row for each model."""
+    return [
+        {"model": name, "tg": got["tg"], "cpu_tg": got["cpu_tg"], "of_longer_part": got["of_longer_part"]}
+        | {f"{part}_ms": 1e3 * got[part] for part in ("step", "cpu", "gpu", "transfers")}
+        for name, got in figures.items() if "failed" not in got
+    ]  # fmt: skip
+
+
+def line(got: Figures) -> str:
+    """The times in words."""
+    parts = ", ".join(f"{part} {1e3 * got[part]:.2f}" for part in ("step", "cpu", "gpu", "transfers"))
+    return (
+        f"TG {got['tg']:.1f} tokens/s, CPU alone {got['cpu_tg']:.1f}; ms: {parts}; step of the longer part "
+        f"{got['of_longer_part']:.2f} (aim 1.15); {times(got['token'])}; logits {got['error']:.1e} from the CPU's"
+    )
+
+
+def measure_model(run: Run, shape: str, kind: str, got: Figures) -> None:
+    """All times of one model; what was measured is saved before what may fail."""
+    path, sizes = run.file(shape, kind), run.sizes
+    model = on_gpu(run, path, override_tensor=EXPERTS)
+    cache = model.new_cache(n_ctx(sizes))
+    step, logits = generate(model, sizes, cache)
+    got |= {"step": step, "tg": 1 / step}
+    run.save()
+    got |= parts(run, model, cache)
+    got["of_longer_part"] = step / max(got["cpu"], got["rest"])
+    run.save()
+    got["token"] = traced_tokens(run, model, cache, sizes.traced).figures(sizes.traced)
+    per_token, expected = generate(*on_cpu(run, path))
+    got |= {"cpu_tg": 1 / per_token, "error": error(logits, expected)}
+    got["right"] = got["error"] < TOLERANCE
+
+
+def parts(run: Run, model: Model, cache: Any) -> Figures:
+    """Seconds of a token's parts: cpu, rest, transfers, gpu. Each part alone repeats what some tokens did.
+
+    QuantkitError where the step no longer computes its experts by `Worker.run_experts`.
+    """
+    assert model.split is not None
+    host, gpu, count = model.split.worker(CPU), gpu_worker_of(model), run.sizes.recorded
+    calls, results, moves = recorded(lambda: tokens(run, model, cache, count), host, gpu)
+    if not calls:
+        raise QuantkitError("no layer computed experts by the CPU's worker")
+
+    def experts() -> None:
+        for arguments in calls:
+            host.run_experts(*arguments)
+
+    def transfers() -> None:
+        for target, source, x in moves:
+            target.receive(x, source)
+
+    cpu = seconds(run.gpu, experts, run.sizes.repeat) / count
+    moved = seconds(run.gpu, transfers, run.sizes.repeat) / count
+    given = iter(results * 2)  # for a token to warm up as well
+
+    def next_result(*arguments: Any) -> np.ndarray:
+        return next(given)
+
+    with mock.patch.object(host, "run_experts", next_result):
+        tokens(run, model, cache, 1)
+        begin = time.perf_counter()
+        tokens(run, model, cache, count)
+        rest = (time.perf_counter() - begin) / count
+    return {"cpu": cpu, "rest": rest, "transfers": moved, "gpu": max(0.0, rest - moved)}
+
+
+def gpu_worker_of(model: Model) -> Worker:
+    """The worker that has the last layer."""
+    assert model.split is not None
+    return model.split.worker(model.split.placement.of_activations(model.blocks[-1].layer))
+
+
+def tokens(run: Run, model: Model, cache: Any, count: int) -> None:
+    """Generate the same tokens each time, after the context."""
+    cache.truncate(run.sizes.context)
+    for token in np.random.default_rng(7).integers(0, model.vocab_size, count):
+        model.forward([int(token)], cache, logits="last")
+
+
+def recorded(task: Callable[[], None], host: Worker, gpu: Worker) -> tuple[list[Any], list[np.ndarray], list[Any]]:
+    """What a task does: the calls of the CPU's experts, their results, and what is moved (to, from, array)."""
+    calls: list[Any] = []
+    results: list[np.ndarray] = []
+    moves: list[Any] = []
+
+    def run_experts(original: Callable[..., np.ndarray], *arguments: Any) -> np.ndarray:
+        calls.append(arguments)
+        results.append(np.array(original(*arguments)))
+        return results[-1]
+
+    def fetch(target: Worker, original: Callable[..., Any], x: Any, source: Worker) -> Any:
+        if source is not target:
+            moves.append((target, source, x))
+        return original(x, source)
+
+    with (
+        mock.patch.object(host, "run_experts", functools.partial(run_experts, host.run_experts)),
+        mock.patch.object(host, "fetch", functools.partial(fetch, host, host.fetch)),
+        mock.patch.object(gpu, "fetch", functools.partial(fetch, gpu, gpu.fetch)),
+    ):
+        task()
+    return calls, results, moves

@@ -43,6 +43,7 @@ from quantkit.runtime.scale_check import ScaleChecks
 if TYPE_CHECKING:
     from quantkit.runtime.compiled.compiled_model import CompiledModel
     from quantkit.runtime.parallel.split import Split
+    from quantkit.runtime.parallel.worker import Worker
     from quantkit.tokenizers.tokenizer import Tokenizer
 
 BATCH_TOKENS = 1024  # of a prompt, computed at a time; more only costs memory
@@ -161,7 +162,7 @@ class Model(BlockRunner, Locked):
         count = thread_pool.check_threads(arguments.threads(threads) or thread_pool.default_threads())
         super().__init__(
             file.path, file.tensors, numerics=numerics, threads=count,
-            attention=attention, mla=mla if self.has_latents else 0, tripwire=tripwire,
+            attention=attention, mla=mla if self.has_latents else 0, fused_experts=fused_experts, tripwire=tripwire,
         )  # fmt: skip
         Locked.__init__(self)
         self._cached = latent.cached(self.hparams, self.blocks, self.mla)
@@ -174,7 +175,6 @@ class Model(BlockRunner, Locked):
             raise UnknownNameError("tripwire", tripwire, TRIPWIRES)
         self._check_attention(kind, n_ctx)
         self._check_weights()
-        self.fused_experts = fused_experts
         self.expert_reduction = experts.reduction(self.blocks, expert_reduction, self.path)
         self.repacked: Repacked | None = None
         if repack:
@@ -399,7 +399,10 @@ class Model(BlockRunner, Locked):
         from quantkit.runtime.compiled import compiled_model, plan_base, unsupported
 
         if self.split is not None:
-            return None, "a model on several devices, or one that is profiled, runs layer by layer"
+            return None, (
+                "a model on several devices, or one that is profiled, runs layer by layer but for what is compiled on "
+                "the CPU: neighbouring layers that are there whole, and experts"
+            )
         reason = unsupported.unsupported_feature(self.weights, self.blocks, self.head)
         if reason is not None:
             return None, reason
@@ -429,7 +432,7 @@ class Model(BlockRunner, Locked):
         if self.head.streams is not None:
             x = np.tile(x, (1, self.head.streams.streams))
         for worker, run in [(None, self.blocks)] if self.split is None else self.split.runs:
-            y = None if self.split is None else self.split.replay(worker, run, x, spans)
+            y = None if worker is None else self._replay(worker, run, x, tokens, spans)
             if y is None:  # block by block, also to find out why a replay was not finite
                 for block in run:
                     x = self._run_block(block, x, spans)
@@ -437,6 +440,20 @@ class Model(BlockRunner, Locked):
                 x = y
         x = self._to_host(x)
         return x if self.head.streams is None else hyper_connections.collapse(self, self.head.streams, x)
+
+    def _replay(
+        self, worker: Worker, run: Sequence[blocks.Block], x: np.ndarray, tokens: np.ndarray, spans: list[Span]
+    ) -> np.ndarray | None:
+        """What leaves a run of a split model, as a whole and finite; None where its blocks have to run one by one."""
+        assert self.split is not None
+        if not self.split.can_replay(worker, run, len(x), spans):
+            return None
+        for block in run:
+            self._scales.require(block.layer)
+        y = self.split.replay(worker, run, x, spans)
+        if y is None and any(isinstance(part, blocks.RECURRENT) for block in run for part in block.parts):
+            self._diagnose_states(tokens, spans)
+        return y
 
     @one_at_a_time
     def embed_checked(self, tokens: np.ndarray) -> np.ndarray:
@@ -575,7 +592,7 @@ class Model(BlockRunner, Locked):
 
         The spans cannot be run again then. Their tokens are run from empty caches, to name the bad tensor.
         """
-        if not any(span.cache.states and span.cache.length for span in spans):
+        if not any(span.cache.state_bytes and span.cache.length for span in spans):
             return
         for span in spans:
             ids, cache = tokens[span.start : span.stop], self._empty_cache(span.stop - span.start, span.cache.type)

@@ -1,4 +1,4 @@
-"""`Split`: run a model's blocks on several devices, layer by layer.
+"""`Split`: run a model's blocks on several devices, layer by layer, or in runs of neighbours on one device.
 
     -sm layer   each device runs a range of layers; the hidden state is moved from one to the next
     -sm graph   all devices run each layer, on the shards of its tensors that placement/sharding.py gives them. The
@@ -46,6 +46,7 @@ class Split:
     """A model's blocks over the devices of a placement.
 
     owner      the model: weights by name, how to compute
+    head       its embedding, final norm and output matrix
     caches     the CacheLayout: which device has which part of a cache
     ledger     time and bytes moved
     reduce     of -sm graph: the all-reduce data type; None otherwise
@@ -72,7 +73,7 @@ class Split:
     ):
         self.profile, self.offload = profile, offload or Offload()
         self.placement, self.ledger = placement, Ledger()
-        self._owner, self._parts, self._head, self._cached = owner, parts, head, cached
+        self._owner, self._parts, self.head, self._cached = owner, parts, head, cached
         used = {device.name: device for device in (CPU, *placement.devices.values(), *placement.of_layer.values())}
         split_checks.require_known(parts, placement)
         self.cuts: dict[str, Sharding] = {}
@@ -95,7 +96,7 @@ class Split:
         self.runs = self._new_runs()
 
     def _new_runs(self) -> list[tuple[Worker | None, list[blocks.Block]]]:
-        """All blocks in order, as runs of neighbours: (the worker that can replay them, or None; the blocks)."""
+        """All blocks in order, as runs of neighbours: (the worker that can run them as one, or None; the blocks)."""
 
         def who(block: blocks.Block) -> Worker | None:
             if block.layer in self.placement.shares:
@@ -152,7 +153,7 @@ class Split:
 
     def embedded(self, x: np.ndarray) -> np.ndarray:
         """Register the output of the embedding, whose placement says on which device it counts as being."""
-        worker = self.worker(self.placement[self._head.embedding])
+        worker = self.worker(self.placement[self.head.embedding])
         self._last_output = x, worker if worker.device.runs_here else self._workers[CPU.name]  # rows are gathered here
         self.ledger.ran(len(x))
         return x
@@ -172,17 +173,16 @@ class Split:
         self._last_output = out, worker
         return out
 
-    def replay(
-        self, worker: Worker | None, run: Sequence[blocks.Block], x: np.ndarray, spans: list[Span]
-    ) -> np.ndarray | None:
-        """The output of one of `runs` for one token, all finite; None where the blocks have to run one by one."""
-        if worker is None or len(x) != 1 or self.profile:
-            return None
+    def can_replay(self, worker: Worker, run: Sequence[blocks.Block], tokens: int, spans: list[Span]) -> bool:
+        """Whether one of `runs` can now run as a whole. Not where each kind of work is timed."""
         worker.sync(self._owner)
-        (span,) = _of_device(spans, worker.device)
-        if not worker.can_replay(run, span.cache):
-            return None
-        out = worker.replay(run, worker.fetch(x, self._source(x)), span.cache)
+        return not self.profile and worker.can_replay(run, tokens, _of_device(spans, worker.device))
+
+    def replay(
+        self, worker: Worker, run: Sequence[blocks.Block], x: np.ndarray, spans: list[Span]
+    ) -> np.ndarray | None:
+        """The output of one of `runs` as a whole; None where it is not finite."""
+        out = worker.replay(run, worker.fetch(x, self._source(x)), _of_device(spans, worker.device))
         if not worker.is_finite(out):
             return None
         self._last_output = out, worker
@@ -200,7 +200,7 @@ class Split:
         """Logits float32[k, vocab], on the host, of the output of the last block."""
         for each in (*self._workers.values(), *self.ranks):
             each.sync(self._owner)
-        host, head, last = self._workers[CPU.name], self._head, self._cached.n_layer
+        host, head, last = self._workers[CPU.name], self.head, self._cached.n_layer
         source = self._source(x)
         cut = self.cuts.get(head.output.weight)
         if cut is not None:
@@ -216,6 +216,9 @@ class Split:
                 )
 
             return np.concatenate(self._all_reduce.run_on_all(task), axis=1)
+        holder = self.worker(self.placement[head.output.weight])
+        if len(x) == 1 and holder.compiles_head:
+            return host.fetch(holder.project(holder.fetch(x, source)), holder)
         worker = self.ranks[0] if last in self.placement.shares else self.worker(self.placement.of_activations(last))
         x = worker.fetch(x, source)
         return host.fetch(worker.linear(head.output, worker.norm(head.norm, x)), worker)

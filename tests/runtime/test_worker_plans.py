@@ -11,6 +11,7 @@ import pytest
 from quantkit.archs.common import blocks
 from quantkit.errors import DataError
 from quantkit.formats import gguf
+from quantkit.placement import workspace
 from quantkit.runtime.blocks import experts, float_attention
 from quantkit.runtime.compiled import experts_plan
 from quantkit.runtime.compiled.experts_plan import ExpertsPlan
@@ -259,3 +260,22 @@ def test_a_state_beyond_float32_is_an_error(tmp_path: Path) -> None:
         cache.restore(mark)
         assert np.isfinite(model.forward(tokens, cache)).all()
         cache.restore(mark)
+
+
+@pytest.mark.parametrize("how", SPLITS)
+@pytest.mark.parametrize("arch", ["qwen3moe", "deepseek2"])
+def test_placement_counts_the_memory_of_plans(arch: str, how: str, tmp_path: Path) -> None:
+    """All lists of a device share their buffers; `device_bytes` is above what a prompt and a token take."""
+    wide = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4}
+    model = fast(written(tmp_path / "m.gguf", arch, **wide), threads=2, **SPLITS[how])
+    cache = model.new_cache(64)
+    model.forward(TOKENS[:40], cache)
+    model.forward(TOKENS[40:41], cache)
+    assert model.split is not None
+    used, found = max(part.used for part in parts_of(model)), 0
+    for name, worker in model.split._workers.items():
+        shapes = {n: model.weights[n].shape for n, device in model.placement.devices.items() if device.name == name}
+        if worker._compiled is not None:
+            found += worker._compiled.work_bytes
+            assert worker._compiled.work_bytes < workspace.device_bytes(shapes, used)
+    assert found > 4 * 512 * 256  # x of a batch, at least

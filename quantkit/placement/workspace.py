@@ -113,6 +113,8 @@ def _parts(tensors: Mapping[str, TensorInfo], metadata: Mapping[str, Any]) -> li
 def device_bytes(shapes: Mapping[str, tuple[int, ...]], used: int, tokens: int = BATCH_TOKENS) -> int:
     """Upper estimate of a device's working memory in bytes for prompts of `tokens` tokens (CPU only: `work_bytes`).
 
+    On the CPU it is enough for the plans of `compiled/worker_plans.py`, and on a GPU for what torch allocates.
+
     The sum of: inputs and outputs of all matrices of the largest layer, float32 for all tokens (of experts for `used`
     of them per token); twice the hidden state; the largest matrix decoded to 16 bits, at most 64 MiB at a time; the
     logits.

@@ -98,7 +98,8 @@ def load(
 
     Raises DataError where a device has too little memory for its weights, the cache of `n_ctx` and working memory.
 
-    A model on several devices runs layer by layer (`split`), with fast numerics too; `fallback_reason` says so.
+    A model on several devices runs layer by layer (`split`). With fast numerics, neighbouring layers that are whole on
+    the CPU, experts of other layers there, and the head run as compiled plans. `fallback_reason` says so.
     """
     attention = AttentionOptions(flash_attention, attention_mib)
     kind = cache_type_of(cache_type, numerics, attention)

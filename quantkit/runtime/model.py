@@ -161,7 +161,7 @@ class Model(BlockRunner, Locked):
         count = thread_pool.check_threads(arguments.threads(threads) or thread_pool.default_threads())
         super().__init__(
             file.path, file.tensors, numerics=numerics, threads=count,
-            attention=attention, mla=mla if self.has_latents else 0, tripwire=tripwire,
+            attention=attention, mla=mla if self.has_latents else 0, fused_experts=fused_experts, tripwire=tripwire,
         )  # fmt: skip
         Locked.__init__(self)
         self._cached = latent.cached(self.hparams, self.blocks, self.mla)
@@ -174,7 +174,6 @@ class Model(BlockRunner, Locked):
             raise UnknownNameError("tripwire", tripwire, TRIPWIRES)
         self._check_attention(kind, n_ctx)
         self._check_weights()
-        self.fused_experts = fused_experts
         self.expert_reduction = experts.reduction(self.blocks, expert_reduction, self.path)
         self.repacked: Repacked | None = None
         if repack:
@@ -399,7 +398,10 @@ class Model(BlockRunner, Locked):
         from quantkit.runtime.compiled import compiled_model, plan_base, unsupported
 
         if self.split is not None:
-            return None, "a model on several devices, or one that is profiled, runs layer by layer"
+            return None, (
+                "a model on several devices, or one that is profiled, runs layer by layer but for what is compiled on "
+                "the CPU: neighbouring layers that are there whole, and experts"
+            )
         reason = unsupported.unsupported_feature(self.weights, self.blocks, self.head)
         if reason is not None:
             return None, reason
@@ -425,15 +427,16 @@ class Model(BlockRunner, Locked):
     def _run(self, tokens: np.ndarray, spans: list[Span]) -> np.ndarray:
         """float32[tokens, n_embd] before the output norm, on its device; keys and values go into the spans' caches."""
         spans = [span._replace(tokens=tokens[span.start : span.stop]) for span in spans]
-        if self.split is not None and self.observer is None and not self.split.has_states(spans):
+        if self.split is not None and self.observer is None:
             self._scales.require_all()
             x = self.split.run(tokens, spans)
             if self.split.is_finite(x):
                 return x
+            self._diagnose_states(tokens, spans)
         x = self.embed_checked(tokens)
         if self.head.streams is not None:
             x = np.tile(x, (1, self.head.streams.streams))
-        for block in self.blocks:  # each checked: the bad tensor is named, and states are not advanced by bad values
+        for block in self.blocks:  # each checked, to name the bad tensor
             x = self._run_block(block, x, spans)
         return x if self.head.streams is None else hyper_connections.collapse(self, self.head.streams, x)
 
@@ -574,7 +577,7 @@ class Model(BlockRunner, Locked):
 
         The spans cannot be run again then. Their tokens are run from empty caches, to name the bad tensor.
         """
-        if not any(span.cache.states and span.cache.length for span in spans):
+        if not any(span.cache.state_bytes and span.cache.length for span in spans):
             return
         for span in spans:
             ids, cache = tokens[span.start : span.stop], self._empty_cache(span.stop - span.start, span.cache.type)

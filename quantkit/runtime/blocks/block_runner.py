@@ -40,7 +40,7 @@ Observer = Callable[..., None]  # of (name, x), or (name, x, number, count) for 
 class BlockRunner:
     """The parts of blocks, computed over tensors by name.
 
-    weights, numerics, threads, attention, mla, expert_reduction, tripwire   as a Model has them
+    weights, numerics, threads, attention, mla, expert_reduction, fused_experts, tripwire   as a Model has them
     path       what errors call the file
     observer   called with (name, float32[tokens, n]) for what enters each weight matrix, and of experts with
                (name, float32[tokens, n], expert, experts); None by default
@@ -60,11 +60,12 @@ class BlockRunner:
         attention: AttentionOptions,
         mla: int,
         expert_reduction: experts.Reduction | None = None,
+        fused_experts: bool = True,
         tripwire: str = "layer",
     ):
         self.path, self.weights = path, weights
         self.numerics, self.threads, self.attention, self.mla = numerics, threads, attention, mla
-        self.expert_reduction, self.tripwire = expert_reduction, tripwire
+        self.expert_reduction, self.fused_experts, self.tripwire = expert_reduction, fused_experts, tripwire
         self.observer: Observer | None = None
         self.weighs_tokens = False
         self._held: HeldInput | None = None

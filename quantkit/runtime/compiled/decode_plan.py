@@ -21,6 +21,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from typing import NamedTuple
 
 import numpy as np
 
@@ -42,6 +43,7 @@ from quantkit.runtime.compiled.plan_base import (
     rope_fields,
 )
 from quantkit.runtime.kernels.cpu import decode_experts, decode_norms, decode_ops, gates
+from quantkit.runtime.kernels.cpu.op_list import Buffers
 from quantkit.runtime.kv.cache import Cache
 
 
@@ -51,7 +53,8 @@ class DecodePlan(CompiledPlan):
     def __init__(self, model: ModelParts):
         super().__init__(model)
         self._position = np.zeros(1, np.int64)
-        self._x, self._logits = np.zeros(model.n_embd, np.float32), np.zeros(model.vocab, np.float32)
+        self._head = HeadPlan(model)
+        self._x, self._logits = self._head.x, self._head.logits
         self._rows = layer_input.LayerRows(model, 1)
         self._given = GivenExperts(model, 1)
 
@@ -70,53 +73,56 @@ class DecodePlan(CompiledPlan):
 
     def project(self, x: Array) -> Array:
         """Logits float32[vocab] of a hidden state float32[n_embd] after the last block."""
-        self._x[:] = x
-        self._head_ops.run()
-        return self._logits.copy()
+        return self._head(x)
 
     def _build(self, shape: PlannedCaches) -> PlanOps:
         ops = DecodeOps(self.model, self._given, self._x, self._position)
-        ops.keep(self._rows.rows)
-        layer_input.add_projections(ops, layer_input.of_model(self.model))
-        head = self.model.head.streams
-        streams = hyper_connections.TokenStreams(ops, head.streams) if head else None
-        for block in self.model.block_list:
-            normed = ops.norm(block.parts[0].norm) if block.parallel else None
-            for (layer, part), connection in itertools.zip_longest(block.numbered_parts, block.hyper):
-                if streams is not None:
-                    streams.read(connection)
-                if isinstance(part, blocks.LayerInput):
-                    layer_input.add_decode(ops, part, self._rows.address(part))
-                else:
-                    add_part(ops, layer, part, shape, normed)
-                if streams is not None:
-                    streams.write()
-            if any(isinstance(part, blocks.Experts) and part.deferred for part in block.parts):
-                ops.add_deferred()
-            if block.out_scale is not None:
-                ops.scale_residual(block.out_scale)
-        if streams is not None and head is not None:
-            streams.end(head)
-        add_head(ops, self._logits)
-        return ops
-
-    @functools.cached_property
-    def _head_ops(self) -> PlanOps:
-        ops = DecodeOps(self.model, self._given, self._x, self._position)
+        add_blocks(ops, self._rows, shape)
         add_head(ops, self._logits)
         return ops
 
     @property
     def work_bytes(self) -> int:
-        own = self._x.nbytes + self._position.nbytes + self._logits.nbytes + self._rows.nbytes + self._given.nbytes
+        own = self._head.own_bytes + self._position.nbytes + self._rows.nbytes + self._given.nbytes
         return super().work_bytes + own
+
+
+class HeadPlan:
+    """`plan(x)` is float32[vocab], the logits of a hidden state float32[n_embd] after the last block.
+
+    x, logits   arrays that its operations read and write
+    buffers     working memory, shared with other lists that do not run at the same time; None: its own
+    """
+
+    def __init__(self, model: ModelParts, buffers: Buffers | None = None):
+        self._model, self._buffers = model, buffers
+        self.x, self.logits = np.zeros(model.n_embd, np.float32), np.zeros(model.vocab, np.float32)
+
+    def __call__(self, x: Array) -> Array:
+        """A fresh array."""
+        self.x[:] = x
+        self._ops.run()
+        return self.logits.copy()
+
+    @functools.cached_property
+    def _ops(self) -> PlanOps:
+        ops = DecodeOps(self._model, GivenExperts(self._model, 0), self.x, np.zeros(1, np.int64), self._buffers)
+        add_head(ops, self.logits)
+        return ops
+
+    @property
+    def own_bytes(self) -> int:
+        """Bytes of working memory, beside the buffers."""
+        return self.x.nbytes + self.logits.nbytes
 
 
 class DecodeOps(TokenOps):
     """Operations on the residual stream x float32[n_embd] of one token."""
 
-    def __init__(self, model: ModelParts, given: GivenExperts, x: Array, position: Array):
-        super().__init__(model, given)
+    def __init__(
+        self, model: ModelParts, given: GivenExperts, x: Array, position: Array, buffers: Buffers | None = None
+    ):
+        super().__init__(model, given, buffers)
         self.x, self.position = self.keep(x).ctypes.data, self.keep(position).ctypes.data
         self.n_embd, self.entering = model.n_embd, self.x
 
@@ -209,6 +215,31 @@ class DecodeOps(TokenOps):
 
 
 # --------------------------------------------------------------------------------------------------------------- blocks
+
+
+def add_blocks(ops: DecodeOps, rows: layer_input.LayerRows, shape: PlannedCaches) -> None:
+    """Append the operations of all blocks of the model; `rows` are those of its per-layer embeddings."""
+    ops.keep(rows.rows)
+    layer_input.add_projections(ops, layer_input.of_model(ops.model))
+    head = ops.model.head.streams
+    streams = hyper_connections.TokenStreams(ops, head.streams) if head else None
+    for block in ops.model.block_list:
+        normed = ops.norm(block.parts[0].norm) if block.parallel else None
+        for (layer, part), connection in itertools.zip_longest(block.numbered_parts, block.hyper):
+            if streams is not None:
+                streams.read(connection)
+            if isinstance(part, blocks.LayerInput):
+                layer_input.add_decode(ops, part, rows.address(part))
+            else:
+                add_part(ops, layer, part, shape, normed)
+            if streams is not None:
+                streams.write()
+        if any(isinstance(part, blocks.Experts) and part.deferred for part in block.parts):
+            ops.add_deferred()
+        if block.out_scale is not None:
+            ops.scale_residual(block.out_scale)
+    if streams is not None and head is not None:
+        streams.end(head)
 
 
 def add_part(
@@ -423,13 +454,40 @@ def add_experts(ops: DecodeOps, part: blocks.Experts, normed: Activations | None
         latents, routed = ops.buffer("latents", 4 * width), ops.buffer("routed latents", 4 * width)
         ops.matvec(part.latent_down, normed, latents, barrier=True)
         normed = ops.norm_of(None, Activations(latents, 0), width, "quantized latents")
-    selected, selected_stride = ops.private_buffer(
-        "selected", kernel_sizes.selected_experts_bytes(part.count, part.used)
-    )
+    selected, stride = ops.private_buffer("selected", kernel_sizes.selected_experts_bytes(part.count, part.used))
     select = decode_experts.SelectParameters(
-        logits=logits, routing=ops.routing(part), selected=selected, private_stride=selected_stride
+        logits=logits, routing=ops.routing(part), selected=selected, private_stride=stride
     )
     ops.add(decode_experts.select_experts, select)
+    add_selected_experts(ops, part, normed, Selected(selected, stride), routed, fresh=routed != ops.x)
+    if part.latent_up is not None:
+        ops.add_to_residual(part.latent_up, ops.norm_of(None, Activations(routed, 0), width, "quantized latents"))
+    if part.post_norm is not None:
+        assert part.routed_norm is not None, f"{part.post_norm.weight}: the norms of Experts come together"
+        ops.norm_rows(part.routed_norm, routed, ops.n_embd, both, add=True)
+        ops.add_barrier()
+        ops.norm_rows(part.post_norm, both, ops.n_embd, ops.x, add=True)
+        ops.add_barrier()
+
+
+class Selected(NamedTuple):
+    """Where the token's experts and their weights are, as `decode_experts.select_experts` writes them.
+
+    stride: bytes from one thread's copy to the next, 0 if all threads share it.
+    """
+
+    address: int
+    stride: int
+
+
+def add_selected_experts(
+    ops: DecodeOps, part: blocks.Experts, x: Activations, selected: Selected, out: int, *, fresh: bool
+) -> None:
+    """Append out (+)= the weighted sum of the selected experts' outputs for x; `fresh`: out is overwritten.
+
+    x and out have n_embd elements, or those of the latents of experts.
+    """
+    width = part.latent or ops.n_embd
     gate, up, down = (ops.experts_of(linear) for linear in (part.gate, part.up, part.down))
     hidden_bytes = whole_lines(activation_bytes(part.ff))
     hidden = ops.buffer("experts", part.used * hidden_bytes)
@@ -445,10 +503,10 @@ def add_experts(ops: DecodeOps, part: blocks.Experts, normed: Activations | None
         n=width,
         ff=part.ff,
         multiple=SPLIT_ROWS,
-        selected=selected,
-        selected_stride=selected_stride,
-        x=normed.address,
-        x_stride=normed.stride,
+        selected=selected.address,
+        selected_stride=selected.stride,
+        x=x.address,
+        x_stride=x.stride,
         products=ops.buffer("products", 8 * part.used * part.ff),
         hidden=hidden,
         hidden_bytes=hidden_bytes,
@@ -469,26 +527,18 @@ def add_experts(ops: DecodeOps, part: blocks.Experts, normed: Activations | None
         n=part.ff,
         rows=width,
         multiple=SPLIT_ROWS,
-        selected=selected,
-        selected_stride=selected_stride,
+        selected=selected.address,
+        selected_stride=selected.stride,
         used=part.used,
         hidden=hidden,
         hidden_bytes=hidden_bytes,
         out=ops.buffer("added", 4 * width),
-        residual=routed,
+        residual=out,
         bias=ops.expert_biases(part.down),
         scales=ops.expert_scales(part.down),
         weighted=int(not part.weighs_inputs),
-        fresh=int(routed != ops.x),
-        identity_x=normed.address if part.identity else 0,
-        identity_stride=normed.stride,
+        fresh=int(fresh),
+        identity_x=x.address if part.identity else 0,
+        identity_stride=x.stride,
     )
     ops.add(decode_experts.down, down_parameters, barrier=True)
-    if part.latent_up is not None:
-        ops.add_to_residual(part.latent_up, ops.norm_of(None, Activations(routed, 0), width, "quantized latents"))
-    if part.post_norm is not None:
-        assert part.routed_norm is not None, f"{part.post_norm.weight}: the norms of Experts come together"
-        ops.norm_rows(part.routed_norm, routed, ops.n_embd, both, add=True)
-        ops.add_barrier()
-        ops.norm_rows(part.post_norm, both, ops.n_embd, ops.x, add=True)
-        ops.add_barrier()

@@ -28,7 +28,7 @@ from quantkit.runtime.kernels.cpu import gated_activations
 from quantkit.runtime.kernels.cpu.decode_experts import SIGMOID, SOFTMAX, SQRT_SOFTPLUS, Routing
 from quantkit.runtime.kernels.cpu.delta_net import LayerStates, StatesView
 from quantkit.runtime.kernels.cpu.kv_rows import KernelHeads, LayerCache, LayerView
-from quantkit.runtime.kernels.cpu.op_list import OpList
+from quantkit.runtime.kernels.cpu.op_list import Buffers, OpList
 from quantkit.runtime.kernels.cpu.operation import StoredRecord
 from quantkit.runtime.kv.cache import Cache
 from quantkit.runtime.kv.cache_type import CacheType
@@ -70,6 +70,12 @@ class ModelParts:
         """Whether buffers of operations grow with the positions that a cache has room for."""
         latents = (p for block in self.block_list for p in block.parts if isinstance(p, blocks.LatentAttention))
         return self.attends_plainly or any(part.sparse for part in latents)
+
+    @property
+    def recurrent(self) -> list[int]:
+        """The layers of the blocks that have a state."""
+        parts = (numbered for block in self.block_list for numbered in block.numbered_parts)
+        return [layer for layer, part in parts if isinstance(part, blocks.RECURRENT)]
 
     @property
     def vocab(self) -> int:
@@ -159,8 +165,8 @@ class ExpertTensor(NamedTuple):
 class PlanOps(OpList):
     """An operation list for a model, with what operations of all blocks need: weights, constants, records."""
 
-    def __init__(self, model: ModelParts, given_experts: GivenExperts):
-        super().__init__(model.threads)
+    def __init__(self, model: ModelParts, given_experts: GivenExperts, buffers: Buffers | None = None):
+        super().__init__(model.threads, buffers)
         self.model, self.given_experts = model, given_experts
         self.views: list[tuple[int, AnyAttention, StoredRecord]] = []  # a LayerView per attention layer
         self.states_views: list[tuple[int, StoredRecord]] = []  # a StatesView per recurrent layer
@@ -368,6 +374,7 @@ class CompiledPlan(ABC):
 
     def __init__(self, model: ModelParts):
         self.model = model
+        self._recurrent = model.recurrent
         self._ops: PlanOps | None = None  # the whole list, for caches of `_shape`
         self._shape: PlannedCaches | None = None
         self._caches: list[Cache] = []  # that the list points to; none while it is being pointed elsewhere
@@ -386,7 +393,10 @@ class CompiledPlan(ABC):
         The states of recurrent layers are then those of no length, until `Cache.extend`. An interrupt in between leaves
         no state that the next call takes for complete.
         """
-        states = [state for cache in caches for state in cache.begin_update()]
+        return self._point(caches, [state for cache in caches for state in cache.begin_update(self._recurrent)])
+
+    def _point(self, caches: list[Cache], states: list[LayerState]) -> PlanOps:
+        """As `_point_to`, with the states that `Cache.begin_update` has given for all caches."""
         pairs = zip([*caches, *states], [*self._caches, *self._states])
         unchanged = len(caches) == len(self._caches) and all(a is b for a, b in pairs)
         if self._ops is not None and unchanged:
@@ -451,8 +461,12 @@ class CompiledPlan(ABC):
         return factors
 
     @property
+    def table_bytes(self) -> int:
+        """Bytes of the tables that depend on positions, so far."""
+        tables = sum(table.nbytes for pair in self._rope_tables.values() for table in pair)
+        return tables + sum(factors.nbytes for factors in self._query_factors.values())
+
+    @property
     def work_bytes(self) -> int:
         """Bytes of working memory allocated so far, beside weights and caches."""
-        tables = sum(table.nbytes for pair in self._rope_tables.values() for table in pair)
-        tables += sum(factors.nbytes for factors in self._query_factors.values())
-        return tables + (0 if self._ops is None else self._ops.nbytes)
+        return self.table_bytes + (0 if self._ops is None else self._ops.nbytes)

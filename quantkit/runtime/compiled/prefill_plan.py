@@ -44,6 +44,7 @@ from quantkit.runtime.kernels import dispatch
 from quantkit.runtime.kernels.cpu import gates, gemm, prefill_experts, prefill_norms, prefill_ops
 from quantkit.runtime.kernels.cpu.expert_panels import ExpertKernels, expert_kernels
 from quantkit.runtime.kernels.cpu.float_gemm import MultiplyParameters
+from quantkit.runtime.kernels.cpu.op_list import Buffers
 from quantkit.runtime.kernels.cpu.operation import StoredRecord
 from quantkit.runtime.kv.cache import Cache
 
@@ -53,8 +54,7 @@ class PrefillPlan(CompiledPlan):
 
     def __init__(self, model: ModelParts):
         super().__init__(model)
-        nbytes = prefill_ops.STATE_BYTES + prefill_ops.SPAN_BYTES * BATCH_TOKENS
-        self._state = np.zeros(nbytes // 8, np.int64)
+        self._state = new_state(BATCH_TOKENS)
         self._x = np.zeros((BATCH_TOKENS, model.n_embd), np.float32)
         self._rows = layer_input.LayerRows(model, BATCH_TOKENS)
         self._given = GivenExperts(model, BATCH_TOKENS)
@@ -66,10 +66,7 @@ class PrefillPlan(CompiledPlan):
         count = len(tokens)
         self._x[:count] = self.model.embed(tokens)
         self._rows.look_up(tokens, self._x[:count])
-        records = [prefill_ops.SpanState(span.start, span.stop - span.start, span.cache.length) for span in spans]
-        header = prefill_ops.BatchState(tokens=count, next_piece=0, spans=len(spans))
-        state = np.array([*header, *itertools.chain.from_iterable(records)], np.int64)
-        self._state[: len(state)] = state
+        write_state(self._state, count, spans, [span.cache.length for span in spans])
         ops.run()
         for span in spans:
             span.cache.extend(span.stop - span.start)
@@ -83,27 +80,7 @@ class PrefillPlan(CompiledPlan):
 
     def _build(self, shape: PlannedCaches) -> PlanOps:
         ops = PrefillOps(self.model, self._given, self._x, self._state)
-        ops.keep(self._rows.rows)
-        embedded = int(ops.keep(self._rows.x).ctypes.data)
-        head = self.model.head.streams
-        streams = hyper_connections.BatchStreams(ops, head.streams) if head else None
-        for block in self.model.block_list:
-            normed = ops.norm(block.parts[0].norm, ()).floats if block.parallel else 0
-            for (layer, part), connection in itertools.zip_longest(block.numbered_parts, block.hyper):
-                if streams is not None:
-                    streams.read(connection)
-                if isinstance(part, blocks.LayerInput):
-                    layer_input.add_prefill(ops, part, embedded, self._rows.address(part))
-                else:
-                    add_part(ops, layer, part, shape, normed)
-                if streams is not None:
-                    streams.write()
-            if any(isinstance(part, blocks.Experts) and part.deferred for part in block.parts):
-                ops.add_normed(None, ops.deferred, ops.x)
-            if block.out_scale is not None:
-                ops.scale_residual(block.out_scale)
-        if streams is not None and head is not None:
-            streams.end(head)
+        add_blocks(ops, self._rows, shape)
         return ops
 
     @property
@@ -111,11 +88,24 @@ class PrefillPlan(CompiledPlan):
         return super().work_bytes + self._x.nbytes + self._state.nbytes + self._rows.nbytes + self._given.nbytes
 
 
+def new_state(sequences: int) -> Array:
+    """Memory for the record of a batch of up to so many sequences."""
+    return np.zeros((prefill_ops.STATE_BYTES + prefill_ops.SPAN_BYTES * sequences) // 8, np.int64)
+
+
+def write_state(state: Array, tokens: int, spans: Sequence[Span], lengths: Sequence[int]) -> None:
+    """Write the record of a batch; `lengths` are the tokens before it, of the sequence of each span."""
+    records = [prefill_ops.SpanState(s.start, s.stop - s.start, length) for s, length in zip(spans, lengths)]
+    header = prefill_ops.BatchState(tokens=tokens, next_piece=0, spans=len(spans))
+    values = [*header, *itertools.chain.from_iterable(records)]
+    state[: len(values)] = values
+
+
 class PrefillOps(BatchOps):
     """Operations on the residual streams x float32[BATCH_TOKENS, n_embd] of a batch."""
 
-    def __init__(self, model: ModelParts, given: GivenExperts, x: Array, state: Array):
-        super().__init__(model, given)
+    def __init__(self, model: ModelParts, given: GivenExperts, x: Array, state: Array, buffers: Buffers | None = None):
+        super().__init__(model, given, buffers)
         self.x, self.state = self.keep(x).ctypes.data, self.keep(state).ctypes.data
         self.token_count = self.state + prefill_ops.TOKENS  # address of the number of tokens
         self.n_embd, self.entering = model.n_embd, self.x
@@ -215,6 +205,31 @@ class PrefillOps(BatchOps):
 
 
 # --------------------------------------------------------------------------------------------------------------- blocks
+
+
+def add_blocks(ops: PrefillOps, rows: layer_input.LayerRows, shape: PlannedCaches) -> None:
+    """Append the operations of all blocks of the model; `rows` are those of its per-layer embeddings."""
+    ops.keep(rows.rows)
+    embedded = int(ops.keep(rows.x).ctypes.data)
+    head = ops.model.head.streams
+    streams = hyper_connections.BatchStreams(ops, head.streams) if head else None
+    for block in ops.model.block_list:
+        normed = ops.norm(block.parts[0].norm, ()).floats if block.parallel else 0
+        for (layer, part), connection in itertools.zip_longest(block.numbered_parts, block.hyper):
+            if streams is not None:
+                streams.read(connection)
+            if isinstance(part, blocks.LayerInput):
+                layer_input.add_prefill(ops, part, embedded, rows.address(part))
+            else:
+                add_part(ops, layer, part, shape, normed)
+            if streams is not None:
+                streams.write()
+        if any(isinstance(part, blocks.Experts) and part.deferred for part in block.parts):
+            ops.add_normed(None, ops.deferred, ops.x)
+        if block.out_scale is not None:
+            ops.scale_residual(block.out_scale)
+    if streams is not None and head is not None:
+        streams.end(head)
 
 
 def add_part(ops: PrefillOps, layer: int, part: blocks.Part, shape: PlannedCaches, normed: int = 0) -> None:
@@ -379,6 +394,13 @@ class Entries(NamedTuple):
     vector_bytes: int
 
 
+class Selected(NamedTuple):
+    """Addresses of the tokens' experts int64[tokens, used], -1 where there are fewer, and their weights float32."""
+
+    experts: int
+    weights: int
+
+
 class Assignment(NamedTuple):
     """Where `group_tokens` writes which tokens each expert gets, and how many entries there are at most."""
 
@@ -386,10 +408,8 @@ class Assignment(NamedTuple):
     max_entries: int
 
 
-def _add_assignment(
-    ops: PrefillOps, part: blocks.Experts, normed: ProductRows, inputs: int, multiple: int, out: int
-) -> Assignment:
-    """Append the router, the choice of experts, and the assignment of tokens, rows of `inputs`, to them.
+def _add_routing(ops: PrefillOps, part: blocks.Experts, normed: ProductRows, inputs: int, out: int) -> Selected:
+    """Append the router and the choice of experts for tokens, rows of `inputs`.
 
     Rows of experts that give their input are added to `out`.
     """
@@ -412,6 +432,13 @@ def _add_assignment(
         n=part.latent or ops.n_embd,
     )
     ops.add(prefill_experts.route_batch, route, barrier=True)
+    return Selected(selected, weights)
+
+
+def _add_assignment(
+    ops: PrefillOps, part: blocks.Experts, inputs: int, selected: Selected, multiple: int
+) -> Assignment:
+    """Append the assignment of tokens, rows of `inputs`, to their experts."""
     entries = kernel_sizes.max_entries(BATCH_TOKENS, part.stacked, part.used, multiple)
     nbytes = kernel_sizes.assignment_bytes(BATCH_TOKENS, part.stacked, part.used, multiple)
     assignment = ops.buffer("assignment", nbytes)
@@ -421,8 +448,8 @@ def _add_assignment(
         n=part.latent or ops.n_embd,
         experts=part.stacked,
         used=part.used,
-        selected=selected,
-        weights=weights,
+        selected=selected.experts,
+        weights=selected.weights,
         assignment=assignment,
         max_entries=entries,
         multiple=multiple,
@@ -448,9 +475,29 @@ def add_experts(ops: PrefillOps, part: blocks.Experts, normed_at: int = 0) -> No
     if routed != ops.x:
         clear = prefill_norms.ClearParameters(state=ops.state, x=routed, n=width)
         ops.add(prefill_norms.clear, clear)  # barriers follow before anything is added
+    selected = _add_routing(ops, part, normed, entering, routed)
+    add_selected_experts(ops, part, entering, selected, routed)
+    if part.latent_up is not None:
+        ops.add_to_residual(part.latent_up, ops.quantize(routed, width, (part.latent_up,)))
+    if part.shared is not None:
+        readers = part.shared.gate, part.shared.up
+        if part.shared.norm == part.norm:  # it is still there, but its tiles may have been overwritten
+            normed = ops.quantize(normed.floats, ops.n_embd, readers)
+        else:
+            normed = ops.norm(part.shared.norm, readers)
+        add_gated(ops, part.shared, normed, part.shared_gate, both)
+    if part.post_norm is not None:
+        assert part.routed_norm is not None, f"{part.post_norm.weight}: the norms of Experts come together"
+        ops.add_normed(part.routed_norm, routed, both)
+        ops.add_normed(part.post_norm, both, ops.x)
+
+
+def add_selected_experts(ops: PrefillOps, part: blocks.Experts, x: int, selected: Selected, out: int) -> None:
+    """Append out += the weighted sum of the selected experts' outputs for x: float32[tokens, n_embd], or latents."""
+    width = part.latent or ops.n_embd
     gate, up, down = (_kernels(ops, linear) for linear in (part.gate, part.up, part.down))
     multiple = math.lcm(gate.tokens, up.tokens, down.tokens)
-    assignment, entries = _add_assignment(ops, part, normed, entering, multiple, routed)
+    assignment, entries = _add_assignment(ops, part, x, selected, multiple)
     vectors = _vectors(ops, "vectors", part.stacked, width)
     rows = Entries(assignment + kernel_sizes.row_addresses_offset(part.stacked, entries), 8, *vectors)
     tile_bytes = kernel_sizes.RECORD_BYTES * (width // 32)  # of one entry
@@ -484,7 +531,7 @@ def add_experts(ops: PrefillOps, part: blocks.Experts, normed_at: int = 0) -> No
     add_down = prefill_experts.AddDownParameters(
         matrix=_expert_matrix(ops, part.down, assignment, hidden),
         weights=ops.experts_of(part.down).address,
-        out=routed,
+        out=out,
         max_entries=entries,
         quantized=int(down.quantized),
         bias=ops.expert_biases(part.down),
@@ -492,19 +539,6 @@ def add_experts(ops: PrefillOps, part: blocks.Experts, normed_at: int = 0) -> No
         weighted=int(not part.weighs_inputs),
     )
     ops.add(prefill_experts.add_down, add_down, barrier=True)
-    if part.latent_up is not None:
-        ops.add_to_residual(part.latent_up, ops.quantize(routed, width, (part.latent_up,)))
-    if part.shared is not None:
-        readers = part.shared.gate, part.shared.up
-        if part.shared.norm == part.norm:  # it is still there, but its tiles may have been overwritten
-            normed = ops.quantize(normed.floats, ops.n_embd, readers)
-        else:
-            normed = ops.norm(part.shared.norm, readers)
-        add_gated(ops, part.shared, normed, part.shared_gate, both)
-    if part.post_norm is not None:
-        assert part.routed_norm is not None, f"{part.post_norm.weight}: the norms of Experts come together"
-        ops.add_normed(part.routed_norm, routed, both)
-        ops.add_normed(part.post_norm, both, ops.x)
 
 
 def _add_gate_up(

@@ -15,51 +15,76 @@ Weights = Mapping[str, Tensor]
 
 def unsupported_feature(weights: Weights, parts: Sequence[blocks.Block], head: blocks.Head) -> str | None:
     """The first feature of these blocks that has no operation; None if plans can be built."""
-    linears = [head.output]
-    if head.streams is not None:
-        linears += [head.streams.fn, *(connection.fn for block in parts for connection in block.hyper)]
+    reason = unsupported_in_blocks(weights, parts)
+    return unsupported_in_head(weights, head) if reason is None else reason
+
+
+def unsupported_in_head(weights: Weights, head: blocks.Head) -> str | None:
+    """As `unsupported_feature`, of the head."""
+    return _in_matrices(weights, [head.output, *([] if head.streams is None else [head.streams.fn])])
+
+
+def unsupported_in_blocks(weights: Weights, parts: Sequence[blocks.Block]) -> str | None:
+    """As `unsupported_feature`, of blocks without the head."""
+    linears = [connection.fn for block in parts for connection in block.hyper]
     for part in (part for block in parts for part in block.parts):
-        if isinstance(part, blocks.Attention):
-            linears += [part.q, part.k, part.v, part.out, *([part.head_gate] if part.head_gate else [])]
-            reason = _in_attention(part)
-        elif isinstance(part, blocks.LatentAttention):
-            linears += [
-                linear for linear in (part.q_a, part.q, part.kv_a, part.kv_b, part.k_b, part.v_b, part.out) if linear
-            ]
-            if part.indexer is not None:
-                linears += [part.indexer.q_b, part.indexer.k, part.indexer.weights]
-            reason = _in_latent_attention(part)
-        elif isinstance(part, blocks.DeltaNet):
-            linears += delta_net.matrices(part)
-            reason = None
-        elif isinstance(part, blocks.KimiDelta):
-            linears += part.matrices
-            reason = None
-        elif isinstance(part, blocks.Mamba2):
-            linears += [part.gate, part.entering, part.rate, part.out]
-            reason = None
-        elif isinstance(part, blocks.ShortConv):
-            linears += [part.in_proj, part.out]
-            reason = None
-        elif isinstance(part, blocks.CompressedAttention):
-            return f"no operation attends to compressed entries ({part.kv.weight})"
-        elif isinstance(part, blocks.LayerInput):
-            linears += [part.project, part.gate, part.out]
-            reason = _in_layer_input(part)
-        else:
-            linears += [part.gate, part.up, part.down]
-            if isinstance(part, blocks.Experts):
-                linears += [linear for linear in (part.router, part.latent_down, part.latent_up) if linear]
-                if part.shared is not None:
-                    linears += [part.shared.gate, part.shared.up, part.shared.down]
-            reason = _in_experts(part) if isinstance(part, blocks.Experts) else None
+        reason = _in_part(part)
         if reason is not None:
             return reason
-    for linear in linears:
-        reason = _in_matrix(weights, linear)
-        if reason is not None:
-            return reason
-    return None
+        linears += _linears(part)
+    return _in_matrices(weights, linears)
+
+
+def unsupported_in_experts(weights: Weights, part: blocks.Experts) -> str | None:
+    """As `unsupported_feature`, of the routed experts of a block: their matrices alone."""
+    reason = _in_experts(part)
+    return _in_matrices(weights, (part.gate, part.up, part.down)) if reason is None else reason
+
+
+def _in_part(part: blocks.Part) -> str | None:
+    """What has no operation in a part of a block, whatever the types of its matrices."""
+    if isinstance(part, blocks.Attention):
+        return _in_attention(part)
+    if isinstance(part, blocks.LatentAttention):
+        return _in_latent_attention(part)
+    if isinstance(part, blocks.CompressedAttention):
+        return f"no operation attends to compressed entries ({part.kv.weight})"
+    if isinstance(part, blocks.LayerInput):
+        return _in_layer_input(part)
+    return _in_experts(part) if isinstance(part, blocks.Experts) else None
+
+
+def _linears(part: blocks.Part) -> list[blocks.Linear]:
+    """The matrices of a part of a block."""
+    found: Sequence[blocks.Linear | None]
+    if isinstance(part, blocks.Attention):
+        found = part.q, part.k, part.v, part.out, part.head_gate
+    elif isinstance(part, blocks.LatentAttention):
+        found = part.q_a, part.q, part.kv_a, part.kv_b, part.k_b, part.v_b, part.out
+        if part.indexer is not None:
+            found = *found, part.indexer.q_b, part.indexer.k, part.indexer.weights
+    elif isinstance(part, blocks.DeltaNet):
+        found = delta_net.matrices(part)
+    elif isinstance(part, blocks.KimiDelta):
+        found = part.matrices
+    elif isinstance(part, blocks.Mamba2):
+        found = part.gate, part.entering, part.rate, part.out
+    elif isinstance(part, blocks.ShortConv):
+        found = part.in_proj, part.out
+    elif isinstance(part, blocks.LayerInput):
+        found = part.project, part.gate, part.out
+    elif isinstance(part, blocks.Experts):
+        found = part.gate, part.up, part.down, part.router, part.latent_down, part.latent_up
+        if part.shared is not None:
+            found = *found, part.shared.gate, part.shared.up, part.shared.down
+    else:
+        assert isinstance(part, blocks.FeedForward)
+        found = part.gate, part.up, part.down
+    return [linear for linear in found if linear is not None]
+
+
+def _in_matrices(weights: Weights, linears: Sequence[blocks.Linear]) -> str | None:
+    return next((reason for linear in linears if (reason := _in_matrix(weights, linear)) is not None), None)
 
 
 def _in_attention(part: blocks.Attention) -> str | None:

@@ -212,23 +212,24 @@ class CudaWorker(Worker):
             and all(cuda_graph.can_capture(part, self.exact) for part in block.parts)
         )
 
-    def can_replay(self, layers: Sequence[blocks.Block], cache: Any) -> bool:
-        """Whether the next token can replay these blocks. The first one in a cache runs them by launches."""
-        if self.observer is not None or self._checking or self.expert_reduction is not None:
+    def can_replay(self, layers: Sequence[blocks.Block], tokens: int, spans: Sequence[Span]) -> bool:
+        """Whether one token can replay these blocks. The first one in a cache runs them by launches."""
+        if tokens != 1 or self.observer is not None or self._checking or self.expert_reduction is not None:
             return False
-        steps, first = self._steps.setdefault(cache, {}), layers[0].layer
+        steps, first = self._steps.setdefault(spans[0].cache, {}), layers[0].layer
         if first not in steps:
             steps[first] = None
             return False
         return True
 
     def replay(
-        self, layers: Sequence[blocks.Block], x: Any, cache: Any, head: blocks.Head | None
+        self, layers: Sequence[blocks.Block], x: Any, spans: Sequence[Span], head: blocks.Head | None
     ) -> tuple[Any, np.ndarray | None]:
-        """float32[1, n_embd] that leaves the blocks, captured by the first call for a cache; with a head, its logits"""
+        """As `Worker.replay`, captured by the first call for a cache; with a head also its logits."""
 
         from quantkit.runtime.cuda.cuda_graph import CapturedStep
 
+        cache = spans[0].cache
         steps, first = self._steps[cache], layers[0].layer
         step = steps[first]
         if step is None:
@@ -246,6 +247,11 @@ class CudaWorker(Worker):
         if head.embedding_factor is not None:
             x *= self.vector(head.embedding_factor)[0]
         return x if head.embedding_scale == 1 else x * head.embedding_scale
+
+    @property
+    def compiles(self) -> bool:
+        """Never: the plans of `runtime/compiled` are the CPU's."""
+        return False
 
     @contextlib.contextmanager
     def reading_position(self, position: torch.Tensor, n_ctx: int) -> Iterator[None]:

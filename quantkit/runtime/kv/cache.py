@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -264,23 +264,26 @@ class Cache:
             )
         return result
 
-    def begin_update(self) -> list[LayerState]:
-        """The states of all recurrent layers after `length` tokens, to be changed in place; `extend` ends the update.
+    def begin_update(self, layers: Iterable[int]) -> list[LayerState]:
+        """The states of these recurrent layers after `length` tokens, to be changed in place.
 
-        In between the states are of no length. DataError as `state`.
+        Until `end_update`, or `extend`, they are states of no length. DataError as `state`.
         """
-        found = [self.state(layer) for layer in self.states]
+        found = [self.state(layer) for layer in layers]
         self._spare_of = None
         for state in found:
             state.position = INCOMPLETE
         return found
 
+    def end_update(self, layers: Iterable[int], tokens: int) -> None:
+        """The states of these layers, changed since `begin_update`, are those after `tokens` more than `length`."""
+        for layer in layers:
+            self.states[layer].position = self.length + tokens
+
     def extend(self, tokens: int) -> None:
         """Add `tokens` to `length`: their keys and values, and the changed states of `begin_update`, are there."""
-        length = self._length + tokens
-        for state in self.states.values():
-            state.position = length
-        self.length = length
+        self.end_update(self.states, tokens)
+        self.length += tokens
 
     def advance(self, layer: int, tokens: int) -> tuple[LayerState, LayerState]:
         """(state now, state to write): advance a layer by `tokens`. The old state stays valid until the next call."""

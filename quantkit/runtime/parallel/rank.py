@@ -54,6 +54,11 @@ class Rank(Worker):
     def _of(self, name: str) -> Worker:
         return self if name in self._split.placement.sharded else super()._of(name)
 
+    @property
+    def compiles(self) -> bool:
+        """Never: the ranks run at the same time, and compiled lists one after another."""
+        return False
+
     def _counted(self) -> float:
         return self._split.ledger.total(self.device.name)  # the others run at the same time
 

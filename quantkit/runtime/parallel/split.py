@@ -1,4 +1,4 @@
-"""`Split`: run a model's blocks on several devices, layer by layer.
+"""`Split`: run a model's blocks on several devices, layer by layer, or in runs of neighbours on one device.
 
     -sm layer   each device runs a range of layers; the hidden state is moved from one to the next
     -sm graph   all devices run each layer, on the shards of its tensors that placement/sharding.py gives them. The
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,6 @@ from quantkit.placement.rules import Placement
 from quantkit.placement.sharding import Sharding
 from quantkit.runtime.blocks.block_runner import BlockRunner
 from quantkit.runtime.blocks.spans import Span
-from quantkit.runtime.kv.cache import Cache
 from quantkit.runtime.kv.sharded_cache import ShardedCache
 from quantkit.runtime.parallel import split_checks
 from quantkit.runtime.parallel.all_reduce import AllReduce
@@ -47,6 +46,7 @@ class Split:
     """A model's blocks over the devices of a placement.
 
     owner      the model: weights by name, how to compute
+    head       its embedding, final norm and output matrix
     caches     the CacheLayout: which device has which part of a cache
     ledger     time and bytes moved
     reduce     of -sm graph: the all-reduce data type; None otherwise
@@ -73,7 +73,7 @@ class Split:
     ):
         self.profile, self.offload = profile, offload or Offload()
         self.placement, self.ledger = placement, Ledger()
-        self._owner, self._parts, self._head, self._cached = owner, parts, head, cached
+        self._owner, self._parts, self.head, self._cached = owner, parts, head, cached
         used = {device.name: device for device in (CPU, *placement.devices.values(), *placement.of_layer.values())}
         split_checks.require_known(parts, placement)
         self.cuts: dict[str, Sharding] = {}
@@ -97,7 +97,7 @@ class Split:
         self.runs = self._new_runs()
 
     def _new_runs(self) -> list[tuple[Worker | None, list[blocks.Block]]]:
-        """All blocks in order, as runs of neighbours: (the worker that can replay them, or None; the blocks)."""
+        """All blocks in order, as runs of neighbours: (the worker that can run them as one, or None; the blocks)."""
 
         def who(block: blocks.Block) -> Worker | None:
             if block.layer in self.placement.shares:
@@ -154,14 +154,10 @@ class Split:
 
     def embedded(self, x: np.ndarray) -> np.ndarray:
         """Register the output of the embedding, whose placement says on which device it counts as being."""
-        worker = self.worker(self.placement[self._head.embedding])
+        worker = self.worker(self.placement[self.head.embedding])
         self._last_output = x, worker if worker.device.runs_here else self._workers[CPU.name]  # rows are gathered here
         self.ledger.ran(len(x))
         return x
-
-    def has_states(self, spans: Iterable[Span]) -> bool:
-        """Whether the spans' caches have states of recurrent layers, which a pass advances."""
-        return any(part.states for span in spans for part in _parts(span).values())
 
     def run(self, tokens: np.ndarray, spans: list[Span]) -> np.ndarray:
         """float32[tokens, n_embd] that leaves the last block, on its device, of int[tokens]. `is_finite` checks it.
@@ -171,7 +167,7 @@ class Split:
         first = self._parts[0].layer
         shared = first in self.placement.shares
         worker = self._workers[CPU.name] if shared else self.worker(self.placement.of_activations(first))
-        x = worker.embed(self._head, tokens)
+        x = worker.embed(self.head, tokens)
         if isinstance(x, np.ndarray):
             self.embedded(x)
         else:
@@ -205,21 +201,21 @@ class Split:
     def _replay(
         self, worker: Worker | None, run: Sequence[blocks.Block], x: np.ndarray, spans: list[Span]
     ) -> np.ndarray | None:
-        """The output of one of `runs` for one token; None where the blocks have to run one by one."""
-        if worker is None or len(x) != 1 or self.profile:
+        """The output of one of `runs` as a whole; None where its blocks have to run one by one."""
+        if worker is None or self.profile:
             return None
         worker.sync(self._owner)
-        (span,) = _of_device(spans, worker.device)
-        if not worker.can_replay(run, span.cache):
+        own = _of_device(spans, worker.device)
+        if not worker.can_replay(run, len(x), own):
             return None
-        head = self._head if run is self.runs[-1][1] and self._projects(worker) else None
-        out, self._logits = worker.replay(run, worker.fetch(x, self._source(x)), span.cache, head)
+        head = self.head if run is self.runs[-1][1] and self._projects(worker) else None
+        out, self._logits = worker.replay(run, worker.fetch(x, self._source(x)), own, head)
         self._last_output = out, worker
         return out
 
     def _projects(self, worker: Worker) -> bool:
         """Whether a device computes the logits of the last block's output alone."""
-        names = self._head.output.weight, self._head.norm.weight
+        names = self.head.output.weight, self.head.norm.weight
         last = self.placement.of_activations(self._cached.n_layer)
         here = all(name is None or self.placement[name] == worker.device for name in names)
         return here and not self.cuts and last == worker.device
@@ -243,7 +239,7 @@ class Split:
             return self._logits
         for each in (*self._workers.values(), *self.ranks):
             each.sync(self._owner)
-        host, head, last = self._workers[CPU.name], self._head, self._cached.n_layer
+        host, head, last = self._workers[CPU.name], self.head, self._cached.n_layer
         source = self._source(x)
         cut = self.cuts.get(head.output.weight)
         if cut is not None:
@@ -259,6 +255,9 @@ class Split:
                 )
 
             return np.concatenate(self._all_reduce.run_on_all(task), axis=1)
+        holder = self.worker(self.placement[head.output.weight])
+        if len(x) == 1 and holder.compiles_head:
+            return host.fetch(holder.project(holder.fetch(x, source)), holder)
         worker = self.ranks[0] if last in self.placement.shares else self.worker(self.placement.of_activations(last))
         x = worker.fetch(x, source)
         return host.fetch(worker.linear(head.output, worker.norm(head.norm, x)), worker)
@@ -299,10 +298,8 @@ class Split:
 
 def _of_device(spans: Iterable[Span], device: Device) -> list[Span]:
     """The spans with the device's part of their caches."""
-    return [Span(span.start, span.stop, _parts(span)[device.name]) for span in spans]
-
-
-def _parts(span: Span) -> Mapping[str, Cache]:
-    """The parts of a span's cache by device."""
-    assert isinstance(span.cache, ShardedCache)
-    return span.cache.parts
+    device_spans = []
+    for span in spans:
+        assert isinstance(span.cache, ShardedCache)
+        device_spans.append(Span(span.start, span.stop, span.cache.parts[device.name]))
+    return device_spans

@@ -1,16 +1,22 @@
 """`Worker`: the part of a split model that one device computes. This class computes on the CPU with numpy arrays.
 
 An operation whose tensor is on another device is passed to that device's worker; its input and output are transfers,
-which the ledger counts. Another kind of device is a subclass (`gpu_worker.CudaWorker`): it chooses its kind of arrays,
-implements their transfer in `receive` and `to_host`, and overrides the operations of `block_runner.BlockRunner`.
+which the ledger counts.
+
+With `fast` numerics, neighbouring blocks that are wholly here, the experts of single blocks, and the head run as
+compiled plans (`compiled/worker_plans.py`). What these do not support runs layer by layer, as does a model that is
+observed.
+
+Another kind of device is a subclass (`gpu_worker.CudaWorker`): it chooses its kind of arrays, implements their transfer
+in `receive` and `to_host`, and overrides the operations of `block_runner.BlockRunner`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -23,9 +29,12 @@ from quantkit.runtime.blocks import experts, float_linear, latent
 from quantkit.runtime.blocks.block_runner import BlockRunner
 from quantkit.runtime.blocks.float_attention import AttentionOptions, Heads
 from quantkit.runtime.blocks.spans import Span
-from quantkit.runtime.kv.cache import Cache
 from quantkit.runtime.kv.cache_type import CacheType
 from quantkit.runtime.parallel.ledger import Ledger
+from quantkit.runtime.parallel.split_checks import tensor_names
+
+if TYPE_CHECKING:
+    from quantkit.runtime.compiled.worker_plans import WorkerPlans
 
 
 class Context(Protocol):
@@ -34,6 +43,7 @@ class Context(Protocol):
     placement: Placement
     ledger: Ledger
     cuts: dict[str, Sharding]
+    head: blocks.Head
     offload: Offload
     profile: bool
 
@@ -64,13 +74,17 @@ class Worker(BlockRunner):
             attention=owner.attention,
             mla=owner.mla,
             expert_reduction=owner.expert_reduction,
+            fused_experts=owner.fused_experts,
             tripwire=owner.tripwire,
         )
         self.device, self._split = device, split
         self._timing = False
+        self._compiled: WorkerPlans | None = None
 
     def sync(self, owner: BlockRunner) -> None:
         """Copy from the model what may change while it is open: observer, weights, reduction of experts."""
+        if owner.weights is not self.weights or owner.expert_reduction != self.expert_reduction:
+            self._compiled = None
         self.observer, self._checking = owner.observer, owner._checking
         self.expert_reduction, self.weights = owner.expert_reduction, owner.weights
 
@@ -124,18 +138,58 @@ class Worker(BlockRunner):
         return np.zeros(shape, kind)
 
     def can_capture(self, block: blocks.Block) -> bool:
-        """Whether all of a block is computed here, for one token, by launches that can be replayed."""
-        return False
+        """Whether neighbours like this block can run as a whole: all of it is computed here, by compiled plans."""
+        return (
+            self.numerics == "fast"
+            and self.tripwire != "full"
+            and self._split.attends(block.layer, self) is self
+            and all(self._of(name) is self for name in tensor_names(block))
+            and self._plans.unsupported(block) is None
+        )
 
-    def can_replay(self, layers: Sequence[blocks.Block], cache: Cache) -> bool:
-        """Whether the next token can replay these blocks, which `can_capture` allows. Not the first one in a cache."""
-        return False
+    def can_replay(self, layers: Sequence[blocks.Block], tokens: int, spans: Sequence[Span]) -> bool:
+        """Whether these blocks, which `can_capture` allows, can run as a whole for so many tokens of these spans."""
+        return self.compiles and not any(span.cache.one_layer for span in spans)
 
     def replay(
-        self, layers: Sequence[blocks.Block], x: np.ndarray, cache: Cache, head: blocks.Head | None
+        self, layers: Sequence[blocks.Block], x: np.ndarray, spans: Sequence[Span], head: blocks.Head | None
     ) -> tuple[np.ndarray, np.ndarray | None]:
-        """The output of such blocks for one token, by replaying the captured launches; with a head, its logits."""
-        raise NotImplementedError
+        """float32[tokens, n_embd] that leaves such blocks, and the logits of a head where they were made along."""
+        return self._plans.run_blocks(layers, x, spans), None
+
+    @property
+    def compiles_head(self) -> bool:
+        """Whether `project` can be called, where the output matrix is here."""
+        return self.compiles and self._plans.unsupported_head is None
+
+    def project(self, x: np.ndarray) -> np.ndarray:
+        """Logits float32[1, vocab] of one row that leaves the last block, before the head's soft cap, by a plan."""
+        with self._timed("products"):
+            self._split.ledger.read(self.device.name, self.weights[self._split.head.output.weight].nbytes)
+            return self._plans.project(x)
+
+    @property
+    def _plans(self) -> WorkerPlans:
+        """The compiled plans of this device; each is built when it is first run."""
+        if self._compiled is None:
+            from quantkit.runtime.compiled import plan_base, worker_plans  # loads numba
+
+            options = plan_base.ExpertOptions(self.fused_experts, self.expert_reduction)
+            parts = plan_base.ModelParts(
+                self.weights, (), self._split.head, self.threads, self.attention, options, self.mla
+            )
+            self._compiled = worker_plans.WorkerPlans(parts)
+        return self._compiled
+
+    @property
+    def compiles(self) -> bool:
+        """Whether what is here whole runs as compiled plans now: with `fast` numerics, unless it is observed."""
+        return self.numerics == "fast" and self.observer is None and not self._checking
+
+    def drop_cached(self, names: Iterable[str]) -> None:
+        """As `BlockRunner.drop_cached`, and all compiled plans."""
+        super().drop_cached(names)
+        self._compiled = None
 
     def embed(self, head: blocks.Head, tokens: np.ndarray) -> np.ndarray:
         """float32[tokens, n_embd] that enters the first block, here or on the host."""
@@ -236,6 +290,8 @@ class Worker(BlockRunner):
             return self._run_on(other, lambda y, w: other.run_experts(part, y, chosen, w), y, weights)
         with self._timed("experts"):
             self._count_experts(part, chosen)
+            if self.compiles and self._plans.unsupported_experts(part) is None:
+                return self._plans.experts(part, y, chosen, weights)
             return super().run_experts(part, y, chosen, weights)
 
     def _experts_apart(

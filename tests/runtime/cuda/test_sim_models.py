@@ -14,6 +14,7 @@ import pytest
 from quantkit.archs.common import blocks
 from quantkit.formats import gguf
 from quantkit.placement.offload import Offload
+from quantkit.runtime.blocks import experts
 from quantkit.runtime.loading import load
 from quantkit.runtime.model import Model
 from tests.archs import checkpoints
@@ -87,12 +88,12 @@ def test_what_no_kernel_has_is_not_left_out(gpus: int, make: Make) -> None:
     host, model = load(path), load(path, devices="cuda:0")
     assert model.split is not None
     worker: Any = model.split._workers["CUDA0"]
-    experts = host.blocks[0].parts[1]
-    assert isinstance(experts, blocks.Experts)
+    mixture = host.blocks[0].parts[1]
+    assert isinstance(mixture, blocks.Experts)
     rng = np.random.default_rng(4)
-    norm, x = replace(experts.norm, factor=3.0), rng.standard_normal((2, host.hparams.n_embd)).astype(np.float32)
+    norm, x = replace(mixture.norm, factor=3.0), rng.standard_normal((2, host.hparams.n_embd)).astype(np.float32)
     np.testing.assert_allclose(worker.rms_norm(worker.gpu.array(x), norm).cpu().numpy(), host.rms_norm(x, norm), 1e-5)
-    part, logits = replace(experts, gating="sqrtsoftplus"), rng.standard_normal((2, experts.count)).astype(np.float32)
+    part, logits = replace(mixture, gating="sqrtsoftplus"), rng.standard_normal((2, mixture.count)).astype(np.float32)
     (chosen, weights), right = worker.route(part, worker.gpu.array(logits)), host.route(part, logits)
     np.testing.assert_array_equal(chosen, right[0])
     np.testing.assert_allclose(weights.cpu().numpy(), right[1], 1e-5)
@@ -107,6 +108,24 @@ def test_experts_on_the_cpu_and_the_rest_on_gpus(gpus: int, make: Make) -> None:
     assert {"products", "attention", "norms"} <= ledger.seconds["CUDA0"].keys()
     assert model.placement["blk.1.ffn_up_exps.weight"].name == "CPU"
     assert model.placement["blk.1.attn_q.weight"].name == f"CUDA{min(1, gpus - 1)}"
+
+
+def test_what_is_on_the_cpu_is_compiled(gpus: int, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fast numerics: experts that the GPU routes to, and whole layers, do not run layer by layer."""
+
+    def forbidden(*_: object, **__: object) -> None:
+        raise AssertionError("layer by layer")
+
+    path = make("qwen3moe")
+    expected = load(path, numerics="fast").logits(TOKENS[:2])
+    monkeypatch.setattr(experts, "run", forbidden)
+    rules = "exps=CPU,output=CPU,attn=CPU"
+    model = load(path, devices="cuda:0", numerics="fast", override_tensor=rules, gpu_layers=1, kv_on_cpu=True)
+    cache = model.new_cache(2)
+    result = np.concatenate([model.forward(TOKENS[:1], cache), model.forward(TOKENS[1:2], cache)])
+    assert np.abs(result - expected).max() < 0.05 * np.std(expected)
+    assert model.split is not None
+    assert [worker and worker.device.name for worker, _ in model.split.runs] == ["CPU", None]
 
 
 def test_experts_of_the_cpu_are_streamed_for_large_batches(gpus: int, make: Make) -> None:

@@ -17,6 +17,7 @@ from quantkit.runtime.kernels.cpu.operation import StoredRecord
 from quantkit.runtime.kernels.cpu.thread_team import ListedOperation, team
 
 _Array = TypeVar("_Array", bound="np.ndarray[Any, Any]")
+Buffers = dict[tuple[str, int], "np.ndarray[Any, Any]"]  # working memory by name and size in bytes
 
 
 class OpList:
@@ -24,13 +25,15 @@ class OpList:
 
     A field of a record named `private_stride` is the distance between the threads' copies of a buffer. It must not be
     0: all threads would write the same bytes.
+
+    `buffers` is working memory that several lists share: they run one after another, and none expects what it left.
     """
 
-    def __init__(self, threads: int):
+    def __init__(self, threads: int, buffers: Buffers | None = None):
         self.threads = threads
         self._ops: list[ListedOperation] = []
         self._alive: list[StoredRecord | np.ndarray[Any, Any]] = []
-        self._buffers: dict[tuple[str, int], np.ndarray[Any, Any]] = {}
+        self._buffers: Buffers = {} if buffers is None else buffers
         self._array: np.ndarray[Any, Any] | None = None
 
     def add(self, operation: Callback, parameters: NamedTuple, barrier: bool = False) -> StoredRecord:
@@ -89,5 +92,5 @@ class OpList:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all working memory."""
+        """Bytes of all working memory, shared memory too."""
         return sum(array.nbytes for array in self._buffers.values())

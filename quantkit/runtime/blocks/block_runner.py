@@ -111,7 +111,7 @@ class BlockRunner:
             return layer_input.layer_input(self, part, x, spans)
         if isinstance(part, blocks.Experts):
             return self._experts(part, x, spans)
-        return self._gated(part, self._norm_before(part.norm, x))
+        return self.gated(part, self._norm_before(part.norm, x))
 
     def _attention(self, part: blocks.Attention, layer: int, x: np.ndarray, spans: list[Span]) -> np.ndarray:
         y = self._norm_before(part.norm, x)
@@ -194,7 +194,7 @@ class BlockRunner:
         tables = self._rope(rope, int(positions.max()) + 1)
         float_ops.apply_rope(x, rope.style, dim, tables, positions, self.threads)
 
-    def _gated(self, part: blocks.FeedForward, y: np.ndarray) -> np.ndarray:
+    def gated(self, part: blocks.FeedForward, y: np.ndarray) -> np.ndarray:
         """The gated feed-forward of y, which is normed: down(act(gate y) * (up y))."""
         up, *gates = self.linears([part.up] if part.gate == part.up else [part.up, part.gate], y)
         gate = gates[0] if gates else up
@@ -223,7 +223,7 @@ class BlockRunner:
 
     def _shared(self, part: blocks.FeedForward, gate: str | None, y: np.ndarray) -> np.ndarray:
         """The shared expert of y, which is normed, times its gate's sigmoid if it has one."""
-        out = self._gated(part, y)
+        out = self.gated(part, y)
         if gate is not None:
             self.observe(gate, y)
             out *= self.sigmoid(y @ self.vector(gate))[:, None]

@@ -1,20 +1,23 @@
 """CUDA graphs: the launches of one token through neighbouring layers, captured once and replayed.
 
-Decoding takes about fifteen launches a layer, and a launch takes the host longer than the GPU. A `CapturedStep` replays
-all of them at once. What differs between tokens is read from tensors of the GPU: the activations that enter, and the
-position. Everything else is as it was at capture. So a layer can be captured only if none of it is computed on the CPU
-or depends on a number that the host computes: see `can_capture`.
+Decoding takes about ten launches a layer, and a launch takes the host longer than the GPU. A `CapturedStep` replays
+all of them at once, but for experts on the CPU, which compute between two graphs. What differs between tokens is read
+from tensors of the GPU: the activations that enter, and the position. Everything else is as it was at capture. So a
+layer can be captured only if nothing else of it is computed on the CPU or depends on a number that the host computes:
+see `can_capture`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from quantkit.archs.common import blocks
 from quantkit.runtime.blocks.spans import Span
 from quantkit.runtime.cuda import gpu_decode
 from quantkit.runtime.cuda.gpu_context import GpuContext
+from quantkit.runtime.cuda.gpu_decode import Decoder, HostExperts
 from quantkit.runtime.cuda.gpu_experts import routes_on_gpu
 from quantkit.runtime.kv.cache import Cache
 
@@ -39,30 +42,11 @@ def can_capture(part: blocks.Part, exact: bool) -> bool:
     return isinstance(part, blocks.FeedForward)
 
 
-def _fast(
-    worker: GpuContext, layers: Sequence[blocks.Block], x: torch.Tensor, span: Span, head: blocks.Head | None
-) -> tuple[torch.Tensor, Any]:
-    """What leaves the blocks, and the logits of a head, by fused kernels."""
-    decoder = gpu_decode.Decoder(worker, x, span)
-    for block in layers:
-        decoder.run(block)
-    logits = None if head is None else decoder.logits(head)
-    return decoder.sum(), logits
-
-
-def _exact(
-    worker: GpuContext, layers: Sequence[blocks.Block], x: torch.Tensor, span: Span, head: blocks.Head | None
-) -> tuple[torch.Tensor, Any]:
-    """As `_fast`, by the operations of exact numerics."""
-    for block in layers:
-        x = worker.run_block(block, x, [span])
-    return x, None if head is None else worker.linear(head.output, worker.norm(head.norm, x))
-
-
 class CapturedStep:
     """One token through blocks whose tensors and cache are on one GPU, and through the head where one is given.
 
-    The cache must outlive this object.
+    Where routed experts are on the CPU there is a graph for what comes before them, one for the shared experts beside
+    them, and one for what follows. The cache must outlive this object.
     """
 
     def __init__(
@@ -74,29 +58,81 @@ class CapturedStep:
         head: blocks.Head | None = None,
     ):
         gpu = self._gpu = worker.gpu
-        self._x = x.clone()
+        self._worker = worker
+        self._x, self._sent = x.clone(), gpu.event()
         self._position = gpu.torch.full((1,), cache.length, dtype=gpu.torch.int32, device=gpu.torch_device)
         self._logits: torch.Tensor | None = None  # in the host's memory
         if head is not None:
             vocab = worker.weights[head.output.weight].shape[0]
             self._logits = gpu.pinned(4 * vocab).view(gpu.torch.float32).view(1, vocab)
-        run = _exact if worker.exact else _fast
-
-        def step() -> None:
-            self._out, logits = run(worker, layers, self._x, Span(0, 1, cache), head)
-            if self._logits is not None:
-                self._logits.copy_(logits, non_blocking=True)
-
+        self._stages: list[Callable[[], None]] = []
         with worker.reading_position(self._position, cache.n_ctx):
-            self._graph = gpu.capture(step)
-        self._rope_tables = worker.rope_tables()  # a reference: a longer context replaces the worker's tables
+            if worker.exact:
+                self._capture(lambda: self._run_exact(layers, Span(0, 1, cache), head))
+            else:
+                self._capture_fast(layers, Decoder(worker, self._x, Span(0, 1, cache)), head)
+        # References: a longer context replaces the worker's tables, and stacks of matrices the single ones.
+        self._kept = worker.rope_tables(), worker.held_matrices()
 
     def replay(self, x: torch.Tensor, position: int) -> tuple[Any, np.ndarray | None]:
         """float32[1, n_embd] that leaves the blocks, valid until the next replay; and float32[1, vocab] of a head."""
         self._x.copy_(x)
         self._position.fill_(position)
-        self._graph.replay()
+        for stage in self._stages:
+            stage()
         if self._logits is None:
             return self._out, None
         self._gpu.synchronize()
         return self._out, self._logits.numpy().copy()
+
+    def _capture(self, step: Callable[[], Any]) -> None:
+        """A stage that replays what `step` launches."""
+        self._stages.append(self._gpu.capture(step).replay)
+
+    def _run_exact(self, layers: Sequence[blocks.Block], span: Span, head: blocks.Head | None) -> None:
+        worker, self._out = self._worker, self._x
+        for block in layers:
+            self._out = worker.run_block(block, self._out, [span])
+        if head is not None:
+            self._keep_logits(worker.linear(head.output, worker.norm(head.norm, self._out)))
+
+    def _keep_logits(self, logits: Any) -> None:
+        assert self._logits is not None
+        self._logits.copy_(logits, non_blocking=True)
+
+    def _capture_fast(self, layers: Sequence[blocks.Block], decoder: Decoder, head: blocks.Head | None) -> None:
+        """All stages, of fused kernels."""
+        pending: list[Callable[[], None]] = []
+        for block in layers:
+            if not gpu_decode.is_taken_apart(block):
+                pending.append(functools.partial(decoder.run_block, block))
+                continue
+            for layer, part in block.numbered_parts:
+                if isinstance(part, blocks.Experts) and self._worker.experts_on_host(part):
+                    experts = HostExperts(self._worker, part, self._x.shape[1])
+                    self._capture_each(decoder, [*pending, functools.partial(decoder.send, experts)])
+                    self._stages.append(functools.partial(self._gpu.record, self._sent))
+                    if part.shared is not None:
+                        self._capture_each(decoder, [functools.partial(decoder.run_shared, experts)])
+                    self._stages += [self._sent.synchronize, experts.run]
+                    pending = [functools.partial(decoder.receive, experts)]
+                else:
+                    pending.append(functools.partial(decoder.run_part, layer, part))
+
+        def finish() -> None:
+            if head is not None:
+                self._keep_logits(decoder.logits(head))
+            self._out = decoder.sum()
+
+        self._capture_each(decoder, [*pending, finish])
+
+    def _capture_each(self, decoder: Decoder, steps: Sequence[Callable[[], None]]) -> None:
+        """A stage of several steps, each of which starts from what the one before has left in the decoder."""
+        before = decoder.x, decoder.added
+
+        def stage() -> None:
+            decoder.x, decoder.added = before
+            for step in steps:
+                step()
+
+        self._capture(stage)

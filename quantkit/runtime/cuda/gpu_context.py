@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from quantkit.runtime.kernels.cuda.device import Gpu, Matrices
+    from quantkit.runtime.parallel.worker import Worker
 
 
 class RopeTable(NamedTuple):
@@ -60,6 +61,10 @@ class GpuContext(Protocol):
         """Counts time and bytes."""
 
     @property
+    def host(self) -> Worker:
+        """The CPU's worker."""
+
+    @property
     def observes(self) -> bool:
         """Whether an observer wants what enters matrices."""
 
@@ -88,6 +93,15 @@ class GpuContext(Protocol):
         self, name: blocks.Activation, gate: torch.Tensor, up: torch.Tensor, limit: float | None = None
     ) -> torch.Tensor:
         """act(gate) * up; overwrites `gate`."""
+
+    def route(self, part: blocks.Experts, logits: Any) -> tuple[Any, Any]:
+        """Selected experts int32[tokens, used], -1 for none, and their weights float32[tokens, used]."""
+
+    def experts_on_host(self, part: blocks.Experts) -> bool:
+        """Whether the CPU computes a token's routed experts, and all else is here."""
+
+    def gated(self, part: blocks.FeedForward, y: Any) -> Any:
+        """The gated feed-forward of y, which is normed."""
 
     def sigmoid(self, x: torch.Tensor) -> torch.Tensor:
         """Elementwise."""
@@ -138,6 +152,9 @@ class GpuContext(Protocol):
 
     def reading_position(self, position: torch.Tensor, n_ctx: int) -> contextlib.AbstractContextManager[None]:
         """Context: kernels read the position of the one token from int32[1] on the GPU; it stays below `n_ctx`."""
+
+    def held_matrices(self) -> list[Matrices]:
+        """All matrices that are on this GPU."""
 
     def rope_tables(self) -> list[Any]:
         """The tables that `apply_rope` has used."""

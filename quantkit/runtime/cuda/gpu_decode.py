@@ -4,9 +4,11 @@ The hidden state goes from part to part as a sum of two, x and what the last par
 enters products is there as bytes once for all of them, and neighbouring matrices of one type are multiplied as one.
 Parts that the kernels do not know run as with any number of tokens.
 
-    part           launches
-    attention      add_norm, q k v, rope_append, attend, merge, out
-    feed-forward   add_norm, gate up, activate, down
+    part            launches
+    attention       add_norm, q k v, rope_append, attend, merge, out
+    feed-forward    add_norm, gate up, activate, down
+    experts on      add_norm, router, route, copies of what they get to the host; meanwhile shared experts; a copy of
+    the CPU         what they make
 """
 
 from __future__ import annotations
@@ -34,23 +36,43 @@ class Decoder:
 
     def __init__(self, worker: GpuContext, x: torch.Tensor, span: Span):
         self._worker, self._gpu, self._span = worker, worker.gpu, span
-        self.x, self.added = x, None
+        self.x: torch.Tensor = x
+        self.added: torch.Tensor | None = None
 
-    x: torch.Tensor
-    added: torch.Tensor | None
+    def run_block(self, block: blocks.Block) -> None:
+        """Add a block that is not taken apart."""
+        self.x, self.added = self._worker.run_block(block, self.sum(), [self._span]), None
 
-    def run(self, block: blocks.Block) -> None:
-        """Add a block."""
-        if block.parallel or block.out_scale is not None or any(_is_deferred(part) for part in block.parts):
-            self.x = self._worker.run_block(block, self.sum(), [self._span])
-            return
-        for layer, part in block.numbered_parts:
-            if isinstance(part, blocks.Attention) and self._knows_attention(part):
-                self.added = self._attention(part, layer, self._normed(part.norm))
-            elif isinstance(part, blocks.FeedForward) and self._knows_feed_forward(part):
-                self.added = self._feed_forward(part, self._normed(part.norm))
-            else:
-                self.added = self._worker.run_part(part, layer, self.sum(), [self._span])
+    def run_part(self, layer: int, part: blocks.Part) -> None:
+        """Add a part of a block."""
+        if isinstance(part, blocks.Attention) and self._knows_attention(part):
+            self.added = self._attention(part, layer, self._normed(part.norm))
+        elif isinstance(part, blocks.FeedForward) and self._knows_feed_forward(part):
+            self.added = self._feed_forward(part, self._normed(part.norm))
+        else:
+            self.added = self._worker.run_part(part, layer, self.sum(), [self._span])
+
+    def send(self, experts: HostExperts) -> None:
+        """Route, and copy to the host what the experts there get."""
+        worker, part = self._worker, experts.part
+        experts.y = y = self._normed(part.norm)
+        chosen, weights = worker.route(part, worker.linear(part.router, y.x))
+        experts.send(y.x, chosen, weights)
+
+    def run_shared(self, experts: HostExperts) -> None:
+        """The shared experts of what `send` has normed."""
+        worker, part, y = self._worker, experts.part, experts.y
+        assert part.shared is not None
+        known = self._knows_feed_forward(part.shared)
+        out = self._feed_forward(part.shared, y) if known else worker.gated(part.shared, y.x)
+        gate = part.shared_gate
+        experts.shared = out if gate is None else out * worker.sigmoid(y.x @ worker.vector(gate))[:, None]
+
+    def receive(self, experts: HostExperts) -> None:
+        """Add what the experts on the host made, and the shared ones."""
+        out = experts.received()
+        out = out if experts.shared is None else out + experts.shared
+        self.added = out if experts.part.post_norm is None else self._worker.norm(experts.part.post_norm, out)
 
     def sum(self) -> torch.Tensor:
         """The hidden state float32[1, n_embd]; afterwards nothing is left to be added."""
@@ -60,25 +82,22 @@ class Decoder:
 
     def logits(self, head: blocks.Head) -> torch.Tensor:
         """float32[1, vocab]."""
-        if self._is_plain(head.norm) and self._worker.weights[head.output.weight].shape[1] % 32 == 0:
+        if is_plain(head.norm) and self._worker.weights[head.output.weight].shape[1] % 32 == 0:
             return self._products([head.output], self._normed(head.norm))[0]
         result: torch.Tensor = self._worker.linear(head.output, self._worker.norm(head.norm, self.sum()))
         return result
 
     # ----------------------------------------------------------------------------------------------- what kernels know
 
-    def _is_plain(self, norm: blocks.Norm | None) -> bool:
-        return norm is not None and norm.weight != "" and not norm.centred and norm.bias is None
-
     def _knows_attention(self, part: blocks.Attention) -> bool:
         """Whether `_attention` can run a part."""
         kind, norms = self._span.cache.type, (part.q_norm, part.k_norm)
-        normed = all(map(self._is_plain, norms)) and part.q_norm.eps == part.k_norm.eps  # type: ignore[union-attr]
+        normed = all(map(is_plain, norms)) and part.q_norm.eps == part.k_norm.eps  # type: ignore[union-attr]
         heads = norms == (None, None) or (normed and not part.norms_across_heads and not part.norms_after_rope)
         others = (part.v_norm, part.sub_norm, part.head_gate, part.temperature, part.source, part.indexer)
         whole = all(linear.rows is None for linear in (part.q, part.k, part.v, part.out))
         return (
-            self._is_plain(part.norm) and heads and whole and not part.gated and part.v != part.k
+            is_plain(part.norm) and heads and whole and not part.gated and part.v != part.k
             and all(other is None for other in others)
             and part.head_dim_v % 32 == 0 and self._columns(part.q) % 32 == 0
             and {kind.k, kind.v} <= set(fused.CACHES)
@@ -88,7 +107,7 @@ class Decoder:
         """Whether `_feed_forward` can run a part."""
         matrices = part.gate, part.up, part.down
         return (
-            self._is_plain(part.norm) and part.sub_norm is None and part.limit is None
+            is_plain(part.norm) and part.sub_norm is None and part.limit is None
             and part.activation in elementwise.ACTIVATIONS and part.gate != part.up
             and all(linear.rows is None and self._columns(linear) % 32 == 0 for linear in matrices)
         )  # fmt: skip
@@ -157,5 +176,54 @@ class Decoder:
         return results
 
 
-def _is_deferred(part: blocks.Part) -> bool:
-    return isinstance(part, blocks.Experts) and part.deferred
+class HostExperts:
+    """The routed experts of a block on the CPU: memory of the host, which the GPU reads and writes by itself.
+
+    y        what enters the experts, on the GPU
+    shared   float32[1, n_embd] of the shared experts there; None without
+    """
+
+    y: Activations
+    shared: torch.Tensor | None = None
+
+    def __init__(self, worker: GpuContext, part: blocks.Experts, n_embd: int):
+        self.part, self._worker = part, worker
+        gpu, used = worker.gpu, part.used
+        sizes = n_embd, used, used, n_embd
+        memory = [gpu.pinned(4 * n).view(gpu.torch.float32).view(1, n) for n in sizes]
+        self._x, self._weights, self._out = memory[0], memory[2], memory[3]
+        self._chosen = memory[1].view(gpu.torch.int32)
+        self._results = gpu.empty(1, n_embd)
+
+    def send(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> None:
+        """Copy them to the host, when the GPU comes to it."""
+        for host, there in ((self._x, x), (self._chosen, chosen), (self._weights, weights)):
+            host.copy_(there, non_blocking=True)
+
+    def run(self) -> None:
+        """Compute on the host what was sent; the copies have ended."""
+        sent = self._x.numpy(), self._chosen.numpy(), self._weights.numpy()
+        self._out.numpy()[:] = self._worker.host.run_experts(self.part, *sent)
+
+    def received(self) -> torch.Tensor:
+        """Copy the results to the GPU, when it comes to it: float32[1, n_embd]."""
+        self._results.copy_(self._out, non_blocking=True)
+        return self._results
+
+
+def is_taken_apart(block: blocks.Block) -> bool:
+    """Whether the parts of a block run one after another, each with the sum of those before it."""
+    deferred = any(isinstance(part, blocks.Experts) and part.deferred for part in block.parts)
+    return not (block.parallel or block.out_scale is not None or block.hyper or deferred)
+
+
+def can_leave_to_host(part: blocks.Experts) -> bool:
+    """Whether the GPU can compute a block whose routed experts are on the CPU, without anything else there."""
+    shared = part.shared is None or part.shared.norm == part.norm
+    others = (part.router_norm, part.routed_norm, part.latent_down, part.latent_up, part.table)
+    return shared and is_plain(part.norm) and not part.identity and all(other is None for other in others)
+
+
+def is_plain(norm: blocks.Norm | None) -> bool:
+    """Whether `fused.add_norm` computes a norm."""
+    return norm is not None and norm.weight != "" and not norm.centred and norm.bias is None

@@ -175,7 +175,8 @@ class CudaWorker(Worker):
             del self._stacks[stack]
 
     @property
-    def _host(self) -> Worker:
+    def host(self) -> Worker:
+        """The CPU's worker."""
         return self._split.worker(CPU)
 
     @property
@@ -190,27 +191,46 @@ class CudaWorker(Worker):
 
     def copy_to_cpu(self, x: Any) -> np.ndarray:
         """A copy in the host's memory, counted as a transfer."""
-        return self._host.fetch(x, self)
+        return self.host.fetch(x, self)
 
     def copy_from_cpu(self, x: np.ndarray) -> Any:
         """A copy on this GPU, counted as a transfer."""
-        return self.fetch(x, self._host)
+        return self.fetch(x, self.host)
 
     # ---------------------------------------------------------------------------------------------------- CUDA graphs
 
     def can_capture(self, block: blocks.Block) -> bool:
-        """Whether one token of a block can be captured: all of it is computed here. See `cuda_graph.can_capture`."""
+        """Whether one token of a block can be captured: all of it is computed here, but for routed experts on the CPU.
+
+        See `cuda_graph.can_capture`.
+        """
 
         from quantkit.runtime.cuda import cuda_graph
 
         latent_cache = self.mla > 0 or not any(isinstance(part, blocks.LatentAttention) for part in block.parts)
+        on_host = {name for part in block.parts for name in self._names_on_host(block, part)}
         return (
             latent_cache
             and self.tripwire != "full"
             and self._split.attends(block.layer, self) is self
-            and all(self._of(name) is self for name in tensor_names(block))
+            and all(self._of(name) is self for name in tensor_names(block) if name not in on_host)
             and all(cuda_graph.can_capture(part, self.exact) for part in block.parts)
         )
+
+    def _names_on_host(self, block: blocks.Block, part: blocks.Part) -> set[str]:
+        """The matrices of a part that stay on the CPU while the rest of its block is captured."""
+
+        from quantkit.runtime.cuda import gpu_decode
+
+        left = isinstance(part, blocks.Experts) and gpu_decode.can_leave_to_host(part) and self.experts_on_host(part)
+        if not (left and gpu_decode.is_taken_apart(block)):
+            return set()
+        assert isinstance(part, blocks.Experts)
+        return {linear.weight for linear in part.matrices}
+
+    def experts_on_host(self, part: blocks.Experts) -> bool:
+        """Whether the CPU computes the routed experts of one token."""
+        return self._holders(part) == {self.host} and not self._offloads(part, 1)
 
     def can_replay(self, layers: Sequence[blocks.Block], tokens: int, spans: Sequence[Span]) -> bool:
         """Whether one token can replay these blocks. The first one in a cache runs them by launches."""
@@ -261,6 +281,10 @@ class CudaWorker(Worker):
             yield
         finally:
             self._captured_position = None
+
+    def held_matrices(self) -> list[Matrices]:
+        """All matrices that are on the GPU."""
+        return list(self._matrices.values())
 
     def rope_tables(self) -> list[Any]:
         """The RoPE tables on the GPU."""
@@ -517,7 +541,7 @@ class CudaWorker(Worker):
         """
         in_order = self._checking or self.tripwire == "full" or self.observer is not None  # the order that errors name
         in_order = in_order or part.post_norm is not None
-        routed_on_cpu = self._holders(part) == {self._host} and not self._offloads(part, len(x))
+        routed_on_cpu = self._holders(part) == {self.host} and not self._offloads(part, len(x))
         if in_order or part.shared is None or not routed_on_cpu:
             return super()._experts(part, x, spans)
         y = self.norm(part.norm, x)
@@ -525,7 +549,7 @@ class CudaWorker(Worker):
         ids = chosen if isinstance(chosen, np.ndarray) else self.copy_to_cpu(chosen)
         inputs = self.copy_to_cpu(self._through(part.latent_down, y)), self.copy_to_cpu(weights)
         shared = self._shared(part.shared, part.shared_gate, y)
-        routed = self.copy_from_cpu(self._host.run_experts(part, inputs[0], ids, inputs[1]))
+        routed = self.copy_from_cpu(self.host.run_experts(part, inputs[0], ids, inputs[1]))
         return shared + self._through(part.latent_up, routed)
 
     def run_experts(self, part: blocks.Experts, y: Any, chosen: Any, weights: Any) -> Any:
@@ -535,12 +559,12 @@ class CudaWorker(Worker):
             with self._timed("experts"):
                 return self._gpu_experts.run(part, y, chosen, weights)
         ids = chosen if isinstance(chosen, np.ndarray) else self.copy_to_cpu(chosen)
-        if holders == {self._host} and self._offloads(part, len(y)):
+        if holders == {self.host} and self._offloads(part, len(y)):
             with self._timed("experts"):
                 return self._gpu_experts.run_offloaded(part, y, ids, weights)
         if len(holders) == 1:
             return super().run_experts(part, y, ids, weights)
-        host = self._host  # computes each product where its matrix is
+        host = self.host  # computes each product where its matrix is
         return self._run_on(host, lambda y, w: host.run_experts(part, y, ids, w), y, weights)
 
     def _holders(self, part: blocks.Experts) -> set[Worker]:

@@ -246,6 +246,35 @@ def test_steps_are_fused(gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert any(name.startswith("rope_append") for name in worker.gpu.launched)
 
 
+@pytest.mark.parametrize("arch", ["qwen3moe", "deepseek2"])
+def test_steps_with_experts_on_the_cpu(arch: str, gpus: int, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They compute between two graphs, with shared experts beside them (deepseek2): as by launches, twice."""
+    if SIMULATED:
+        by_torch(monkeypatch)
+    model = load(make(arch), devices="cuda:0", numerics="fast", override_tensor="_exps=CPU")
+    assert model.split is not None
+    (worker,) = {worker for worker, _ in model.split.runs}
+    assert worker is model.split._workers["CUDA0"]
+    cache = model.new_cache(4)
+    by_launches = [model.forward(TOKENS[:1], cache), model.forward_batch([(TOKENS[:2], model.new_cache(4))])]
+    cache.truncate(0)
+    calls: list[Any] = []
+    run_experts = model.split._workers["CPU"].run_experts
+    monkeypatch.setattr(
+        model.split._workers["CPU"], "run_experts", lambda *given: calls.append(given) or run_experts(*given)
+    )
+    for _ in range(2):
+        cache.truncate(0)
+        replayed = [model.forward(TOKENS[i : i + 1], cache) for i in range(2)]
+        np.testing.assert_allclose(replayed, by_launches, atol=2e-3)
+    layers = sum(isinstance(part, blocks.Experts) for block in model.blocks for part in block.parts)
+    assert len(calls) == 4 * layers
+    (step,) = [s for steps in worker._steps.values() for s in steps.values() if s is not None]
+    graphs = 2 * layers if arch == "deepseek2" else layers
+    assert not SIMULATED or worker.gpu.captured == graphs + 1
+    assert step._stages
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("arch", ["llama", "qwen3moe", "deepseek2", "gpt-oss", "qwen35moe"])
 def test_steps_of_architectures_are_replayed(arch: str, gpus: int, make: Make) -> None:

@@ -134,6 +134,10 @@ class Gpu:
         result: torch.cuda.Event = self.torch.cuda.Event()
         return result
 
+    def record(self, event: torch.cuda.Event) -> None:
+        """Let an event happen when all that was launched so far has ended."""
+        event.record(self.current_stream())
+
     def free_bytes(self) -> int:
         """Bytes of GPU memory that are not allocated."""
         return int(self.torch.cuda.mem_get_info(self.index)[0])

@@ -10,7 +10,7 @@ import math
 
 import numpy as np
 
-from quantkit.runtime.kernels.cuda.hardware import cuda, inlined, warp_max, warp_sum
+from quantkit.runtime.kernels.cuda.hardware import cuda, inlined, load_floats, warp_max, warp_sum
 from quantkit.runtime.kernels.cuda.kernel import CudaKernel
 
 THREADS = 256
@@ -48,8 +48,8 @@ def block_max(value):
 
 
 def norm_threads(n: int) -> int:
-    """Threads of a block of `rms_norm`: with more, more loads of a long row are under way."""
-    return min(NORM_THREADS, max(THREADS, n // 4 // 32 * 32))
+    """Threads of a block of `rms_norm`, which load four columns at a time and up to four times."""
+    return min(NORM_THREADS, max(32, n // 16 // 32 * 32))
 
 
 @functools.cache
@@ -58,12 +58,23 @@ def rms_norm() -> CudaKernel:
 
     def kernel(x, weight, n, eps, out):
         first = np.int64(cuda.blockIdx.x) * n
+        width = 4 if n % 4 == 0 else 1  # columns of one load
         total = np.float32(0)
-        for i in range(cuda.threadIdx.x, n, cuda.blockDim.x):
-            total += x[first + i] * x[first + i]
-        scale = np.float32(1) / math.sqrt(block_sum(total) / np.float32(n) + eps)
-        for i in range(cuda.threadIdx.x, n, cuda.blockDim.x):
-            out[first + i] = x[first + i] * np.float32(scale) * weight[i]
+        for i in range(width * cuda.threadIdx.x, n, width * cuda.blockDim.x):
+            if width == 4:
+                a, b, c, d = load_floats(x, first + i)
+                total += a * a + b * b + (c * c + d * d)
+            else:
+                total += x[first + i] * x[first + i]
+        scale = np.float32(np.float32(1) / math.sqrt(block_sum(total) / np.float32(n) + eps))
+        for i in range(width * cuda.threadIdx.x, n, width * cuda.blockDim.x):
+            if width == 4:
+                a, b, c, d = load_floats(x, first + i)
+                e, f, g, h = load_floats(weight, i)
+                out[first + i], out[first + i + 1] = a * scale * e, b * scale * f
+                out[first + i + 2], out[first + i + 3] = c * scale * g, d * scale * h
+            else:
+                out[first + i] = x[first + i] * scale * weight[i]
 
     return CudaKernel("rms_norm", kernel, "f32[] f32[] i32 f32 f32[]")
 

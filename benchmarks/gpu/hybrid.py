@@ -5,8 +5,6 @@ The layers have the shapes of DeepSeek V3 (latent attention, a shared expert) an
     step             all of it, after `context` tokens; tg is its inverse
     cpu              the CPU's part alone: the routed experts of all layers, with the inputs of some tokens
     rest             a step in which the experts' results are given: the GPU's part, its launches and the transfers
-    transfers        the copies of a step between the CPU and the GPU, alone; a copy waits for the one before
-    gpu              rest without transfers
     of_longer_part   step over the longer one of cpu and rest (aim 1.15 at most)
     token            seconds of the GPU, and of the host without its waiting for the GPU, from torch's profiler; the
                      experts are part of the host's
@@ -41,12 +39,11 @@ TABLE = Table(
         Column("cpu_tg", "CPU alone, tokens/s", ".1f"),
         Column("step_ms", "step, ms", ".2f"),
         Column("cpu_ms", "experts, ms", ".2f"),
-        Column("gpu_ms", "GPU, ms", ".2f"),
-        Column("transfers_ms", "transfers, ms", ".2f"),
+        Column("rest_ms", "GPU and transfers, ms", ".2f"),
         Column("of_longer_part", "step of the longer part", ".2f"),
     ),
-    "A few layers with random weights, after 512 tokens. The step of one token, the CPU's experts alone, the GPU's "
-    "part alone, the transfers alone; the step over the longer one of the experts, and of GPU and transfers together.",
+    "A few layers with random weights, after 512 tokens. The step of one token, the CPU's experts alone, all but these "
+    "alone; the step over the longer one of the two.",
 )
 MODEL_TYPES = ("q4_K",)
 EXPERTS = "_exps=CPU"
@@ -64,14 +61,14 @@ def rows(figures: Figures) -> list[Figures]:
     """One row for each model."""
     return [
         {"model": name, "tg": got["tg"], "cpu_tg": got["cpu_tg"], "of_longer_part": got["of_longer_part"]}
-        | {f"{part}_ms": 1e3 * got[part] for part in ("step", "cpu", "gpu", "transfers")}
+        | {f"{part}_ms": 1e3 * got[part] for part in ("step", "cpu", "rest")}
         for name, got in figures.items() if "failed" not in got
     ]  # fmt: skip
 
 
 def line(got: Figures) -> str:
     """The times in words."""
-    parts = ", ".join(f"{part} {1e3 * got[part]:.2f}" for part in ("step", "cpu", "gpu", "transfers"))
+    parts = ", ".join(f"{part} {1e3 * got[part]:.2f}" for part in ("step", "cpu", "rest"))
     return (
         f"TG {got['tg']:.1f} tokens/s, CPU alone {got['cpu_tg']:.1f}; ms: {parts}; step of the longer part "
         f"{got['of_longer_part']:.2f} (aim 1.15); {times(got['token'])}; logits {got['error']:.1e} from the CPU's"
@@ -96,13 +93,13 @@ def measure_model(run: Run, shape: str, kind: str, got: Figures) -> None:
 
 
 def parts(run: Run, model: Model, cache: Any) -> Figures:
-    """Seconds of a token's parts: cpu, rest, transfers, gpu. Each part alone repeats what some tokens did.
+    """Seconds of a token's parts: cpu, rest. Each part alone repeats what some tokens did.
 
     QuantkitError where the step no longer computes its experts by `Worker.run_experts`.
     """
     assert model.split is not None
-    host, gpu, count = model.split.worker(CPU), gpu_worker_of(model), run.sizes.recorded
-    calls, results, moves = recorded(lambda: tokens(run, model, cache, count), host, gpu)
+    host, count = model.split.worker(CPU), run.sizes.recorded
+    calls, results = recorded(lambda: tokens(run, model, cache, count), host)
     if not calls:
         raise QuantkitError("no layer computed experts by the CPU's worker")
 
@@ -110,12 +107,7 @@ def parts(run: Run, model: Model, cache: Any) -> Figures:
         for arguments in calls:
             host.run_experts(*arguments)
 
-    def transfers() -> None:
-        for target, source, x in moves:
-            target.receive(x, source)
-
     cpu = seconds(run.gpu, experts, run.sizes.repeat) / count
-    moved = seconds(run.gpu, transfers, run.sizes.repeat) / count
     given = iter(results * 2)  # for a token to warm up as well
 
     def next_result(*arguments: Any) -> np.ndarray:
@@ -126,13 +118,7 @@ def parts(run: Run, model: Model, cache: Any) -> Figures:
         begin = time.perf_counter()
         tokens(run, model, cache, count)
         rest = (time.perf_counter() - begin) / count
-    return {"cpu": cpu, "rest": rest, "transfers": moved, "gpu": max(0.0, rest - moved)}
-
-
-def gpu_worker_of(model: Model) -> Worker:
-    """The worker that has the last layer."""
-    assert model.split is not None
-    return model.split.worker(model.split.placement.of_activations(model.blocks[-1].layer))
+    return {"cpu": cpu, "rest": rest}
 
 
 def tokens(run: Run, model: Model, cache: Any, count: int) -> None:
@@ -142,26 +128,16 @@ def tokens(run: Run, model: Model, cache: Any, count: int) -> None:
         model.forward([int(token)], cache, logits="last")
 
 
-def recorded(task: Callable[[], None], host: Worker, gpu: Worker) -> tuple[list[Any], list[np.ndarray], list[Any]]:
-    """What a task does: the calls of the CPU's experts, their results, and what is moved (to, from, array)."""
+def recorded(task: Callable[[], None], host: Worker) -> tuple[list[Any], list[np.ndarray]]:
+    """The calls of the CPU's experts and their results, copied from memory that the next call uses."""
     calls: list[Any] = []
     results: list[np.ndarray] = []
-    moves: list[Any] = []
 
-    def run_experts(original: Callable[..., np.ndarray], *arguments: Any) -> np.ndarray:
-        calls.append(arguments)
-        results.append(np.array(original(*arguments)))
+    def run_experts(original: Callable[..., np.ndarray], part: Any, *arrays: np.ndarray) -> np.ndarray:
+        calls.append((part, *map(np.array, arrays)))
+        results.append(np.array(original(part, *arrays)))
         return results[-1]
 
-    def fetch(target: Worker, original: Callable[..., Any], x: Any, source: Worker) -> Any:
-        if source is not target:
-            moves.append((target, source, x))
-        return original(x, source)
-
-    with (
-        mock.patch.object(host, "run_experts", functools.partial(run_experts, host.run_experts)),
-        mock.patch.object(host, "fetch", functools.partial(fetch, host, host.fetch)),
-        mock.patch.object(gpu, "fetch", functools.partial(fetch, gpu, gpu.fetch)),
-    ):
+    with mock.patch.object(host, "run_experts", functools.partial(run_experts, host.run_experts)):
         task()
-    return calls, results, moves
+    return calls, results

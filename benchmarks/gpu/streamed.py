@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 
-from benchmarks.gpu.hybrid import EXPERTS, MODEL_TYPES, TOLERANCE, gpu_worker_of
+from benchmarks.gpu.hybrid import EXPERTS, MODEL_TYPES, TOLERANCE
 from benchmarks.gpu.run import Figures, Run, error
 from benchmarks.gpu.running import n_ctx, on_cpu, on_gpu, prompt, times, traced_prompt
 from benchmarks.records import Column, Table
@@ -67,7 +67,7 @@ def measure_model(run: Run, shape: str, kind: str, got: Figures) -> None:
     cache = model.new_cache(n_ctx(sizes))
     model.split.ledger.clear()
     per_prompt, logits = prompt(model, sizes, cache, sizes.prompts)
-    copied = model.split.ledger.bytes[CPU.name, gpu_worker_of(model).device.name] // (1 + sizes.prompts)
+    copied = model.split.ledger.bytes[CPU.name, f"CUDA{run.gpu.index}"] // (1 + sizes.prompts)
     rate = copied / per_prompt
     got |= {"pp": sizes.prompt / per_prompt, "bytes": copied, "bytes_rate": rate, "of_bus": rate / run.peak["bus"]}
     run.save()

@@ -87,7 +87,12 @@ class CapturedStep:
 
     def _capture(self, step: Callable[[], Any]) -> None:
         """A stage that replays what `step` launches."""
-        self._stages.append(self._gpu.capture(step).replay)
+        self._add(self._gpu.capture(step).replay)
+
+    def _add(self, stage: Callable[[], None]) -> None:
+        """A stage, which runs at once: the capture of the next one needs its results."""
+        self._stages.append(stage)
+        stage()
 
     def _run_exact(self, layers: Sequence[blocks.Block], span: Span, head: blocks.Head | None) -> None:
         worker, self._out = self._worker, self._x
@@ -111,10 +116,11 @@ class CapturedStep:
                 if isinstance(part, blocks.Experts) and self._worker.experts_on_host(part):
                     experts = HostExperts(self._worker, part, self._x.shape[1])
                     self._capture_each(decoder, [*pending, functools.partial(decoder.send, experts)])
-                    self._stages.append(functools.partial(self._gpu.record, self._sent))
+                    self._add(functools.partial(self._gpu.record, self._sent))
                     if part.shared is not None:
                         self._capture_each(decoder, [functools.partial(decoder.run_shared, experts)])
-                    self._stages += [self._sent.synchronize, experts.run]
+                    self._add(self._sent.synchronize)
+                    self._add(experts.run)
                     pending = [functools.partial(decoder.receive, experts)]
                 else:
                     pending.append(functools.partial(decoder.run_part, layer, part))

@@ -268,11 +268,9 @@ def test_steps_with_experts_on_the_cpu(arch: str, gpus: int, make: Make, monkeyp
         replayed = [model.forward(TOKENS[i : i + 1], cache) for i in range(2)]
         np.testing.assert_allclose(replayed, by_launches, atol=2e-3)
     layers = sum(isinstance(part, blocks.Experts) for block in model.blocks for part in block.parts)
-    assert len(calls) == 4 * layers
-    (step,) = [s for steps in worker._steps.values() for s in steps.values() if s is not None]
+    assert len(calls) == (4 + 1) * layers  # once more when they are captured
     graphs = 2 * layers if arch == "deepseek2" else layers
     assert not SIMULATED or worker.gpu.captured == graphs + 1
-    assert step._stages
 
 
 @pytest.mark.full

@@ -32,15 +32,17 @@ def check_bytes(run: Run, x: np.ndarray, result: tuple[np.ndarray, ...]) -> None
 
 
 @pytest.mark.parametrize("adds", [0, 1])
-@pytest.mark.parametrize("n", [32, 288, 4224])
-def test_sum_norm_and_bytes(run: Run, n: int, adds: int) -> None:
+@pytest.mark.parametrize(("n", "threads"), [(32, 32), (288, 96), (288, 32)])
+def test_sum_norm_and_bytes(run: Run, n: int, threads: int, adds: int) -> None:
+    """Where the threads have all columns at once, and where they do not; `norm_threads` is the former up to 4096."""
+    assert fused.norm_threads(n) == -(-n // 128) * 32
     x, added, weight = normal(n), normal(n, seed=1), normal(n, seed=2)
     x[:32] = 0
     added[:32] = 0  # a run whose scale is 0
     total, y = np.zeros(n, np.float32), np.zeros(n, np.float32)
     result = empty_bytes(n)
     words = result[0].view(np.int32)
-    run(fused.add_norm(), 1, fused.norm_threads(n), x, added, adds, weight, n, np.float32(1e-5), total, y, words,
+    run(fused.add_norm(), 1, threads, x, added, adds, weight, n, np.float32(1e-5), total, y, words,
         *result[1:])  # fmt: skip
     np.testing.assert_array_equal(total, x + added if adds else x)
     right = np.zeros((1, n), np.float32)

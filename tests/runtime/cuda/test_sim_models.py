@@ -246,9 +246,9 @@ def test_steps_are_fused(gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert any(name.startswith("rope_append") for name in worker.gpu.launched)
 
 
-@pytest.mark.parametrize("arch", ["qwen3moe", "deepseek2"])
+@pytest.mark.parametrize("arch", [pytest.param("qwen3moe", marks=pytest.mark.full), "deepseek2"])
 def test_steps_with_experts_on_the_cpu(arch: str, gpus: int, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They compute between two graphs, with shared experts beside them (deepseek2): as by launches, twice."""
+    """They compute between two graphs, with shared experts beside them (deepseek2): as by launches."""
     if SIMULATED:
         by_torch(monkeypatch)
     model = load(make(arch), devices="cuda:0", numerics="fast", override_tensor="_exps=CPU")
@@ -263,12 +263,10 @@ def test_steps_with_experts_on_the_cpu(arch: str, gpus: int, make: Make, monkeyp
     monkeypatch.setattr(
         model.split._workers["CPU"], "run_experts", lambda *given: calls.append(given) or run_experts(*given)
     )
-    for _ in range(2):
-        cache.truncate(0)
-        replayed = [model.forward(TOKENS[i : i + 1], cache) for i in range(2)]
-        np.testing.assert_allclose(replayed, by_launches, atol=2e-3)
+    replayed = [model.forward(TOKENS[i : i + 1], cache) for i in range(2)]
+    np.testing.assert_allclose(replayed, by_launches, atol=2e-3)
     layers = sum(isinstance(part, blocks.Experts) for block in model.blocks for part in block.parts)
-    assert len(calls) == (4 + 1) * layers  # once more when they are captured
+    assert len(calls) == (2 + 1) * layers  # once more when they are captured
     graphs = 2 * layers if arch == "deepseek2" else layers
     assert not SIMULATED or worker.gpu.captured == graphs + 1
 

@@ -61,10 +61,12 @@ class CapturedStep:
         self._worker = worker
         self._x, self._sent = x.clone(), gpu.event()
         self._position = gpu.torch.full((1,), cache.length, dtype=gpu.torch.int32, device=gpu.torch_device)
-        self._logits: torch.Tensor | None = None  # in the host's memory
+        self._pool = gpu.graph_pool()
+        self._logits: torch.Tensor | None = None  # in the host's memory, as is whether what they are made of is finite
         if head is not None:
             vocab = worker.weights[head.output.weight].shape[0]
             self._logits = gpu.pinned(4 * vocab).view(gpu.torch.float32).view(1, vocab)
+            self._finite = gpu.pinned(1).view(gpu.torch.bool)
         self._stages: list[Callable[[], None]] = []
         with worker.reading_position(self._position, cache.n_ctx):
             if worker.exact:
@@ -75,7 +77,10 @@ class CapturedStep:
         self._kept = worker.rope_tables(), worker.held_matrices()
 
     def replay(self, x: torch.Tensor, position: int) -> tuple[Any, np.ndarray | None]:
-        """float32[1, n_embd] that leaves the blocks, valid until the next replay; and float32[1, vocab] of a head."""
+        """float32[1, n_embd] that leaves the blocks, valid until the next replay; and float32[1, vocab] of a head.
+
+        No logits where what leaves the blocks is not finite.
+        """
         self._x.copy_(x)
         self._position.fill_(position)
         for stage in self._stages:
@@ -83,11 +88,11 @@ class CapturedStep:
         if self._logits is None:
             return self._out, None
         self._gpu.synchronize()
-        return self._out, self._logits.numpy().copy()
+        return self._out, self._logits.numpy().copy() if self._finite else None
 
     def _capture(self, step: Callable[[], Any]) -> None:
         """A stage that replays what `step` launches."""
-        self._add(self._gpu.capture(step).replay)
+        self._add(self._gpu.capture(step, self._pool).replay)
 
     def _add(self, stage: Callable[[], None]) -> None:
         """A stage, which runs at once: the capture of the next one needs its results."""
@@ -102,8 +107,10 @@ class CapturedStep:
             self._keep_logits(worker.linear(head.output, worker.norm(head.norm, self._out)))
 
     def _keep_logits(self, logits: Any) -> None:
+        """Copy them to the host."""
         assert self._logits is not None
         self._logits.copy_(logits, non_blocking=True)
+        self._finite.copy_(self._out.isfinite().all(), non_blocking=True)
 
     def _capture_fast(self, layers: Sequence[blocks.Block], decoder: Decoder, head: blocks.Head | None) -> None:
         """All stages, of fused kernels."""
@@ -126,9 +133,10 @@ class CapturedStep:
                     pending.append(functools.partial(decoder.run_part, layer, part))
 
         def finish() -> None:
-            if head is not None:
-                self._keep_logits(decoder.logits(head))
+            logits = None if head is None else decoder.logits(head)
             self._out = decoder.sum()
+            if head is not None:
+                self._keep_logits(logits)
 
         self._capture_each(decoder, [*pending, finish])
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from quantkit.archs.common import blocks
+from quantkit.placement.devices import CPU
 from quantkit.runtime.blocks.float_attention import Heads
 from quantkit.runtime.blocks.spans import Span
 from quantkit.runtime.cuda import gpu_attention
@@ -202,8 +203,10 @@ class HostExperts:
 
     def run(self) -> None:
         """Compute on the host what was sent; the copies have ended."""
-        sent = self._x.numpy(), self._chosen.numpy(), self._weights.numpy()
-        self._out.numpy()[:] = self._worker.host.run_experts(self.part, *sent)
+        worker, sent = self._worker, (self._x.numpy(), self._chosen.numpy(), self._weights.numpy())
+        self._out.numpy()[:] = worker.host.run_experts(self.part, *sent)
+        worker.ledger.moved(worker.device.name, CPU.name, sum(array.nbytes for array in sent))
+        worker.ledger.moved(CPU.name, worker.device.name, self._out.nbytes)
 
     def received(self) -> torch.Tensor:
         """Copy the results to the GPU, when it comes to it: float32[1, n_embd]."""

@@ -163,6 +163,8 @@ class CudaWorker(Worker):
             self._stacks[names] = result
             for name, part, count in zip(names, data.split([m.data.numel() for m in each]), rows):
                 self._matrices[name] = cuda_device.Matrices(self.gpu, part, first.kind, count, first.n)
+            del each, first
+            self.gpu.release_unused()  # no later tensor has the size of the single ones
         return result
 
     def _forget(self, names: Sequence[str]) -> None:

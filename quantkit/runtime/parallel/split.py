@@ -211,6 +211,8 @@ class Split:
         head = self.head if run is self.runs[-1][1] and self._projects(worker) else None
         out, self._logits = worker.replay(run, worker.fetch(x, self._source(x)), own, head)
         self._last_output = out, worker
+        if self._logits is not None:
+            self.ledger.moved(worker.device.name, CPU.name, self._logits.nbytes)
         return out
 
     def _projects(self, worker: Worker) -> bool:
@@ -225,10 +227,8 @@ class Split:
         return x if isinstance(x, np.ndarray) else self._workers[CPU.name].fetch(x, self._last_output[1])
 
     def is_finite(self, x: np.ndarray) -> bool:
-        """Whether the output of the last block is finite: the logits, where they are there, or checked on its device.
-
-        A state that is not finite gives logits that are not.
-        """
+        """Whether the output of the last block is finite, checked on its device; where logits came with it, they are
+        checked instead."""
         if self._logits is not None:
             return self._workers[CPU.name].is_finite(self._logits)
         return self._last_output[1].is_finite(x)

@@ -154,7 +154,8 @@ class Worker(BlockRunner):
     def replay(
         self, layers: Sequence[blocks.Block], x: np.ndarray, spans: Sequence[Span], head: blocks.Head | None
     ) -> tuple[np.ndarray, np.ndarray | None]:
-        """float32[tokens, n_embd] that leaves such blocks, and the logits of a head where they were made along."""
+        """float32[tokens, n_embd] that leaves such blocks, and the logits of a head where they were made along with
+        it, which they are only of finite numbers."""
         return self._plans.run_blocks(layers, x, spans), None
 
     @property

@@ -110,7 +110,10 @@ class SimulatedGpu(Gpu):
     def upload(self, values: np.ndarray) -> Any:
         return self.array(values)
 
-    def capture(self, step: Callable[[], Any]) -> Any:
+    def graph_pool(self) -> Any:
+        return None
+
+    def capture(self, step: Callable[[], Any], pool: Any = None) -> Any:
         step()
         self.tape, self.captured = _Tape(), self.captured + 1
         try:

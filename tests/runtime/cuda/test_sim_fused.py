@@ -51,6 +51,27 @@ def test_sum_norm_and_bytes(run: Run, n: int, threads: int, adds: int) -> None:
     check_bytes(run, y, result)
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_stays_so(run: Run, bad: float) -> None:
+    """A run of 32 with such a number has such a scale, wherever the number is; other runs are as without."""
+    for place in (0, 37, 63):
+        x = normal(96)
+        right = empty_bytes(96)
+        run(activations.quantize(), 1, activations.THREADS, x, x.size, *right)
+        x[place] = bad
+        result = empty_bytes(96)
+        run(activations.quantize(), 1, activations.THREADS, x, x.size, *result)
+        y, of_norm, ones = np.zeros(96, np.float32), empty_bytes(96), np.ones(96, np.float32)
+        run(fused.add_norm(), 1, 32, x, x, 0, ones, 96, np.float32(1e-5), np.zeros(96, np.float32), y,
+            of_norm[0].view(np.int32), *of_norm[1:])  # fmt: skip
+        its_run, others = place // 32, np.arange(3) != place // 32
+        for _, scales, sums in (result, of_norm):
+            assert not np.isfinite(scales[its_run])
+            assert not np.isfinite(sums.reshape(3, 2)[its_run]).any()
+        np.testing.assert_array_equal(result[1][others], right[1][others])
+        np.testing.assert_array_equal(result[0].reshape(3, 32)[others], right[0].reshape(3, 32)[others])
+
+
 @pytest.mark.parametrize("name", elementwise.ACTIVATIONS)
 def test_activations_and_bytes(run: Run, name: str) -> None:
     gate, up = 4 * normal(352), 5 * normal(352, seed=1)

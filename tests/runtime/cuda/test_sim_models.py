@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from quantkit.archs.common import blocks
+from quantkit.errors import DataError
 from quantkit.formats import gguf
 from quantkit.placement.offload import Offload
 from quantkit.runtime.blocks import experts
@@ -263,8 +264,12 @@ def test_steps_with_experts_on_the_cpu(arch: str, gpus: int, make: Make, monkeyp
     monkeypatch.setattr(
         model.split._workers["CPU"], "run_experts", lambda *given: calls.append(given) or run_experts(*given)
     )
+    model.split.ledger.clear()
     replayed = [model.forward(TOKENS[i : i + 1], cache) for i in range(2)]
     np.testing.assert_allclose(replayed, by_launches, atol=2e-3)
+    moved = model.split.ledger.bytes
+    assert moved["CPU", "CUDA0"] > 2 * 4 * model.hparams.n_embd
+    assert moved["CUDA0", "CPU"] > 2 * 4 * (model.hparams.n_embd + model.vocab_size)
     layers = sum(isinstance(part, blocks.Experts) for block in model.blocks for part in block.parts)
     assert len(calls) == (2 + 1) * layers  # once more when they are captured
     graphs = 2 * layers if arch == "deepseek2" else layers
@@ -392,8 +397,22 @@ def test_what_enters_matrices_is_seen(gpus: int, make: Make) -> None:
 
 
 @pytest.mark.full
+def test_a_replayed_step_that_is_not_finite_is_named(gpus: int, make: Make, tmp_path: Path) -> None:
+    """The logits of a graph need not show it: products turn what enters them to bytes."""
+    from tests.runtime.test_model import edited, put
+
+    path = edited(make("llama"), tmp_path / "bad.gguf", "token_embd.weight", put(7, 5, np.inf))
+    path = rewrite(path, tmp_path / "packed.gguf", "q8_0", token_embd="f32")
+    model = load(path, devices="cuda:0", numerics="fast")
+    cache = model.new_cache(4)
+    for _ in range(2):
+        model.forward(TOKENS[:1], cache)
+    with pytest.raises(DataError, match=r"token_embd.weight made inf"):
+        model.forward([7], cache)
+    assert cache.length == 2
+
+
 def test_a_bad_tensor_is_named(gpus: int, make: Make, tmp_path: Path) -> None:
-    from quantkit.errors import DataError
     from tests.runtime.test_model import edited, put
 
     path = edited(make("llama"), tmp_path / "bad.gguf", "blk.1.ffn_up.weight", put(3, 5, np.nan))

@@ -1,7 +1,8 @@
 """Activations as signed bytes: what `weights.matvec` multiplies with.
 
 Of each 32 columns xs = largest magnitude / 127 and the codes nearest to x / xs, ties away from zero; of each 16 the
-sum of codes times xs. Values are float32. A block of threads quantizes 8 runs of 32.
+sum of codes times xs. Values are float32; where one is NaN or infinite xs is, and so are the products. A block of
+threads quantizes 8 runs of 32.
 """
 
 from __future__ import annotations
@@ -10,16 +11,23 @@ import functools
 
 import numpy as np
 
-from quantkit.runtime.kernels.cuda.hardware import cuda, inlined, lanes_max, lanes_sum, warp_max, warp_sum
+from quantkit.runtime.kernels.cuda.hardware import cuda, inlined, lanes_largest, lanes_sum, warp_sum
 from quantkit.runtime.kernels.cuda.kernel import CudaKernel
 
 THREADS = 256
 
 
 @inlined
+def larger(a, b):
+    """Of two numbers; NaN if one is."""
+    return a if a != a or a > b else b
+
+
+@inlined
 def code_of(value, inverse):
-    """Nearest to value * inverse, ties away from zero."""
-    size = np.int32(abs(value) * inverse + np.float32(0.5))
+    """Nearest to value * inverse, ties away from zero; 0 where that is NaN."""
+    exact = abs(value) * inverse
+    size = np.int32(exact + np.float32(0.5)) if exact < np.float32(128) else np.int32(0)
     return -size if value < np.float32(0) else size
 
 
@@ -27,7 +35,7 @@ def code_of(value, inverse):
 def store_codes(value, i, inside, codes, scales, sums):
     """Store element i where it is `inside`. A warp has a run of 32; all threads of a block call this together."""
     lane = cuda.threadIdx.x % 32
-    scale = warp_max(abs(value)) / np.float32(127)
+    scale = lanes_largest(abs(value), 32) / np.float32(127)
     inverse = np.float32(1) / scale if scale > np.float32(0) else np.float32(0)
     code = code_of(value, inverse)
     low = warp_sum(np.float32(code) if lane < 16 else np.float32(0))
@@ -46,7 +54,7 @@ def store_four(a, b, c, d, i, inside, words, scales, sums):
 
     Eight threads have a run of 32; all threads of a block call this together.
     """
-    scale = lanes_max(max(max(abs(a), abs(b)), max(abs(c), abs(d))), 8) / np.float32(127)
+    scale = lanes_largest(larger(larger(abs(a), abs(b)), larger(abs(c), abs(d))), 8) / np.float32(127)
     inverse = np.float32(1) / scale if scale > np.float32(0) else np.float32(0)
     first, second, third, fourth = code_of(a, inverse), code_of(b, inverse), code_of(c, inverse), code_of(d, inverse)
     total = lanes_sum(np.float32(first + second + third + fourth), 4)

@@ -181,10 +181,11 @@ class Gpu:
         """Run a kernel that has one thread for each of `count` elements, `threads` to a block."""
         self.launch(kernel, -(-count // threads), threads, *arguments)
 
-    def capture(self, step: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+    def capture(self, step: Callable[[], Any], pool: Any = None) -> torch.cuda.CUDAGraph:
         """Capture the launches of `step` as a CUDA graph. `step` runs twice before, to load code and allocate memory.
 
         `step` must read what differs between replays (positions, tokens) from memory and allocate by torch alone.
+        Graphs that are always replayed one after another can share the memory of a `graph_pool`.
         """
         stream = self.torch.cuda.Stream(self.torch_device)
         stream.wait_stream(self.torch.cuda.current_stream(self.torch_device))
@@ -193,10 +194,18 @@ class Gpu:
                 step()
         self.torch.cuda.current_stream(self.torch_device).wait_stream(stream)
         graph = self.torch.cuda.CUDAGraph()
-        with self.torch.cuda.graph(graph, stream=stream):
+        with self.torch.cuda.graph(graph, pool=pool, stream=stream):
             step()
         result: torch.cuda.CUDAGraph = graph
         return result
+
+    def graph_pool(self) -> Any:
+        """Memory for what several graphs allocate."""
+        return self.torch.cuda.graph_pool_handle()
+
+    def release_unused(self) -> None:
+        """Give memory back that torch keeps for later allocations of its size."""
+        self.torch.cuda.empty_cache()
 
     def matrices(self, data: np.ndarray, kind: QuantType, rows: int, n: int) -> Matrices:
         """Packed matrices of `rows` rows each, uint8 of any shape, on this GPU."""

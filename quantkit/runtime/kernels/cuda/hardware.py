@@ -15,7 +15,8 @@ Only this module and `words.py` know which of the two runs. `cuda` and `types` a
     bits_of, float_of_bits, half_of, bfloat_of, float_of_half, float_of_bfloat
     times(a, b), plus(a, b)       rounded each: never fused
     warp_sum, warp_max            over the 32 threads of a warp; *all threads of a block* call them together
-    lanes_sum, lanes_max          (value, lanes): over runs of 4, 8, 16 or 32 of them
+    lanes_sum(value, lanes)       over runs of 4, 8, 16 or 32 of them
+    lanes_largest(size, lanes)    the largest of magnitudes, none of which is negative; NaN where one is
     halves_of(a, b), bfloats_of   two floats as one word of two numbers, a in the low half
     load_words(array, i)          the 16 bytes from element i on as four int32, in one load; aligned
     load_floats(array, i)         as four float32
@@ -156,9 +157,9 @@ if SIMULATED:
         """The sum over `lanes` neighbouring threads of a warp, a power of two."""
         return _warp(value, lambda a, b: a + b, lanes)
 
-    def lanes_max(value, lanes):
-        """The maximum over `lanes` neighbouring threads of a warp, a power of two."""
-        return _warp(value, max, lanes)
+    def lanes_largest(size, lanes):
+        """The largest of magnitudes over `lanes` neighbouring threads of a warp, a power of two; NaN where one is."""
+        return _warp(size, lambda a, b: a if a != a or a > b else b, lanes)
 
     def warp_max(value):
         """The maximum of a value over the threads of a warp."""
@@ -300,11 +301,12 @@ else:
         return value
 
     @inlined
-    def lanes_max(value, lanes):
+    def lanes_largest(size, lanes):
+        bits = np.int32(bits_of(size))  # in the order of the numbers, and those of NaN above all
         for step in (16, 8, 4, 2, 1):
-            other = cuda.shfl_xor_sync(FULL, value, step)
-            value = max(value, other) if step < lanes else value
-        return value
+            other = cuda.shfl_xor_sync(FULL, bits, step)
+            bits = max(bits, other) if step < lanes else bits
+        return float_of_bits(np.uint32(bits))
 
     @inlined
     def warp_max(value):

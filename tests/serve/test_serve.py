@@ -696,7 +696,8 @@ def test_signals_end_the_command(path: Path, sent: signal.Signals) -> None:
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 def test_signals_end_the_command_while_it_loads(path: Path, sent: signal.Signals) -> None:
     code = (
-        "import sys, time\n"
+        "import signal, sys, time\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell runs in the background ignores it\n"
         "from quantkit import cli\n"
         "from quantkit.runtime import loading\n"
         "def load(*given, **options):\n"

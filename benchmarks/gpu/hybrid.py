@@ -23,7 +23,17 @@ from unittest import mock
 import numpy as np
 
 from benchmarks.gpu.run import Figures, Run, error, seconds
-from benchmarks.gpu.running import generate, n_ctx, on_cpu, on_gpu, times, traced_tokens
+from benchmarks.gpu.running import (
+    EXPERTS,
+    EXPERTS_TOLERANCE,
+    each_with_experts,
+    generate,
+    n_ctx,
+    on_cpu,
+    on_gpu,
+    times,
+    traced_tokens,
+)
 from benchmarks.records import Column, Table
 from quantkit.errors import QuantkitError
 from quantkit.placement.devices import CPU
@@ -45,16 +55,11 @@ TABLE = Table(
     "A few layers with random weights, after 512 tokens. The step of one token, the CPU's experts alone, all but these "
     "alone; the step over the longer one of the two.",
 )
-MODEL_TYPES = ("q4_K",)
-EXPERTS = "_exps=CPU"
-TOLERANCE = 0.2  # of logits: a rounding may select another expert; wrong results are off by 1 or more
 
 
 def measure(run: Run) -> None:
     """Each shape in each type."""
-    for shape in run.sizes.with_experts:
-        for kind in run.types_of_models(MODEL_TYPES):
-            run.item(f"{shape}, {kind}", functools.partial(measure_model, run, shape, kind), line)
+    each_with_experts(run, measure_model, line)
 
 
 def rows(figures: Figures) -> list[Figures]:
@@ -89,7 +94,7 @@ def measure_model(run: Run, shape: str, kind: str, got: Figures) -> None:
     got["token"] = traced_tokens(run, model, cache, sizes.traced).figures(sizes.traced)
     per_token, expected = generate(*on_cpu(run, path))
     got |= {"cpu_tg": 1 / per_token, "error": error(logits, expected)}
-    got["right"] = got["error"] < TOLERANCE
+    got["right"] = got["error"] < EXPERTS_TOLERANCE
 
 
 def parts(run: Run, model: Model, cache: Any) -> Figures:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,18 @@ from benchmarks.gpu.run import Figures, Run, Sizes
 from benchmarks.gpu.trace import Trace, profiled
 from quantkit.runtime.loading import load
 from quantkit.runtime.model import Model
+
+EXPERTS = "_exps=CPU"  # where the stages `hybrid` and `streamed` have them
+EXPERTS_TOLERANCE = 0.2  # of logits: a rounding may select another expert; wrong results are off by 1 or more
+
+
+def each_with_experts(
+    run: Run, measure_model: Callable[[Run, str, str, Figures], None], line: Callable[[Figures], str]
+) -> None:
+    """Each model with experts, by shape and type, as an item of the stage."""
+    for shape in run.sizes.with_experts:
+        for kind in run.types_of_models(("q4_K",)):
+            run.item(f"{shape}, {kind}", functools.partial(measure_model, run, shape, kind), line)
 
 
 def n_ctx(sizes: Sizes) -> int:

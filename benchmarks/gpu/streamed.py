@@ -10,11 +10,18 @@ error        of the last logits against the CPU's
 
 from __future__ import annotations
 
-import functools
-
-from benchmarks.gpu.hybrid import EXPERTS, MODEL_TYPES, TOLERANCE
 from benchmarks.gpu.run import Figures, Run, error
-from benchmarks.gpu.running import n_ctx, on_cpu, on_gpu, prompt, times, traced_prompt
+from benchmarks.gpu.running import (
+    EXPERTS,
+    EXPERTS_TOLERANCE,
+    each_with_experts,
+    n_ctx,
+    on_cpu,
+    on_gpu,
+    prompt,
+    times,
+    traced_prompt,
+)
 from benchmarks.records import Column, Table
 from quantkit.placement.devices import CPU
 from quantkit.placement.offload import Offload
@@ -36,9 +43,7 @@ TABLE = Table(
 
 def measure(run: Run) -> None:
     """Each shape in each type."""
-    for shape in run.sizes.with_experts:
-        for kind in run.types_of_models(MODEL_TYPES):
-            run.item(f"{shape}, {kind}", functools.partial(measure_model, run, shape, kind), line)
+    each_with_experts(run, measure_model, line)
 
 
 def rows(figures: Figures) -> list[Figures]:
@@ -74,4 +79,4 @@ def measure_model(run: Run, shape: str, kind: str, got: Figures) -> None:
     got["prompt"] = traced_prompt(run, model, cache).figures()
     host, _, host_cache = on_cpu(run, path)
     got["error"] = error(logits, prompt(host, sizes, host_cache, 0)[1])
-    got["right"] = got["error"] < TOLERANCE
+    got["right"] = got["error"] < EXPERTS_TOLERANCE

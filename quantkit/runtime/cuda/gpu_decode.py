@@ -25,7 +25,7 @@ from quantkit.runtime.blocks.float_attention import Heads
 from quantkit.runtime.blocks.spans import Span
 from quantkit.runtime.cuda import gpu_attention
 from quantkit.runtime.cuda.gpu_context import GpuContext
-from quantkit.runtime.kernels.cuda import elementwise, fused
+from quantkit.runtime.kernels.cuda import attention, elementwise, fused
 from quantkit.runtime.kernels.cuda.device import Activations
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class Decoder:
             is_plain(part.norm) and heads and whole and not part.gated and part.v != part.k
             and all(other is None for other in others)
             and part.head_dim_v % 32 == 0 and self._columns(part.q) % 32 == 0
-            and {kind.k, kind.v} <= set(fused.CACHES)
+            and {kind.k, kind.v} <= set(attention.WRITTEN)
         )  # fmt: skip
 
     def _knows_feed_forward(self, part: blocks.FeedForward) -> bool:

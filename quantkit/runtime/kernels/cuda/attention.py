@@ -48,6 +48,7 @@ SHARED_FLOATS = 10_000  # of 12288 that every GPU gives a block unasked
 MAX_DIM = 640
 MAX_SPLITS = 512  # of the keys
 CACHES = ("f32", "f16", "bf16", "q8_0", "q6_0", "q5_0", "q5_1", "q4_0", "q4_1", "iq4_nl", "q8_KV")
+WRITTEN = ("f32", "f16", "bf16", "q8_0")  # of these, the ones that `row_writer` writes
 _MASKED = np.float32(-3.4e38)
 
 
@@ -318,7 +319,7 @@ def row_writer(kind: str) -> Any:
     `runtime/kernels/kv_rounding.py` has it, but for scales next to the end of a half's range. UnsupportedError for
     types that it does not write.
     """
-    if kind not in ("f32", "f16", "bf16", "q8_0"):
+    if kind not in WRITTEN:
         raise UnsupportedError(f"no CUDA kernel writes a cache of {kind}; use f32, f16, bf16 or q8_0")
     if kind == "q8_0":
 

@@ -16,13 +16,12 @@ import numpy as np
 
 from quantkit.runtime.kernels.cuda import attention
 from quantkit.runtime.kernels.cuda.activations import store_codes, store_four
-from quantkit.runtime.kernels.cuda.elementwise import ACTIVATIONS, block_sum
+from quantkit.runtime.kernels.cuda.elementwise import ACTIVATIONS, NORM_THREADS, block_sum
 from quantkit.runtime.kernels.cuda.hardware import cuda, inlined, load_floats, warp_sum
 from quantkit.runtime.kernels.cuda.kernel import CudaKernel
 
 THREADS = 256
 WARP = 32  # threads of a block of `rope_append`
-CACHES = ("f32", "f16", "bf16", "q8_0")  # that `rope_append` writes
 
 
 @functools.cache
@@ -59,7 +58,7 @@ def add_norm() -> CudaKernel:
 
 def norm_threads(n: int) -> int:
     """Threads of `add_norm`'s block: four columns each, as far as they go."""
-    return min(1024, -(-n // 128) * 32)
+    return min(NORM_THREADS, -(-n // 128) * 32)
 
 
 @functools.cache

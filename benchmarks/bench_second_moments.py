@@ -48,8 +48,8 @@ COLUMNS = (
     Column("time", "CPU time with / without", ".1f"),
 )
 ABOUT = (
-    "SmolLM2-135M in its own axes, padded with zeros to 768 columns; {what}. Mean KL divergence from the f16 model over "
-    "three texts that were not used for calibration, exact numerics. Both encoders have the same importance matrix."
+    "SmolLM2-135M in its own axes, padded with zeros to 768 columns; {what}. Mean KL divergence from the f16 model "
+    "over three texts that were not used for calibration, exact numerics. Both encoders have the same importance matrix."
 )
 TABLE = Table(
     "second_moments",
@@ -192,7 +192,8 @@ def main() -> None:
         figures = "  ".join(f"{side} {row[side]:.4f}" for side in row["texts"])
         print(f"{kind:8s} {figures}  ratio {row['ratio']:.3f} (worst text {row['worst']:.3f})", flush=True)
         print(f"         seconds {row['seconds']}  run by ik_llama.cpp {row['by_reference']}", flush=True)
-        records.save(MIXES if options.mixes else TABLE, rows, options, rows)  # a run of an hour that is stopped leaves what it has
+        # after each type: a run of an hour that is stopped leaves what it has
+        records.save(MIXES if options.mixes else TABLE, rows, options, rows)
     print(json.dumps({"bench": "second_moments", "effort": options.effort, "mixes": options.mixes, "rows": rows}))
 
 

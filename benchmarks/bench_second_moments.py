@@ -49,7 +49,7 @@ COLUMNS = (
 )
 ABOUT = (
     "SmolLM2-135M in its own axes, padded with zeros to 768 columns; {what}. Mean KL divergence from the f16 model "
-    "over three texts that were not used for calibration, exact numerics. Both encoders have the same importance matrix."
+    "over three texts that were not used for calibration, exact numerics. Both encoders have one importance matrix."
 )
 TABLE = Table(
     "second_moments",

@@ -80,6 +80,14 @@ class KeptRun:
 
         self.client.register_plugin(Kept(self.name, self._make, self._identities))
 
+    def wait_for_scheduler(self) -> None:
+        """Wait until the client is connected again. QuantkitError if the scheduler does not come back."""
+        deadline = time.monotonic() + RECONNECT_SECONDS
+        while self.client.status not in ("running", "closing", "closed") and time.monotonic() < deadline:
+            time.sleep(_REFRESH_SECONDS)
+        if self.client.status != "running":
+            raise lost_scheduler()
+
     def __exit__(self, *error: object) -> None:
         with contextlib.suppress(Exception):  # the error of the run counts, not that of a scheduler that is gone
             self.client.unregister_worker_plugin(self.name)
@@ -333,12 +341,9 @@ class _Flights:
     def _recover(self, index: int) -> None:
         """After the scheduler has lost tasks: hand them out again. QuantkitError if it does not come back."""
         self._losses += 1
-        deadline = time.monotonic() + RECONNECT_SECONDS
-        client = self._run.client
-        while client.status not in ("running", "closing", "closed") and time.monotonic() < deadline:
-            time.sleep(_REFRESH_SECONDS)
-        if client.status != "running" or self._losses > len(self._arguments):
-            raise QuantkitError("the connection to the scheduler is lost; run the same command again to resume")
+        if self._losses > len(self._arguments):
+            raise lost_scheduler()
+        self._run.wait_for_scheduler()
         with contextlib.suppress(CancelledError):
             self.cancel()
         self._run.register()
@@ -358,6 +363,11 @@ def killed_workers(task: str, workers: int) -> QuantkitError:
         f"{task}: {workers} workers ended while they ran it; their logs may tell why, most often memory; start workers "
         "with more, or take a smaller -b"
     )
+
+
+def lost_scheduler() -> QuantkitError:
+    """The error of a run whose scheduler does not come back."""
+    return QuantkitError("the connection to the scheduler is lost; run the same command again to resume")
 
 
 def no_workers(client: Client) -> QuantkitError:

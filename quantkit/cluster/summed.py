@@ -8,11 +8,13 @@
 
 A task gets what the stage before gave for its argument, and the sums of its stage over the arguments before. So sums
 are added in the order of arguments, and stay on the worker of the stage. Both are values that no task changes: dask may
-run the tasks of a dead worker again, those of its stage from the first argument on.
+run the tasks of a dead worker again, those of its stage from the first argument on. If no worker is left, or the
+scheduler was started again, all tasks are handed out again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import threading
 import time
@@ -28,11 +30,11 @@ if TYPE_CHECKING:
     from distributed import Future
 
 _REFRESH_SECONDS = 1.0
-_MAX_RESTARTS = 4  # after all workers have ended
+_MAX_RESTARTS = 4  # after all workers have ended, or the scheduler
 
 
-class _AllEnded(Exception):
-    """None of the workers is left that have the tasks."""
+class _Lost(Exception):
+    """None of the workers is left that have the tasks, or the scheduler has forgotten the tasks."""
 
 
 class SummedPipeline:
@@ -117,25 +119,31 @@ class SummedPipeline:
         return self._run.client.submit(function, self._sums[group][stage], self._split, *arguments, pure=False)
 
     def _fetched(self, future_of: Callable[..., Future], *arguments: Any) -> Any:
-        """The result of a task, which is handed out again if all workers end. QuantkitError if none comes back."""
+        """The result of a task. All are handed out again if all workers end, or the scheduler.
+
+        QuantkitError if none comes back.
+        """
         while True:
             future, self._seen = future_of(*arguments), time.monotonic()
             try:
                 while not _ends_soon(future):
                     self._look()
                 return self._outcome(future)
-            except _AllEnded:
+            except _Lost:
                 self._restart()
 
     def _look(self) -> None:
-        """_AllEnded if none of the workers is left that have the tasks; QuantkitError if no other comes."""
-        there = self._run.client.nthreads()
+        """_Lost if none of the workers is left that have the tasks; QuantkitError if no other comes."""
+        try:
+            there = self._run.client.nthreads()
+        except OSError:  # the scheduler is being lost; the future will say so
+            return
         if there:
             self._seen = time.monotonic()
         elif time.monotonic() - self._seen > WAIT_SECONDS:
             raise no_workers(self._run.client)
         if there and not set(self._workers) & set(there):
-            raise _AllEnded
+            raise _Lost
 
     def _outcome(self, future: Future) -> Any:
         from distributed import KilledWorker
@@ -151,14 +159,18 @@ class SummedPipeline:
         except KilledWorker as error:
             raise killed_workers("a task", error.allowed_failures + 1) from None
         except CancelledError:
-            raise QuantkitError("the connection to the scheduler is lost; run the same command again") from None
+            self._run.wait_for_scheduler()
+            raise _Lost from None
 
     def _restart(self) -> None:
         """Hand out all tasks again, to the workers that came in the place of those that have ended."""
         self._restarts += 1
         if self._restarts > _MAX_RESTARTS:
-            raise QuantkitError(f"all workers have ended {self._restarts} times; their logs may tell why")
-        self.cancel()
+            raise QuantkitError(f"all workers, or the scheduler, ended {self._restarts} times; their logs may tell why")
+        with contextlib.suppress(CancelledError):
+            self.cancel()
+        with contextlib.suppress(TimeoutError):  # `_submit_all` says that there is none
+            self._run.client.wait_for_workers(1, timeout=WAIT_SECONDS)
         self._run.register()
         self._submit_all()
 

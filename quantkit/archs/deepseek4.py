@@ -34,6 +34,7 @@ from quantkit.archs.common.blocks import (
     CompressedAttention,
     Compressor,
     EntryIndexer,
+    EntrySizes,
     Experts,
     Head,
     HParams,
@@ -90,6 +91,10 @@ class DeepSeek4HParams(HParams):
         if ratio == OVERLAPPING_RATE:
             return dim, 4 * (dim + self.index_dim)
         return dim, 2 * dim if ratio else 0
+
+    def entry_sizes(self, layer: int) -> EntrySizes:
+        ratio = self.ratios[layer]
+        return EntrySizes(ratio, self.head_dim_k if ratio else 0, self.index_dim if ratio == OVERLAPPING_RATE else 0)
 
 
 def _has_entries(hp: DeepSeek4HParams, layer: int) -> bool:

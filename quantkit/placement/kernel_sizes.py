@@ -37,6 +37,9 @@ DELTA_FEW_TOKENS = 4  # up to this many tokens of a sequence are computed one by
 INDEX_BLOCK = 64  # keys of an indexer decoded at a time; a multiple of 8
 INDEX_GROUP = 8  # tokens of a batch scored with a block of keys
 
+# compressed_attention.py
+PIECE_ROWS = 192  # query rows (tokens times heads) of a piece of a batch
+
 # latent_attention.py
 LATENT_BLOCK = 64  # latents decoded at a time, in scratch of each thread; a multiple of 16
 LATENT_PIECE = 192  # query rows (tokens times heads) of an absorbed piece; whole tiles
@@ -140,6 +143,32 @@ def index_block_bytes(heads: int, dim: int) -> int:
 def selection_bytes(top_k: int) -> int:
     """The selected positions of a token."""
     return 8 + 8 * top_k
+
+
+def entry_rows(n_ctx: int, rate: int) -> int:
+    """Entries that there is room for beside a cache: in fours, as scores are computed."""
+    return -(-(n_ctx // rate) // 4) * 4 if rate else 0
+
+
+def compressor_bytes(rate: int, kept: int, dim: int, overlapping: bool) -> int:
+    """Per thread, to make an entry: the decoded rows of its window, and of the one before; maxima and totals."""
+    return 4 * ((1 + overlapping) * rate * kept + 2 * dim)
+
+
+def compressed_decode_bytes(heads: int, dim: int) -> int:
+    """Per thread, for one token's compressed attention over some heads: keys, scores, results, softmax states."""
+    return 4 * (LATENT_BLOCK * dim + heads * (LATENT_BLOCK + dim + 2))
+
+
+def compressed_piece_tokens(heads: int) -> int:
+    """Tokens of a piece of a batch in compressed attention."""
+    return max(1, PIECE_ROWS // heads)
+
+
+def compressed_piece_bytes(heads: int, dim: int) -> int:
+    """Per thread, for a piece: decoded and transposed keys, and of each query row results, scores, a softmax state."""
+    rows = whole_tiles(compressed_piece_tokens(heads) * heads)
+    return 4 * (2 * KEY_BLOCK * dim + rows * (dim + KEY_BLOCK + 2))
 
 
 def latent_scratch_bytes(nope: int, kv_lora: int, rows: int) -> int:

@@ -10,7 +10,8 @@
     KDA           as recurrent layers, with as many heads as attention.head_count, all dims kda.head_dim
     recurrent     conv_kernel - 1 columns and a state of heads * key dim * value dim in float32, for any context
     compressed    n_ctx rows of key_length in the key type; in layers with a compressor, attention.compress_ratios, rows
-                  of what it reads, and its indexer's, in the value type (blocks.CompressedAttention.kept)
+                  of what it reads, and its indexer's, in the value type (blocks.CompressedAttention.kept); of the
+                  entries and of the indexer's keys, n_ctx / ratio rows in float32 (runtime/kv/entries.py)
     blocks        in recurrent models, attention.compress_ratios: as attention, and n_ctx rows of the indexer's
                   attention.indexer.key_length in the value type
     n-grams       beside the state of layers in ple.layers, (ple.conv_kernel - 1) * ple.ngram_size columns of
@@ -33,6 +34,7 @@ from typing import Any
 
 from quantkit.archs.common.shapes import OVERLAPPING_RATE
 from quantkit.errors import DataError, FormatError
+from quantkit.placement.kernel_sizes import entry_rows
 from quantkit.types import QuantType
 
 TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1", "q6_0", "q8_KV")
@@ -74,7 +76,8 @@ def of_layers(
         if (layer >= main and not mtp) or main - number("attention.shared_kv_layers") <= layer < main:
             found.append(0)
         elif metadata.get(f"{arch}.attention.compress_ratios") and not number("ssm.inner_size"):
-            found.append(n_ctx * (_row(keys, number("attention.key_length")) + _row(values, _kept(number, layer))))
+            rows = _row(keys, number("attention.key_length")) + _row(values, _kept(number, layer))
+            found.append(n_ctx * rows + _entries(number, layer, n_ctx))
         elif number("shortconv.l_cache") and not number("attention.head_count_kv", layer):
             found.append(4 * (number("shortconv.l_cache") - 1) * number("embedding_length"))
         elif number("kda.head_dim") and not number("attention.head_count_kv", layer):
@@ -111,6 +114,14 @@ def _kept(number: Callable[..., int], layer: int) -> int:
     if ratio != OVERLAPPING_RATE:
         return 2 * number("attention.key_length") if ratio else 0
     return 4 * (number("attention.key_length") + number("attention.indexer.key_length"))
+
+
+def _entries(number: Callable[..., int], layer: int, n_ctx: int) -> int:
+    """Bytes of a layer's entries."""
+    ratio = number("attention.compress_ratios", layer)
+    width = number("attention.key_length") * (ratio > 0)
+    width += number("attention.indexer.key_length") * (ratio == OVERLAPPING_RATE)
+    return 4 * entry_rows(n_ctx, ratio) * width
 
 
 def _state(number: Callable[[str], int]) -> int:

@@ -12,6 +12,7 @@ from quantkit import archs, types
 from quantkit.formats import gguf
 from quantkit.tokenizers.tiktoken import byte_alphabet
 
+_TABLE = "ffn_gate_tid2eid.weight"
 MERGES = [f"{first} {second}" for first in "abcdefgh" for second in "stuvwxyz"][:62]
 
 
@@ -25,13 +26,23 @@ def written(path: Path, arch: str, *, tokenizer: bool = False, **change: Any) ->
     if tokenizer:
         add_tokenizer(metadata)
     tensors = of.tensors(config)
-    with gguf.Writer(path, metadata, [gguf.TensorSpec(t.name, t.shape, types.get("f32")) for t in tensors]) as writer:
+    kinds = ["i32" if t.name.endswith(_TABLE) else "f32" for t in tensors]
+    specs = [gguf.TensorSpec(t.name, t.shape, types.layout(kind)) for t, kind in zip(tensors, kinds)]
+    with gguf.Writer(path, metadata, specs) as writer:
         for t in tensors:
+            if t.name.endswith(_TABLE):
+                writer.write(t.name, _experts(rng, *t.shape, count=config["n_routed_experts"]).view(np.uint8))
+                continue
             x = rng.standard_normal(t.shape, np.float32) * np.float32(t.shape[-1] ** -0.5)
             if len(t.shape) == 1 or t.name.endswith("ssm_a"):
                 x = 1 + x / 2
             writer.write(t.name, (-x if t.name.endswith("ssm_a") else x).astype(np.float32).reshape(-1).view(np.uint8))
     return path
+
+
+def _experts(rng: np.random.Generator, tokens: int, used: int, count: int) -> np.ndarray:
+    """int32[tokens, used]: different experts for each token."""
+    return np.argsort(rng.random((tokens, count)), axis=1)[:, :used].astype(np.int32)
 
 
 def add_tokenizer(metadata: gguf.Metadata) -> None:

@@ -43,7 +43,7 @@ def test_scores_and_norm_by_their_definition(rng: np.random.Generator) -> None:
 def test_the_compiled_selection(n: int, top_k: int, levels: int, rng: np.random.Generator) -> None:
     scores = (rng.integers(0, levels, n) / 8 - 3).astype(np.float32)
     record, ranks = np.zeros(1 + top_k, np.int64), np.zeros(n, np.float32)
-    kernels._select(scores, ranks, top_k, record.ctypes.data)
+    kernels.select(scores, ranks, top_k, record.ctypes.data)
     wanted = np.flatnonzero(indexer.largest(scores[None], n - 1, top_k)[0])
     assert record[0] == top_k
     np.testing.assert_array_equal(record[1:], wanted)

@@ -8,6 +8,7 @@ Every name is a GGUF tensor name; a name that is None is a tensor the file does 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -355,6 +356,19 @@ class Indexer:
     scaling: HeadScaling | None = None  # of q
 
 
+class EntrySizes(NamedTuple):
+    """The sizes of the entries of a layer with compressed attention.
+
+    rate        tokens of an entry; 0 without entries
+    dim         elements of an entry
+    index_dim   elements of a key of the indexer; 0 without one
+    """
+
+    rate: int
+    dim: int
+    index_dim: int
+
+
 @dataclass(frozen=True)
 class Compressor:
     """Entries that stand for windows of `rate` tokens each: those of a layer's cache, or the keys of its indexer.
@@ -435,6 +449,11 @@ class CompressedAttention:
     rank: int
     scale: float
     rope: Rope
+
+    @property
+    def group_matrices(self) -> tuple[Linear, ...]:
+        """The matrix of each group in out_a."""
+        return tuple(replace(self.out_a, rows=(i * self.rank, (i + 1) * self.rank)) for i in range(self.groups))
 
     @property
     def compressors(self) -> tuple[Compressor, ...]:
@@ -815,6 +834,10 @@ class HParams:
             return self.cached_dims_of[layer]
         dim = self.head_dims_of[layer] if self.head_dims_of else 0
         return (dim, dim) if dim else (self.head_dim_k, self.head_dim_v)
+
+    def entry_sizes(self, layer: int) -> EntrySizes | None:
+        """The sizes of a layer's entries; None without compressed attention."""
+        return None
 
     @property
     def has_own_head_dim(self) -> bool:

@@ -4,6 +4,7 @@ Operations per block, with barriers where | stands:
 
     attention       norm, q, k, v | attention | merge, out, add to x |
     latent          see latent.py
+    compressed      see compressed.py
     per-layer       see layer_input.py; embeddings
     recurrent       see delta_net.py and mamba2.py
     feed-forward    norm, gate, up, activation | down, add to x |
@@ -28,7 +29,16 @@ import numpy as np
 from quantkit.archs.common import blocks
 from quantkit.placement import kernel_sizes
 from quantkit.placement.kernel_sizes import activation_bytes, whole_lines
-from quantkit.runtime.compiled import delta_net, hyper_connections, kimi_delta, latent, layer_input, mamba2, short_conv
+from quantkit.runtime.compiled import (
+    compressed,
+    delta_net,
+    hyper_connections,
+    kimi_delta,
+    latent,
+    layer_input,
+    mamba2,
+    short_conv,
+)
 from quantkit.runtime.compiled.cached_attention import Projected, attend_token
 from quantkit.runtime.compiled.plan_base import (
     SPLIT_ROWS,
@@ -258,6 +268,8 @@ def add_part(
         short_conv.add_decode(ops, layer, part)
     elif isinstance(part, blocks.LatentAttention):
         latent.add_decode(ops, layer, part, shape)
+    elif isinstance(part, blocks.CompressedAttention):
+        compressed.add_decode(ops, layer, part, shape)
     elif isinstance(part, blocks.Experts):
         add_experts(ops, part, normed)
     elif isinstance(part, blocks.FeedForward):

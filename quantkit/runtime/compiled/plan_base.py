@@ -27,6 +27,7 @@ from quantkit.runtime.kernels import dispatch
 from quantkit.runtime.kernels.cpu import gated_activations
 from quantkit.runtime.kernels.cpu.decode_experts import SIGMOID, SOFTMAX, SQRT_SOFTPLUS, Routing
 from quantkit.runtime.kernels.cpu.delta_net import LayerStates, StatesView
+from quantkit.runtime.kernels.cpu.entries import EntryCache
 from quantkit.runtime.kernels.cpu.kv_rows import KernelHeads, LayerCache, LayerView
 from quantkit.runtime.kernels.cpu.op_list import Buffers, OpList
 from quantkit.runtime.kernels.cpu.operation import StoredRecord
@@ -38,7 +39,7 @@ _GATINGS = {"softmax": SOFTMAX, "sigmoid": SIGMOID, "sqrtsoftplus": SQRT_SOFTPLU
 SPLIT_ROWS = 32  # threads split matrices at multiples of this: whole sub-blocks of what is quantized next
 
 Array = np.ndarray[Any, Any]
-AnyAttention = blocks.Attention | blocks.LatentAttention | blocks.Indexer
+AnyAttention = blocks.Attention | blocks.LatentAttention | blocks.CompressedAttention | blocks.Indexer
 
 
 class ExpertOptions(NamedTuple):
@@ -68,8 +69,10 @@ class ModelParts:
     @property
     def depends_on_context(self) -> bool:
         """Whether buffers of operations grow with the positions that a cache has room for."""
-        latents = (p for block in self.block_list for p in block.parts if isinstance(p, blocks.LatentAttention))
-        return self.attends_plainly or any(part.sparse for part in latents)
+        parts = [part for block in self.block_list for part in block.parts]
+        sparse = any(part.sparse for part in parts if isinstance(part, blocks.LatentAttention))
+        selects = any(part.indexer is not None for part in parts if isinstance(part, blocks.CompressedAttention))
+        return self.attends_plainly or sparse or selects
 
     @property
     def recurrent(self) -> list[int]:
@@ -96,7 +99,7 @@ class PlannedCaches(NamedTuple):
     """What the caches that a list is built for have in common."""
 
     type: CacheType
-    n_ctx: int  # of the largest cache; only plain and sparse attention depend on it
+    n_ctx: int  # of the largest cache; only plain and sparse attention, and indexers depend on it
 
     def heads(self, part: blocks.Attention) -> KernelHeads:
         """The shape that attention kernels are compiled for."""
@@ -361,12 +364,16 @@ def rope_fields(part: AnyAttention, *, is_applied: bool = False) -> dict[str, in
     }
 
 
-def _record_of(cache: Cache, layer: int) -> LayerCache | LayerStates:
+def _record_of(cache: Cache, layer: int) -> LayerCache | EntryCache | LayerStates:
     """Where a layer's rows or states are in a cache."""
     state = cache.states.get(layer)
     if state is not None:
         return LayerStates(state.inputs.ctypes.data, state.heads.ctypes.data)
-    return LayerCache(cache.k[layer].ctypes.data, cache.v[layer].ctypes.data, cache.n_ctx)
+    rows = LayerCache(cache.k[layer].ctypes.data, cache.v[layer].ctypes.data, cache.n_ctx)
+    if cache.entries is None:
+        return rows
+    entries, keys = (each.ctypes.data for each in cache.entries.arrays(layer))
+    return EntryCache(*rows, entries, keys, cache.entries.made.ctypes.data)
 
 
 class CompiledPlan(ABC):
@@ -445,8 +452,8 @@ class CompiledPlan(ABC):
 
         With a HeadScaling they are the logarithms that it multiplies.
         """
-        temperature = None if isinstance(part, blocks.Indexer) else part.temperature
-        has_logarithms = not isinstance(part, blocks.Attention) and part.scaling is not None
+        temperature = part.temperature if isinstance(part, (blocks.Attention, blocks.LatentAttention)) else None
+        has_logarithms = isinstance(part, (blocks.LatentAttention, blocks.Indexer)) and part.scaling is not None
         if temperature is None and not has_logarithms:
             return None
         assert temperature is None or not has_logarithms, "queries have a temperature and a scaling by head"

@@ -4,6 +4,7 @@ Operations per block, with barriers where | stands:
 
     attention       norm | q, k, v | RoPE, append to the caches | attention | quantize | out, add to x |
     latent          see latent.py
+    compressed      see compressed.py
     recurrent       see delta_net.py
     per-layer       see layer_input.py; embeddings
     feed-forward    norm | gate, up | activation | down, add to x |
@@ -27,7 +28,16 @@ from quantkit.archs.common import blocks
 from quantkit.placement import kernel_sizes
 from quantkit.placement.kernel_sizes import BATCH_TOKENS, activation_bytes, whole_lines
 from quantkit.runtime.blocks.spans import Span
-from quantkit.runtime.compiled import delta_net, hyper_connections, kimi_delta, latent, layer_input, mamba2, short_conv
+from quantkit.runtime.compiled import (
+    compressed,
+    delta_net,
+    hyper_connections,
+    kimi_delta,
+    latent,
+    layer_input,
+    mamba2,
+    short_conv,
+)
 from quantkit.runtime.compiled.cached_attention import Projected, attend_batch
 from quantkit.runtime.compiled.plan_base import (
     Array,
@@ -246,6 +256,8 @@ def add_part(ops: PrefillOps, layer: int, part: blocks.Part, shape: PlannedCache
         short_conv.add_prefill(ops, layer, part)
     elif isinstance(part, blocks.LatentAttention):
         latent.add_prefill(ops, layer, part, shape)
+    elif isinstance(part, blocks.CompressedAttention):
+        compressed.add_prefill(ops, layer, part, shape)
     elif isinstance(part, blocks.Experts):
         add_experts(ops, part, normed)
     elif isinstance(part, blocks.FeedForward):

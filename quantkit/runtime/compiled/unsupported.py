@@ -48,7 +48,7 @@ def _in_part(part: blocks.Part) -> str | None:
     if isinstance(part, blocks.LatentAttention):
         return _in_latent_attention(part)
     if isinstance(part, blocks.CompressedAttention):
-        return f"no operation attends to compressed entries ({part.kv.weight})"
+        return _in_compressed_attention(part)
     if isinstance(part, blocks.LayerInput):
         return _in_layer_input(part)
     return _in_experts(part) if isinstance(part, blocks.Experts) else None
@@ -63,6 +63,11 @@ def _linears(part: blocks.Part) -> list[blocks.Linear]:
         found = part.q_a, part.q, part.kv_a, part.kv_b, part.k_b, part.v_b, part.out
         if part.indexer is not None:
             found = *found, part.indexer.q_b, part.indexer.k, part.indexer.weights
+    elif isinstance(part, blocks.CompressedAttention):
+        found = part.q_a, part.q_b, part.kv, *part.group_matrices, part.out_b
+        found = *found, *(linear for each in part.compressors for linear in (each.kv, each.gate))
+        if part.indexer is not None:
+            found = *found, part.indexer.q_b, part.indexer.weights
     elif isinstance(part, blocks.DeltaNet):
         found = delta_net.matrices(part)
     elif isinstance(part, blocks.KimiDelta):
@@ -111,6 +116,14 @@ def _in_latent_attention(part: blocks.LatentAttention) -> str | None:
             return f"no operation scales matrices between latents and heads ({linear.weight})"
     if part.rope.dim % 16:
         return f"latent attention with RoPE of {part.rope.dim} elements, not a multiple of 16 ({part.kv_a.weight})"
+    return None
+
+
+def _in_compressed_attention(part: blocks.CompressedAttention) -> str | None:
+    if part.dim % 32:
+        return f"compressed attention with heads of {part.dim} elements, not a multiple of 32 ({part.kv.weight})"
+    if part.indexer is not None and part.indexer.dim % 32:
+        return f"an indexer of {part.indexer.dim} elements, not a multiple of 32 ({part.indexer.q_b.weight})"
     return None
 
 

@@ -17,6 +17,9 @@ A row is one head's key or value in the K or V type, rounded as runtime/kernels/
 head follow each other, so that attention reads memory in order. With khad or vhad the rows were rotated before
 (`kv_rounding.rotation`).
 
+With compressed attention (runtime/blocks/compressed_attention.py) v has what compressors read of a token. What they
+make of it is in `entries` (entries.py), which follow from the rows.
+
 A recurrent layer (runtime/blocks/recurrent.py) has a state of one size instead, which holds all positions at once:
 
     states[layer]   LayerState: the last inputs of the convolution, and the state of each value head
@@ -43,6 +46,7 @@ from quantkit.archs.common.blocks import HParams, Recurrence
 from quantkit.errors import DataError
 from quantkit.inputs import arguments
 from quantkit.runtime.kv.cache_type import CacheType
+from quantkit.runtime.kv.entries import Entries
 from quantkit.runtime.kv.saved_state import INCOMPLETE, LayerState, State
 
 _MAX_TOKENS = 1 << 31  # of a cache
@@ -91,12 +95,14 @@ class Cache:
     shape        CacheShape: a model takes caches of its own shape only
     rotations    of keys and of values of each layer: elements rotated together, 0 for none
     k, v         tuples of arrays: native code has their addresses, so they are never replaced
+    entries      Entries of compressed attention; None for other models
     state_bytes  of the states of recurrent layers
     nbytes       of all arrays, without the spare state that the running layer writes
     """
 
     k: tuple[Any, ...]
     v: tuple[Any, ...]
+    entries: Entries | None = None
 
     def __init__(self, hparams: HParams, n_ctx: int, cache_type: str | CacheType, *, one_layer: bool = False):
         """`one_layer` makes all layers share one pair of arrays, and one state: enough for a sequence that is run once,
@@ -128,6 +134,11 @@ class Cache:
             self._spare = LayerState.zero(hparams.recurrence)
         self.state_bytes = sum(x.nbytes for x in {id(x): x for x in self.states.values()}.values())
         self.nbytes = self.state_bytes + sum(x.nbytes for x in {id(x): x for x in (*self.k, *self.v)}.values())
+        sizes = {i: hparams.entry_sizes(i) for i in range(hparams.n_layer)}
+        compressed = {i: each for i, each in sizes.items() if each is not None}
+        if compressed and not one_layer:
+            self.entries = Entries(compressed, self.n_ctx)
+            self.nbytes += self.entries.nbytes
 
     def _describe(self, shape: CacheShape, n_ctx: int, kind: CacheType, one_layer: bool = False) -> None:
         """Set all but the arrays. DataError where `n_ctx` is not from 1 to `_MAX_TOKENS`."""
@@ -150,6 +161,8 @@ class Cache:
         """Tokens that are filled."""
         if type(value) is not int or not 0 <= value <= self._n_ctx:
             value = arguments.integer(value, f"the length of a cache of {self._n_ctx} tokens", 0, self._n_ctx)
+        if self.entries is not None:
+            self.entries.truncate(value)
         self._length = value
 
     @property
@@ -281,9 +294,11 @@ class Cache:
             self.states[layer].position = self.length + tokens
 
     def extend(self, tokens: int) -> None:
-        """Add `tokens` to `length`: their keys and values, and the changed states of `begin_update`, are there."""
+        """Add `tokens` to `length`: their keys and values, changed states of `begin_update`, and entries are there."""
         self.end_update(self.states, tokens)
         self.length += tokens
+        if self.entries is not None:
+            self.entries.made[0] = self.length
 
     def advance(self, layer: int, tokens: int) -> tuple[LayerState, LayerState]:
         """(state now, state to write): advance a layer by `tokens`. The old state stays valid until the next call."""

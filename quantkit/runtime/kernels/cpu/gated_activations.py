@@ -64,7 +64,6 @@ ACTIVATIONS: dict[str, Callable[[IrBuilder, Value, Value], Value]] = {
     "swiglu_oai": _swiglu_oai,
     "sigmoid": _sigmoid,
 }
-_NAMES = list(ACTIVATIONS)  # intrinsics take a number as a constant, not a name
 
 
 def _limited(ir: IrBuilder, gate: Value, up: Value, limit: float) -> Value:
@@ -72,6 +71,16 @@ def _limited(ir: IrBuilder, gate: Value, up: Value, limit: float) -> Value:
     largest = ir.constant(_FLOATS16, limit)
     silu = _swiglu(ir, gate, ir.constant(_FLOATS16, 1.0))
     return ir.min(silu, largest) * ir.max(ir.min(up, largest), largest * -1.0)
+
+
+def _clamped(ir: IrBuilder, gate: Value, up: Value, limit: float) -> Value:
+    """SwiGLU with gate at most `limit`, up within -limit … limit."""
+    largest = ir.constant(_FLOATS16, limit)
+    return _swiglu(ir, ir.min(gate, largest), ir.max(ir.min(up, largest), largest * -1.0))
+
+
+LIMITED: dict[str, Callable[[IrBuilder, Value, Value, float], Value]] = {"swiglu": _limited, "swiglu_clamped": _clamped}
+_NAMES = [*ACTIVATIONS, "swiglu_clamped"]  # intrinsics take a number as a constant, not a name
 
 
 @simd_intrinsic("void")
@@ -82,11 +91,11 @@ def activate_range(
 
     The activation is _NAMES[number]; `limit` has the bits of its limit as float32, or is 0.
     """
-    plain = ACTIVATIONS[_NAMES[number]]
+    name = _NAMES[number]
     most = struct.unpack("<f", struct.pack("<i", limit))[0]
 
     def activation(ir: IrBuilder, gate: Value, up: Value) -> Value:
-        return _limited(ir, gate, up, most) if limit else plain(ir, gate, up)
+        return LIMITED[name](ir, gate, up, most) if limit else ACTIVATIONS[name](ir, gate, up)
 
     with ir.loop(first, last, 16) as i:
         result = activation(ir, ir.load(_FLOATS16, gate + i * 4), ir.load(_FLOATS16, up + i * 4))
@@ -112,7 +121,7 @@ def xielu(gate, up, first, last, out, numbers):
 @functools.cache
 def activation(name: str, limit: float | None = None) -> Callback:
     """The compiled function of an activation with a name, by what blocks.FeedForward and blocks.Experts say of it."""
-    assert limit is None or (name == "swiglu" and limit > 0), f"{name} with a limit of {limit}"
+    assert name in ACTIVATIONS if limit is None else name in LIMITED and limit > 0, f"{name} with a limit of {limit}"
     number = _NAMES.index(name)
     bits = 0 if limit is None else struct.unpack("<i", struct.pack("<f", limit))[0]
 

@@ -155,7 +155,7 @@ class ScoreParameters(NamedTuple):
 
 
 @kernel
-def _score_block(s, q, weights, keys, count, products, out):
+def score_block(s, q, weights, keys, count, products, out):
     """out float32[count]: the scores of a token and a block of decoded keys."""
     block_scores(q, s.heads, keys, count, s.dim, products, INDEX_BLOCK * 4)
     x, w, y, scale = (
@@ -198,7 +198,7 @@ def _partition(x, rank):
 
 
 @kernel
-def _select(scores, ranks, top_k, record):
+def select(scores, ranks, top_k, record):
     """Write the selection of `top_k` positions with the largest scores; of equal ones the first."""
     for i in range(len(scores)):
         ranks[i] = scores[i]
@@ -232,7 +232,7 @@ def score_positions(parameters, thread, threads):
     for start in range(count * thread // threads, last, INDEX_BLOCK):
         n = min(INDEX_BLOCK, last - start)
         call6(p.read, rows + start * s.row_bytes, n, keys, 0, 0, 0)
-        _score_block(s, p.q, p.weights, keys, n, products, p.scores + start * 4)
+        score_block(s, p.q, p.weights, keys, n, products, p.scores + start * 4)
 
 
 @callback(OPERATION)
@@ -245,7 +245,7 @@ def select_positions(parameters, thread, threads):
     if count <= s.top_k:
         store_int(0, p.selection)
     else:
-        _select(floats(p.scores, count), floats(p.ranks, count), s.top_k, p.selection)
+        select(floats(p.scores, count), floats(p.ranks, count), s.top_k, p.selection)
 
 
 @callback(OPERATION)
@@ -273,7 +273,7 @@ def select_batch(parameters, thread, threads):
                     store_int(0, record)
                     continue
                 scores = floats(p.scores + thread * p.scores_stride + t * p.n_ctx * 4, count)
-                _select(scores, floats(p.ranks + thread * p.ranks_stride, count), s.top_k, record)
+                select(scores, floats(p.ranks + thread * p.ranks_stride, count), s.top_k, record)
 
 
 @kernel
@@ -290,4 +290,4 @@ def _score_group(p, s, rows, token, tokens, position, thread):
         for t in range(tokens):
             if position + t >= start:
                 q, weights = p.q + (token + t) * s.heads * s.dim * 4, p.weights + (token + t) * s.heads * 4
-                _score_block(s, q, weights, keys, n, products, scores + (t * p.n_ctx + start) * 4)
+                score_block(s, q, weights, keys, n, products, scores + (t * p.n_ctx + start) * 4)

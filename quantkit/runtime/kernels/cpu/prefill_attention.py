@@ -91,7 +91,7 @@ def matmul(a, a_stride, b, b_stride, n, c, c_stride, rows, columns, add):
 
 
 @kernel
-def _find_span(state, piece, tokens, kv_heads):
+def find_span(state, piece, tokens, kv_heads):
     """(span, piece within it) of a piece of the batch; (number of spans, ...) after the last piece."""
     spans = load_record(BatchState, state).spans
     for s in range(spans):
@@ -115,7 +115,7 @@ def _start_piece(x, stride, count, queries, width, results, size, softmax_states
 
 
 @kernel
-def _transpose_keys(decoded, count, dim, keys):
+def transpose_keys(decoded, count, dim, keys):
     """keys float32[dim, KEY_BLOCK] of `count` decoded keys; missing ones are 0."""
     floats(decoded, KEY_BLOCK * dim)[count * dim :] = 0
     for i in range(0, KEY_BLOCK, 16):
@@ -177,7 +177,7 @@ def attention(shape: KernelHeads, tokens: int) -> Callback:
         softmax_states = results + rows * width * 4
         scores = softmax_states + rows * 2 * 4
         while True:
-            s, piece = _find_span(p.state, atomic_add(1, p.state + NEXT_PIECE), tokens, kv_heads)
+            s, piece = find_span(p.state, atomic_add(1, p.state + NEXT_PIECE), tokens, kv_heads)
             if s == spans:
                 break
             span = load_record(SpanState, p.state + STATE_BYTES + s * SPAN_BYTES)
@@ -197,7 +197,7 @@ def attention(shape: KernelHeads, tokens: int) -> Callback:
                     decode_keys(
                         k_type, k_rows + block_start * k_bytes, k_bytes, block_keys, dim_k, decoded, padded_k * 4
                     )
-                    _transpose_keys(decoded, block_keys, padded_k, keys)
+                    transpose_keys(decoded, block_keys, padded_k, keys)
                     columns = -(-block_keys // 32) * 32
                     matmul(queries, dim_k * 4, keys, KEY_BLOCK * 4, dim_k, block_scores, step * 4, used, columns, False)
                 for row in range(token_count * group):

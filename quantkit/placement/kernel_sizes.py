@@ -28,6 +28,9 @@ DECODE_SPAN = 64  # positions per online-softmax step when decoding; a multiple 
 PIECE_QUERIES = 192  # query rows (tokens times heads of a group) per piece: enough to make decoding keys cheap
 KEY_BLOCK = 128  # positions decoded at a time in prefill; a multiple of 32
 
+# hyper_connections.py
+STREAM_BLOCK = 64  # columns of all streams, copied before they are overwritten
+
 # delta_net.py
 DELTA_CHUNK = 64  # tokens of a chunk, a multiple of 32
 DELTA_ROWS = -(-DELTA_CHUNK // FLOAT_TILE_TOKENS) * FLOAT_TILE_TOKENS  # of a chunk's matrices: whole tiles
@@ -143,6 +146,11 @@ def index_block_bytes(heads: int, dim: int) -> int:
 def selection_bytes(top_k: int) -> int:
     """The selected positions of a token."""
     return 8 + 8 * top_k
+
+
+def stream_record_bytes(n: int) -> int:
+    """The weights of n residual streams of a token, and scratch."""
+    return 4 * ((2 + n) * n + STREAM_BLOCK * n)
 
 
 def entry_rows(n_ctx: int, rate: int) -> int:

@@ -11,6 +11,8 @@ hidden state, queries, keys, values and the feed-forward:
               T pieces                          keys and values of 128 positions, queries, scores
               latents: the query latent, one latent, and for each thread a head's matrices and a block of latents
               experts: most = B used + 5 count tile entries of E and F, three vectors per expert, lists
+              compressed attention: 4 B (compressors' products + results of groups), and for each thread the rows of
+              a window, a block of keys, and the query rows of a piece; streams: 4 B 2 n E for n of them
               recurrent layers: 4 B (c + 2 V), for the c channels of the convolution and the V elements of the values,
               and T chunks with the state of a head
     tokens    T activations(E), logits, q, k, v, gate, up: small
@@ -57,9 +59,10 @@ def work_bytes(
 
     None if the architecture is not known or a tensor is missing.
     """
-    parts = _parts(tensors, metadata)
-    if parts is None or "token_embd.weight" not in tensors:
+    described = _described(tensors, metadata)
+    if described is None or "token_embd.weight" not in tensors:
         return None
+    parts, streams = described
     vocab, embd = tensors["token_embd.weight"].shape
     prompt, step = _Buffers(), _Buffers()
     tables: set[tuple[object, int]] = set()  # what they are of, and bytes for each position
@@ -76,6 +79,9 @@ def work_bytes(
             tables.add((part.rope, 8 * (part.rope.dim // 2)))
             tables.add((part.temperature, 4 if part.temperature else 0))
             tables.add((blocks.HeadScaling, 4 if part.scaling else 0))  # of logarithms
+        elif isinstance(part, blocks.CompressedAttention):
+            _compressed_attention(prompt, step, tensors, part, threads, n_ctx)
+            tables.add((part.rope, 8 * (part.rope.dim // 2)))
         elif isinstance(part, blocks.DeltaNet):
             _recurrent(prompt, step, tensors, part, threads)
         elif isinstance(part, blocks.KimiDelta):
@@ -92,11 +98,18 @@ def work_bytes(
             _feed_forward(prompt, step, tensors, part, threads)
         else:
             return None
+    if streams is not None:
+        _streams(prompt, step, tensors, streams, embd, threads)
     return sum(prompt.values()) + sum(step.values()) + 2 * n_ctx * sum(nbytes for _, nbytes in tables)
 
 
-def _parts(tensors: Mapping[str, TensorInfo], metadata: Mapping[str, Any]) -> list[blocks.Part] | None:
-    """The parts of all blocks, whose matrices are all in `tensors`; None if they are not or cannot be known."""
+def _described(
+    tensors: Mapping[str, TensorInfo], metadata: Mapping[str, Any]
+) -> tuple[list[blocks.Part], blocks.StreamHead | None] | None:
+    """The parts of all blocks, whose matrices are all in `tensors`, and the streams of hyper-connections.
+
+    None if they are not or cannot be known.
+    """
     try:
         arch = archs.get(str(metadata.get("general.architecture")))
         hparams = arch.hparams(metadata, tensors.keys())
@@ -105,7 +118,7 @@ def _parts(tensors: Mapping[str, TensorInfo], metadata: Mapping[str, Any]) -> li
             return None
         parts = [part for block in arch.blocks(hparams) for part in block.parts]
         shared = (part for part in parts if isinstance(part, blocks.Attention))
-        return None if any(part.heads % part.kv_heads for part in shared) else parts
+        return None if any(part.heads % part.kv_heads for part in shared) else (parts, arch.head(hparams).streams)
     except QuantkitError:
         return None
 
@@ -343,6 +356,71 @@ def _indexer(prompt: _Buffers, step: _Buffers, part: blocks.Indexer, threads: in
         buffers.private("index block", kernel_sizes.index_block_bytes(part.heads, part.dim), threads)
     step.add("index scores", 4 * n_ctx)
     prompt.private("index scores", 4 * n_ctx * kernel_sizes.INDEX_GROUP, threads)
+
+
+def _compressed_attention(
+    prompt: _Buffers, step: _Buffers, tensors: Mapping[str, TensorInfo], part: blocks.CompressedAttention,
+    threads: int, n_ctx: int,
+) -> None:  # fmt: skip
+    embd, width, rank = tensors[part.kv.weight].shape[1], part.heads // part.groups * part.dim, part.groups * part.rank
+    widths = {"k": part.dim, "query latent": part.q_lora, "group outputs": rank}
+    for name, n in widths.items():
+        prompt.add(name, 4 * BATCH_TOKENS * n)
+        step.add(name, 4 * n)
+    prompt.add("q", 4 * (BATCH_TOKENS * part.heads + kernel_sizes.FLOAT_TILE_TOKENS) * part.dim)
+    of_compressors = [linear for each in part.compressors for linear in (each.kv, each.gate)]
+    for i, linear in enumerate(of_compressors):
+        prompt.add(f"compressor {i}", 4 * BATCH_TOKENS * tensors[linear.weight].shape[0])
+    for name, n in (("normed", embd), ("attended", part.groups * width), ("joined", rank)):
+        prompt.add(name, 4 * BATCH_TOKENS * n)
+    _read(prompt, [tensors[linear.weight] for linear in (part.q_a, part.kv, *of_compressors)], embd, threads)
+    for linear, n in ((part.q_b, part.q_lora), (part.out_a, width), (part.out_b, rank)):
+        _read(prompt, [tensors[linear.weight]], n, threads)
+    step.add("q", 4 * part.heads * part.dim)
+    step.add("kept", 4 * part.kept)
+    step.add("group results", part.groups * whole_lines(activation_bytes(width)))
+    step.add("added", 4 * embd)
+    for name, n in (("normed", embd), ("query latent normed", part.q_lora), ("joined", rank)):
+        step.private(name, activation_bytes(n), threads)
+    prompt.private("pieces", kernel_sizes.compressed_piece_bytes(part.heads, part.dim), threads)
+    step.private("pieces", kernel_sizes.compressed_decode_bytes(-(-part.heads // threads), part.dim), threads)
+    for buffers, tokens in ((prompt, BATCH_TOKENS), (step, 1)):
+        _entries(buffers, part, tokens, threads, n_ctx)
+
+
+def _entries(buffers: _Buffers, part: blocks.CompressedAttention, tokens: int, threads: int, n_ctx: int) -> None:
+    """What makes entries, and the indexer that selects some."""
+    buffers.private("kept row", 4 * max(part.kept, part.dim), threads)
+    if part.compressor is not None:
+        c = part.compressor
+        nbytes = kernel_sizes.compressor_bytes(c.rate, part.kept, part.dim, c.overlapping)
+        buffers.private("windows", nbytes, threads)
+    if part.indexer is None:
+        return
+    indexer = part.indexer
+    room = max(4, kernel_sizes.entry_rows(n_ctx, indexer.compressor.rate))
+    buffers.add("index q", 4 * tokens * indexer.heads * indexer.dim)
+    buffers.add("index weights", 4 * tokens * indexer.heads)
+    buffers.add("selection", tokens * kernel_sizes.selection_bytes(indexer.top_k))
+    buffers.private("index ranks", 4 * room, threads)
+    buffers.private("index products", 4 * indexer.heads * kernel_sizes.INDEX_BLOCK, threads)
+    buffers.private("index scores", 4 * room * (kernel_sizes.INDEX_GROUP if tokens > 1 else 1), threads)
+
+
+def _streams(
+    prompt: _Buffers, step: _Buffers, tensors: Mapping[str, TensorInfo], head: blocks.StreamHead, embd: int,
+    threads: int,
+) -> None:  # fmt: skip
+    """The residual streams of hyper-connections, their norms and weights."""
+    n, wide, record = head.streams, head.streams * embd, kernel_sizes.stream_record_bytes(head.streams)
+    for buffers, tokens in ((prompt, BATCH_TOKENS), (step, 1)):
+        for name, width in (("streams", wide), ("mixing", (2 + n) * n), ("entering", embd)):
+            buffers.add(name, 4 * tokens * width)
+    prompt.add("streams normed", 4 * BATCH_TOKENS * wide)
+    prompt.add("stream weights", BATCH_TOKENS * record)
+    _read(prompt, [tensors[head.fn.weight]], wide, threads)
+    step.private("streams normed", activation_bytes(wide), threads)
+    step.private("stream weights", record, threads)
 
 
 def _latent_heads(prompt: _Buffers, step: _Buffers, part: blocks.LatentAttention, threads: int) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from quantkit import archs
 from quantkit.archs.common import blocks
+from quantkit.placement.kernel_sizes import stream_record_bytes
 from quantkit.runtime.blocks import hyper_connections as plain
 from quantkit.runtime.kernels.cpu import hyper_connections, prefill_ops
 from quantkit.runtime.kernels.cpu.op_list import OpList
@@ -86,7 +87,7 @@ def test_the_operations_are_the_plain_forms(n: int, width: int, iterations: int,
         ops = OpList(threads)
         streams, out = ops.keep(x.copy()), ops.keep(np.full((tokens, width), np.nan, np.float32))
         entering, given = ops.keep(out.copy()), ops.keep(logits.copy())
-        nbytes = 4 * hyper_connections.record_floats(n)
+        nbytes = stream_record_bytes(n)
         weights, stride = ops.buffer("weights", max(tokens, threads) * nbytes), nbytes
         record = hyper_connections.Streams(
             streams.ctypes.data, n, width, out.ctypes.data, entering.ctypes.data, given.ctypes.data, weights, stride

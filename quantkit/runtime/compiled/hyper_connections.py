@@ -12,7 +12,7 @@ For one token each thread norms the streams for itself, without a barrier. Parts
 from __future__ import annotations
 
 from quantkit.archs.common import blocks
-from quantkit.placement.kernel_sizes import BATCH_TOKENS
+from quantkit.placement.kernel_sizes import BATCH_TOKENS, stream_record_bytes
 from quantkit.runtime.compiled.plan_base import SPLIT_ROWS, Activations, BatchOps, PlanOps, TokenOps
 from quantkit.runtime.kernels.cpu import hyper_connections
 from quantkit.runtime.kernels.cpu.hyper_connections import BatchParameters, TokenParameters
@@ -25,7 +25,7 @@ class TokenStreams:
         self._ops, self._wide = ops, n * ops.n_embd
         self._streams, self._logits = ops.buffer("streams", 4 * self._wide), ops.buffer("mixing", 4 * (2 + n) * n)
         ops.entering = ops.buffer("entering", 4 * ops.n_embd)
-        weights = ops.private_buffer("stream weights", 4 * hyper_connections.record_floats(n))
+        weights = ops.private_buffer("stream weights", stream_record_bytes(n))
         record = hyper_connections.Streams(
             self._streams, n, ops.n_embd, ops.x, ops.entering, self._logits, *weights
         )  # fmt: skip
@@ -56,7 +56,7 @@ class BatchStreams:
         self._ops, self._wide = ops, n * ops.n_embd
         self._streams, self._logits = ops.floats("streams", self._wide), ops.floats("mixing", (2 + n) * n)
         ops.entering = ops.floats("entering", ops.n_embd)
-        nbytes = 4 * hyper_connections.record_floats(n)
+        nbytes = stream_record_bytes(n)
         weights = ops.buffer("stream weights", BATCH_TOKENS * nbytes)
         record = hyper_connections.Streams(
             self._streams, n, ops.n_embd, ops.x, ops.entering, self._logits, weights, nbytes

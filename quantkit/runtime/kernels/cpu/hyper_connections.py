@@ -1,8 +1,8 @@
 """Operations of hyper-connections (archs.blocks.HyperConnection, StreamHead): parts read and write residual streams.
 
 They are plain in `runtime/blocks/hyper_connections.py`. The logits come from a product before. Streams are
-float32[n, width] of a token. A record of weights is float32[(2 + n) n + BLOCK n]: what a part reads, what it writes, C,
-and scratch.
+float32[n, width] of a token. A record of weights is float32[(2 + n) n + STREAM_BLOCK n]: what a part reads, what it
+writes, C, and scratch.
 
 For one token threads split the columns, and each has a record of its own; in a batch they split the tokens.
 """
@@ -16,17 +16,11 @@ import numpy as np
 from quantkit.codegen.callbacks import callback
 from quantkit.codegen.jit import kernel
 from quantkit.codegen.simd import copy_floats, floats, load_float
+from quantkit.placement.kernel_sizes import STREAM_BLOCK
 from quantkit.runtime.kernels.cpu.gemm import token_share
 from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record, split
 from quantkit.runtime.kernels.cpu.prefill_ops import BatchState
 from quantkit.runtime.kernels.reference import exp
-
-BLOCK = 64  # columns of all streams, copied before they are overwritten
-
-
-def record_floats(n: int) -> int:
-    """Elements of a record of weights, for n streams."""
-    return (2 + n) * n + BLOCK * n
 
 
 class Streams(NamedTuple):
@@ -118,17 +112,17 @@ def _write(streams, n, width, weights, first, last, made):
     """Stream k becomes post_k made + sum over j of C_jk x_j, columns first … last."""
     post, mixing = floats(weights + 4 * n, n), floats(weights + 8 * n, n * n)
     scratch = weights + (2 + n) * n * 4
-    for start in range(first, last, BLOCK):
-        count = min(BLOCK, last - start)
+    for start in range(first, last, STREAM_BLOCK):
+        count = min(STREAM_BLOCK, last - start)
         for j in range(n):
-            copy_floats(scratch + j * BLOCK * 4, streams + (j * width + start) * 4, count)
+            copy_floats(scratch + j * STREAM_BLOCK * 4, streams + (j * width + start) * 4, count)
         y = floats(made + start * 4, count)
         for k in range(n):
             x, share = floats(streams + (k * width + start) * 4, count), post[k]
             for c in range(count):
                 x[c] = share * y[c]
             for j in range(n):
-                before, weight = floats(scratch + j * BLOCK * 4, count), mixing[j * n + k]
+                before, weight = floats(scratch + j * STREAM_BLOCK * 4, count), mixing[j * n + k]
                 for c in range(count):
                     x[c] += weight * before[c]
 

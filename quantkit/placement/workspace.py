@@ -393,7 +393,7 @@ def _entries(buffers: _Buffers, part: blocks.CompressedAttention, tokens: int, t
     buffers.private("kept row", 4 * max(part.kept, part.dim), threads)
     if part.compressor is not None:
         c = part.compressor
-        nbytes = kernel_sizes.compressor_bytes(c.rate, part.kept, part.dim, c.overlapping)
+        nbytes = kernel_sizes.compressor_bytes(c.rate, part.kept, part.widest, c.overlapping)
         buffers.private("windows", nbytes, threads)
     if part.indexer is None:
         return

@@ -404,12 +404,12 @@ def test_scaled_products(kind: str, tmp_path: Path) -> None:
     assert spread(load(path).logits(TOKENS), load(source).logits(TOKENS)) > 0.1
 
 
-def run_activation(kind: blocks.Activation, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+def run_activation(kind: blocks.Activation, gate: np.ndarray, up: np.ndarray, limit: float | None = None) -> np.ndarray:
     """act(gate) * up as the operation of a decode plan computes it, from the functions that plans take."""
     ops = OpList(1)
     is_xielu = isinstance(kind, blocks.Xielu)
     numbers = ops.keep(kind.numbers).ctypes.data if is_xielu else 0
-    function = xielu if is_xielu else activation(kind)
+    function = xielu if is_xielu else activation(kind, limit)
     parameters = decode_ops.GatedParameters(
         activation=function.address, gate=ops.keep(gate).ctypes.data, up=ops.keep(up).ctypes.data, n=gate.size,
         multiple=32, buffer=ops.buffer("hidden", 12 * gate.size), numbers=numbers,
@@ -419,13 +419,15 @@ def run_activation(kind: blocks.Activation, gate: np.ndarray, up: np.ndarray) ->
     return ops._buffers["hidden", 12 * gate.size].view(np.float32)[: gate.size].reshape(gate.shape).copy()
 
 
-@pytest.mark.parametrize("name", ACTIVATIONS)
-def test_activations_are_the_plain_ones(name: str, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize(
+    ("name", "limit"), [*((name, None) for name in ACTIVATIONS), ("swiglu", 2.5), ("swiglu_clamped", 2.5)]
+)
+def test_activations_are_the_plain_ones(name: str, limit: float | None, rng: np.random.Generator) -> None:
     gate, up = rng.standard_normal((2, 5, 64), np.float32) * 8
     gate[0, :4], up[1, :2] = [-1e9, 1e9, 300, -300], [100, -100]
     gate[2, 3], up[3, 5] = np.nan, np.nan
-    expected = float_ops.activate(name, gate.copy(), up, 1)
-    out = run_activation(name, gate, up)
+    expected = float_ops.activate(name, gate.copy(), up, 1, limit)
+    out = run_activation(name, gate, up, limit)
     np.testing.assert_allclose(out, expected, rtol=2e-6)
     assert np.isnan(out[[2, 3], [3, 5]]).all()
 

@@ -462,6 +462,11 @@ class CompressedAttention:
         return tuple(part for part in found if part is not None)
 
     @property
+    def widest(self) -> int:
+        """Elements of the longest entry or key of the indexer."""
+        return max((part.dim for part in self.compressors), default=0)
+
+    @property
     def kept(self) -> int:
         """Elements that the cache holds of a token where values would be: kv(y) and gate(y) of each compressor."""
         return sum(2 * part.columns for part in self.compressors)

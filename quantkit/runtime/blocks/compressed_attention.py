@@ -1,8 +1,8 @@
 """Compressed attention (`archs.common.blocks.CompressedAttention`), layer by layer in float32.
 
 The caches hold the key of each token and, where values would be, what compressors read of it: kv(y), then gate(y), of
-the entries' compressor and then of the indexer's. Entries are computed from them anew in each call, so that a cache can
-be truncated to any length; they take the time of `kept` elements for each position.
+the entries' compressor and then of the indexer's. Entries are computed from them anew in each call, which takes the
+time of `kept` elements for each position; compiled plans keep them (runtime/kv/entries.py).
 """
 
 from __future__ import annotations
@@ -108,15 +108,24 @@ def _attend(
             scored = indexer.scores(index[0], index[1], of_index)
             chosen = indexer.largest_of_first(scored, visible, part.indexer.top_k)
         seen = np.concatenate([seen, chosen], axis=1)
-    sinks = run.vector(part.sinks)[None, :, None]
+    for start in range(0, len(q), _QUERIES):
+        some = slice(start, start + _QUERIES)
+        out[some] = softmax_of_seen(q[some], keys, seen[some], run.vector(part.sinks), part.scale)
+
+
+def softmax_of_seen(q: np.ndarray, keys: np.ndarray, seen: np.ndarray, sinks: np.ndarray, scale: float) -> np.ndarray:
+    """float32[tokens, heads, dim]: softmax of the scores of the keys that a token sees, and the head's sink, by keys.
+
+    q float32[tokens, heads, dim], keys float32[n, dim], which are the values too, seen bool[tokens, n].
+    """
+    sink = sinks[None, :, None]
     with ignore_nonfinite():
-        for start in range(0, len(q), _QUERIES):
-            some = slice(start, start + _QUERIES)
-            scores = np.where(seen[some, None], q[some] @ keys.T * np.float32(part.scale), np.float32(-np.inf))
-            largest = np.maximum(scores.max(2, keepdims=True), sinks)
-            shares = np.exp(scores - largest)
-            shares /= shares.sum(2, keepdims=True) + np.exp(sinks - largest)
-            out[some] = shares @ keys
+        scores = np.where(seen[:, None], q @ keys.T * np.float32(scale), np.float32(-np.inf))
+        largest = np.maximum(scores.max(2, keepdims=True), sink)
+        shares = np.exp(scores - largest)
+        shares /= shares.sum(2, keepdims=True) + np.exp(sink - largest)
+        attended: np.ndarray = shares @ keys
+    return attended
 
 
 def entries(run: CompressedRun, part: blocks.Compressor, rope: blocks.Rope, kept: np.ndarray) -> np.ndarray:

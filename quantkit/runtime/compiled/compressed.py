@@ -109,7 +109,7 @@ def _add_entries(ops: PlanOps, x: _Layer) -> None:
         return
     c = part.compressor
     scratch, stride = ops.private_buffer(
-        "windows", kernel_sizes.compressor_bytes(c.rate, part.kept, part.dim, c.overlapping)
+        "windows", kernel_sizes.compressor_bytes(c.rate, part.kept, part.widest, c.overlapping)
     )
     parameters = entries.EntriesParameters(
         sizes=x.sizes,

@@ -153,6 +153,20 @@ def test_fast_numerics_are_compiled_and_devices_are_refused(files: Path) -> None
         quantkit.load(files / "m.gguf", profile=True)
 
 
+def test_compiled_plans_against_transformers(files: Path) -> None:
+    """A prompt, and tokens one by one after a prompt."""
+    import torch
+
+    with torch.no_grad():
+        wanted = log_probabilities(loaded(files / "hf")(torch.tensor(TOKENS[None])).logits.numpy()[0])
+    model = quantkit.load(files / "m.gguf", numerics="fast", cache_type="f32")
+    assert np.abs(log_probabilities(model.logits(TOKENS)) - wanted).max() < 1e-3
+    cache = model.new_cache(200)
+    model.forward(TOKENS[:90], cache)
+    steps = np.concatenate([model.forward([token], cache) for token in TOKENS[90:]])
+    assert np.abs(log_probabilities(steps) - wanted[90:]).max() < 1e-3
+
+
 def test_layers_by_themselves_are_refused(files: Path) -> None:
     model = quantkit.load(files / "m.gguf")
     with pytest.raises(UnsupportedError, match="residual streams"):

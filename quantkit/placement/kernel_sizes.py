@@ -174,9 +174,9 @@ def compressed_piece_tokens(heads: int) -> int:
 
 
 def compressed_piece_bytes(heads: int, dim: int) -> int:
-    """Per thread, for a piece: decoded and transposed keys, and of each query row results, scores, a softmax state."""
+    """Per thread, for a piece: decoded and transposed keys, and per query row results, scores, a softmax state."""
     rows = whole_tiles(compressed_piece_tokens(heads) * heads)
-    return 4 * (2 * KEY_BLOCK * dim + rows * (dim + KEY_BLOCK + 2))
+    return 4 * (2 * KEY_BLOCK * dim + rows * (dim + KEY_BLOCK + 2) + KEY_BLOCK)
 
 
 def latent_scratch_bytes(nope: int, kv_lora: int, rows: int) -> int:

@@ -278,6 +278,7 @@ def test_attention_is_the_plain_one(layer: Layer, selects: bool, one: bool, rng:
         parameters = compressed_attention.AttentionParameters(
             where.sizes, where.position, where.view, address(q), address(sinks), address(records) if selects else 0,
             8 + 8 * top_k, groups, address(target), nbytes, kernel_sizes.compressed_piece_tokens(layer.heads),
+            *ops.private_buffer("union", 8 * len(sequences[0].entries)),
             *ops.private_buffer("scratch", size(layer.heads, layer.dim)),
         )  # fmt: skip
         attend = compressed_attention.attend_token if one else compressed_attention.attend_batch

@@ -145,13 +145,18 @@ def _selection_bytes(part: blocks.CompressedAttention) -> int:
     return kernel_sizes.selection_bytes(part.indexer.top_k) if part.indexer else 0
 
 
+def _room(part: blocks.EntryIndexer, shape: PlannedCaches) -> int:
+    """The most entries that are scored."""
+    return max(4, kernel_sizes.entry_rows(shape.n_ctx, part.compressor.rate))
+
+
 def _add_selection(ops: PlanOps, x: _Layer, q: int, weights: int, shape: PlannedCaches) -> None:
     """Append the choice of entries, if the layer has an indexer."""
     part = x.part.indexer
     if part is None:
         return
     rate = part.compressor.rate
-    room = max(4, kernel_sizes.entry_rows(shape.n_ctx, rate))
+    room = _room(part, shape)
     ranks, ranks_stride = ops.private_buffer("index ranks", 4 * room)
     products, stride = ops.private_buffer("index products", 4 * part.heads * INDEX_BLOCK)
     scores, scores_stride = ops.private_buffer("index scores", 4 * room * (INDEX_GROUP if x.tokens > 1 else 1))
@@ -182,7 +187,7 @@ def _add_selection(ops: PlanOps, x: _Layer, q: int, weights: int, shape: Planned
     ops.add(entry_indexer.select_entries, parameters, barrier=True)
 
 
-def _add_attention(ops: PlanOps, x: _Layer, q: int, out: int, group_bytes: int) -> None:
+def _add_attention(ops: PlanOps, x: _Layer, q: int, out: int, group_bytes: int, shape: PlannedCaches) -> None:
     """Append attention: out gets the results of each group of heads."""
     part = x.part
     tokens = kernel_sizes.compressed_piece_tokens(part.heads)
@@ -191,6 +196,9 @@ def _add_attention(ops: PlanOps, x: _Layer, q: int, out: int, group_bytes: int) 
     else:
         nbytes = kernel_sizes.compressed_piece_bytes(part.heads, part.dim)
     scratch, stride = ops.private_buffer("pieces", nbytes)
+    union = (0, 0)
+    if x.tokens > 1 and part.indexer is not None:
+        union = ops.private_buffer("selected by any", 8 * _room(part.indexer, shape))
     parameters = compressed_attention.AttentionParameters(
         sizes=x.sizes,
         position=x.position,
@@ -203,6 +211,8 @@ def _add_attention(ops: PlanOps, x: _Layer, q: int, out: int, group_bytes: int) 
         out=out,
         group_bytes=group_bytes,
         tokens=tokens,
+        union=union[0],
+        union_stride=union[1],
         scratch=scratch,
         private_stride=stride,
     )
@@ -227,7 +237,7 @@ def add_decode(ops: TokenOps, layer: int, part: blocks.CompressedAttention, shap
     _add_selection(ops, x, projected.index_q, projected.index_weights, shape)
     group_bytes = whole_lines(activation_bytes(part.heads // part.groups * part.dim))
     out = ops.buffer("group results", part.groups * group_bytes)
-    _add_attention(ops, x, projected.q, out, group_bytes)
+    _add_attention(ops, x, projected.q, out, group_bytes, shape)
     rank = ops.buffer("group outputs", 4 * part.groups * part.rank)
     for i, linear in enumerate(part.group_matrices):
         ops.matvec(linear, Activations(out + i * group_bytes, 0), rank + 4 * i * part.rank)
@@ -271,7 +281,7 @@ def add_prefill(ops: BatchOps, layer: int, part: blocks.CompressedAttention, sha
     _add_selection(ops, x, projected.index_q, projected.index_weights, shape)
     width = part.heads // part.groups * part.dim
     out, group_bytes = ops.floats("attended", part.groups * width), 4 * BATCH_TOKENS * width
-    _add_attention(ops, x, projected.q, out, group_bytes)
+    _add_attention(ops, x, projected.q, out, group_bytes, shape)
     rank, rank_bytes = ops.floats("group outputs", part.groups * part.rank), 4 * BATCH_TOKENS * part.rank
     for i, linear in enumerate(part.group_matrices):
         rows = ops.quantize(out + i * group_bytes, width, (linear,))

@@ -6,7 +6,8 @@ and rotated back, entries are there already. A head's sink is the first score of
 head gets is rotated back by the position of the token.
 
     one token    threads share the heads, so nothing is merged; with a selection its entries alone are read
-    batch        threads take pieces of tokens, with all heads; a selection hides the scores of other entries
+    batch        threads take pieces of tokens, with all heads; the entries that any of them selects are multiplied, and
+                 the scores of those that a token has not selected are hidden
 
 Results are those of each group of heads, one after another: activation buffers of one token, matrices of a batch. With
 the same keys a head's result has the same bits for any number of threads. Both are bound by multiply-adds, 2 dim for
@@ -21,9 +22,10 @@ import numpy as np
 
 from quantkit.codegen.callbacks import callback
 from quantkit.codegen.jit import kernel
-from quantkit.codegen.simd import atomic_add, call6, copy_floats, floats, load_float, load_int
+from quantkit.codegen.simd import atomic_add, call6, copy_floats, floats, integers, load_float, load_int
 from quantkit.placement.kernel_sizes import FLOAT_TILE_TOKENS, KEY_BLOCK, LATENT_BLOCK
 from quantkit.runtime.kernels.cpu.activations import quantize_range
+from quantkit.runtime.kernels.cpu.decode_ops import add_range
 from quantkit.runtime.kernels.cpu.entries import ENTRY_CACHE_BYTES, EntryCache, Sizes, rotate_tail
 from quantkit.runtime.kernels.cpu.gemm import token_share
 from quantkit.runtime.kernels.cpu.kv_rows import LayerView
@@ -31,10 +33,11 @@ from quantkit.runtime.kernels.cpu.latent_attention import block_scores, block_va
 from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record, split
 from quantkit.runtime.kernels.cpu.prefill_attention import find_span, matmul, softmax_update, transpose_keys
 from quantkit.runtime.kernels.cpu.prefill_ops import NEXT_PIECE, SPAN_BYTES, STATE_BYTES, BatchState, SpanState
-from quantkit.runtime.kernels.cpu.selection import hide_others, selected_positions
+from quantkit.runtime.kernels.cpu.selection import selected_positions
 from quantkit.runtime.kernels.reference import exp
 
-_LEAST = -1e29  # a maximum to start with, above what masked scores are
+_HIDDEN = -1e30  # below any score
+_LEAST = -1e29  # a maximum to start with, above hidden scores
 
 
 class AttentionParameters(NamedTuple):
@@ -51,6 +54,8 @@ class AttentionParameters(NamedTuple):
     out: int  # of each group: an activation buffer, or float32[tokens, heads / groups * dim]
     group_bytes: int  # from one group to the next
     tokens: int  # of a piece of a batch
+    union: int  # with a selection, of a batch: int64[entries] per thread
+    union_stride: int
     scratch: int  # kernel_sizes.compressed_decode_bytes or compressed_piece_bytes per thread
     private_stride: int
 
@@ -140,6 +145,7 @@ class _Buffers(NamedTuple):
     results: int  # float32[rows, dim]
     states: int  # float32[rows, 2]
     scores: int  # float32[rows, KEY_BLOCK]
+    hidden: int  # float32[KEY_BLOCK]: what is added to the scores of a token
 
 
 @kernel
@@ -147,7 +153,8 @@ def _buffers(scratch, dim, rows):
     decoded, block = scratch, KEY_BLOCK * dim * 4
     results = decoded + 2 * block
     states = results + rows * dim * 4
-    return _Buffers(decoded, decoded + block, results, states, states + rows * 8)
+    scores = states + rows * 8
+    return _Buffers(decoded, decoded + block, results, states, scores, scores + rows * KEY_BLOCK * 4)
 
 
 @kernel
@@ -187,24 +194,70 @@ def _attend_window(s, cache, position, tokens, q, rows, b):
 
 
 @kernel
-def _attend_entries(p, s, cache, token, position, tokens, q, rows, b):
-    """The softmax steps with entries, those of the last token."""
+def _attend_entries(s, cache, position, tokens, q, rows, b):
+    """The softmax steps with all entries that the tokens see."""
     end = (position + tokens) // s.rate
     for start in range(0, end, KEY_BLOCK):
         count = min(KEY_BLOCK, end - start)
         copy_floats(b.decoded, cache.entries + start * s.dim * 4, count * s.dim)
         _multiply_keys(s, q, count, rows, b)
         for row in range(tokens * s.heads):
-            t = row // s.heads
-            if p.selection != 0:
-                record = p.selection + (token + t) * p.selection_bytes
-                hide_others(record, start, start + count, b.scores + row * KEY_BLOCK * 4)
-            _update(s, row, count, 0, (position + t + 1) // s.rate - start, b)
+            _update(s, row, count, 0, (position + row // s.heads + 1) // s.rate - start, b)
         _add_values(s, count, rows, b)
 
 
 @kernel
-def _attend_piece(p, s, view, cache, token, position, tokens, b):
+def _find_union(p, s, token, position, tokens, union):
+    """Write the entries that any of the tokens attends to, ascending; returns their number."""
+    end, count = (position + tokens) // s.rate, 0
+    x = integers(union, end)
+    x[:] = 0
+    for t in range(tokens):
+        record = p.selection + (token + t) * p.selection_bytes
+        selected, chosen = selected_positions(record, (position + t + 1) // s.rate)
+        for i in range(selected):
+            x[i if chosen == 0 else load_int(chosen + i * 8)] = 1
+    for i in range(end):
+        if x[i] != 0:
+            x[count] = i
+            count += 1
+    return count
+
+
+@kernel
+def _hide_others(record, visible, union, count, hidden):
+    """hidden float32[count]: 0 for the entries of the union that a token attends to, else below any score."""
+    y, x, at = floats(hidden, count), integers(union, count), 0
+    selected, chosen = selected_positions(record, visible)
+    for i in range(count):
+        is_seen = x[i] < visible
+        if chosen != 0:
+            while at < selected and load_int(chosen + at * 8) < x[i]:
+                at += 1
+            is_seen = at < selected and load_int(chosen + at * 8) == x[i]
+        y[i] = np.float32(0) if is_seen else np.float32(_HIDDEN)
+
+
+@kernel
+def _attend_selected(p, s, cache, token, position, tokens, q, rows, b, union):
+    """The softmax steps with the entries that any of the tokens has selected."""
+    end = _find_union(p, s, token, position, tokens, union)
+    for start in range(0, end, KEY_BLOCK):
+        count, block = min(KEY_BLOCK, end - start), union + start * 8
+        for i in range(count):
+            copy_floats(b.decoded + i * s.dim * 4, cache.entries + load_int(block + i * 8) * s.dim * 4, s.dim)
+        _multiply_keys(s, q, count, rows, b)
+        for t in range(tokens):
+            record = p.selection + (token + t) * p.selection_bytes
+            _hide_others(record, (position + t + 1) // s.rate, block, count, b.hidden)
+            for row in range(t * s.heads, (t + 1) * s.heads):
+                add_range(b.hidden, b.scores + row * KEY_BLOCK * 4, 0, count)
+                _update(s, row, count, 0, count, b)
+        _add_values(s, count, rows, b)
+
+
+@kernel
+def _attend_piece(p, s, view, cache, token, position, tokens, b, union):
     """The results of some tokens of one sequence, the first at `position`."""
     q, count, in_group = p.q + token * s.heads * s.dim * 4, tokens * s.heads, s.heads // p.groups
     rows = -(-count // FLOAT_TILE_TOKENS) * FLOAT_TILE_TOKENS
@@ -213,7 +266,10 @@ def _attend_piece(p, s, view, cache, token, position, tokens, b):
     floats(b.results, rows * s.dim)[count * s.dim :] = np.float32(0)
     _attend_window(s, cache, position, tokens, q, rows, b)
     if s.rate != 0:
-        _attend_entries(p, s, cache, token, position, tokens, q, rows, b)
+        if p.selection != 0:
+            _attend_selected(p, s, cache, token, position, tokens, q, rows, b, union)
+        else:
+            _attend_entries(s, cache, position, tokens, q, rows, b)
     for row in range(count):
         t, head = row // s.heads, row % s.heads
         out = p.out + head // in_group * p.group_bytes + ((token + t) * in_group + head % in_group) * s.dim * 4
@@ -239,7 +295,8 @@ def attend_batch(parameters, thread, threads):
         cache = load_record(EntryCache, view.caches + i * ENTRY_CACHE_BYTES)
         first = (-(-span.tokens // p.tokens) - 1 - piece) * p.tokens
         tokens = min(p.tokens, span.tokens - first)
-        _attend_piece(p, s, view, cache, span.start + first, span.position + first, tokens, b)
+        union = p.union + thread * p.union_stride
+        _attend_piece(p, s, view, cache, span.start + first, span.position + first, tokens, b, union)
 
 
 # --------------------------------------------------------------------------------------------------------------- groups

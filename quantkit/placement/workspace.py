@@ -402,11 +402,13 @@ def _entries(buffers: _Buffers, part: blocks.CompressedAttention, tokens: int, t
     buffers.add("index q", 4 * tokens * indexer.heads * indexer.dim)
     buffers.add("index weights", 4 * tokens * indexer.heads)
     buffers.add("selection", tokens * kernel_sizes.selection_bytes(indexer.top_k))
-    if tokens > 1:
+    if tokens == 1:
+        buffers.add("index scores", 4 * room)
+    else:
+        buffers.private("index scores", 4 * room * kernel_sizes.INDEX_GROUP, threads)
         buffers.private("selected by any", 8 * room, threads)
     buffers.private("index ranks", 4 * room, threads)
     buffers.private("index products", 4 * indexer.heads * kernel_sizes.INDEX_BLOCK, threads)
-    buffers.private("index scores", 4 * room * (kernel_sizes.INDEX_GROUP if tokens > 1 else 1), threads)
 
 
 def _streams(

@@ -159,7 +159,10 @@ def _add_selection(ops: PlanOps, x: _Layer, q: int, weights: int, shape: Planned
     room = _room(part, shape)
     ranks, ranks_stride = ops.private_buffer("index ranks", 4 * room)
     products, stride = ops.private_buffer("index products", 4 * part.heads * INDEX_BLOCK)
-    scores, scores_stride = ops.private_buffer("index scores", 4 * room * (INDEX_GROUP if x.tokens > 1 else 1))
+    if x.tokens == 1:
+        scores, scores_stride = ops.buffer("index scores", 4 * room), 0
+    else:
+        scores, scores_stride = ops.private_buffer("index scores", 4 * room * INDEX_GROUP)
     sizes = IndexSizes(
         heads=part.heads, dim=part.dim, rope=0, pair_step=2, pair_stride=1, top_k=part.top_k, row_bytes=4 * part.dim,
         score_scale=ops.constant((part.heads * part.dim) ** -0.5),

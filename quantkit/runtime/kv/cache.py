@@ -136,7 +136,7 @@ class Cache:
         self.nbytes = self.state_bytes + sum(x.nbytes for x in {id(x): x for x in (*self.k, *self.v)}.values())
         sizes = {i: hparams.entry_sizes(i) for i in range(hparams.n_layer)}
         compressed = {i: each for i, each in sizes.items() if each is not None}
-        if compressed and not one_layer:
+        if compressed:
             self.entries = Entries(compressed, self.n_ctx)
             self.nbytes += self.entries.nbytes
 

@@ -122,6 +122,8 @@ def attend_token(parameters, thread, threads):
     s, view, position = load_record(Sizes, p.sizes), load_record(LayerView, p.layer_view), load_int(p.position)
     first, last = split(s.heads, 1, thread, threads), split(s.heads, 1, thread + 1, threads)
     heads, buffer, in_group = last - first, p.scratch + thread * p.private_stride, s.heads // p.groups
+    if heads == 0:
+        return
     results = buffer + LATENT_BLOCK * (s.dim + heads) * 4
     states, width = results + heads * s.dim * 4, in_group * s.dim
     for i in range(heads):

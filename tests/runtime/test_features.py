@@ -23,7 +23,7 @@ from quantkit.runtime.blocks import float_ops
 from quantkit.runtime.compiled.unsupported import unsupported_feature
 from quantkit.runtime.kernels import reference
 from quantkit.runtime.kernels.cpu import decode_norms, decode_ops
-from quantkit.runtime.kernels.cpu.gated_activations import ACTIVATIONS, activation, xielu
+from quantkit.runtime.kernels.cpu.gated_activations import ACTIVATIONS, LIMITED, activation, xielu
 from quantkit.runtime.kernels.cpu.op_list import OpList
 from quantkit.runtime.loading import load
 from quantkit.runtime.model import Model
@@ -481,7 +481,8 @@ def test_activations_are_those_that_blocks_name() -> None:
         hparams = arch.hparams(metadata, {spec.name for spec in specs})
         for part in (part for block in arch.blocks(hparams) for part in block.parts):
             if isinstance(part, (blocks.FeedForward, blocks.Experts)):
-                assert isinstance(part.activation, blocks.Xielu) or part.activation in ACTIVATIONS
+                names = ACTIVATIONS if part.limit is None else LIMITED
+                assert isinstance(part.activation, blocks.Xielu) or part.activation in names
                 assert part.gate == part.up or not isinstance(part.activation, blocks.Xielu)
 
 

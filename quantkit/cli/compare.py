@@ -36,7 +36,7 @@ from quantkit.errors import OptionError
 from quantkit.progress import ProgressBar
 
 if TYPE_CHECKING:
-    from quantkit.evaluate.compare import Comparison
+    from quantkit.evaluate.comparison import Comparison
     from quantkit.evaluate.tasks import Score as TaskScore
 
 _SCHEMA = "quantkit.compare/1"

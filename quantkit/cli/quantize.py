@@ -62,7 +62,8 @@ def quantize(
         str | None,
         typer.Argument(
             metavar="OUT",
-            help="The output file; default: ggml-model-TYPE.gguf in the directory of IN.",
+            help="The output file, in which {name} and {ftype} stand for the names of IN and TYPE; default: "
+            "ggml-model-TYPE.gguf in the directory of IN.",
             show_default=False,
         ),
     ] = None,

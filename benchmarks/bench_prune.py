@@ -26,7 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import quantkit
 from benchmarks import records, trained
 from benchmarks.records import Column, Table
-from quantkit.evaluate.compare import Candidate, CompareOptions, Comparison
+from quantkit.evaluate.compare import CompareOptions
+from quantkit.evaluate.comparison import Candidate, Comparison
 from quantkit.evaluate.layer_similarity import layer_similarity
 from quantkit.evaluate.saliency import measure
 from quantkit.evaluate.statistics import Interval, Sample

@@ -27,7 +27,7 @@ _SECTIONS = {
     "Running on a GPU": ("gpu_rates", "gpu", "gpu_models", "gpu_hybrid", "gpu_streamed", "gpu_profile"),
     "Quantizing": (
         "types", "types-fast", "types-best", "llama_cpp_types", "quantize", "files", "perplexity", "second_moments",
-        "second_moments_moe", "calibration", "mtp", "prune",
+        "second_moments_mixes", "second_moments_moe", "calibration", "mtp", "prune",
     ),
     "Files": ("repack", "convert", "published", "hub", "jobs", "deepseek"),
     "Checks": (

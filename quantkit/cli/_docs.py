@@ -43,6 +43,17 @@ def cli_page() -> str:
     return "".join(parts)
 
 
+_COLUMNS = """\
+- `base` and `repacked`: of an interleaved type the type without interleaving, of others the interleaved form.
+- `imatrix`: whether the encoder uses or needs an importance matrix.
+- `cpu`: the matrix product reads packed weights (`integer`, `float`) or decodes a panel at a time (`decode`).
+- `cuda`: quantkit's CUDA kernel, which reads packed weights.
+- `read by`: `ik` is ik_llama.cpp alone, `both` is llama.cpp too.
+- `bpw`: bits per weight of the blocks. A row header adds to each row; `n=4096` is the bytes of a row of 4096.
+- `rows`: the number of interleaved rows.
+"""
+
+
 def types_page() -> str:
     """docs/types.md: types with a codec, then those that are only recognised."""
     from quantkit import types
@@ -54,9 +65,10 @@ def types_page() -> str:
     listed = table(HEADER, [row(r) for r in known], left=LEFT)
     remarks = "".join(f"- **{t.name}**: {t.remark}\n" for t in types.all() if t.remark)
     return (
-        f"{header()}# Tensor types\n\nAs `quantkit types` prints them. The file of a type in "
-        f"`quantkit/types` begins with its byte map.\n\n```\n{listed}\n```\n\n"
-        f"Where two reconstructions exist:\n\n{remarks}\n"
+        f"{header()}# Tensor types\n\nThe table is that of `quantkit types`.\n\n{_COLUMNS}\n```\n{listed}\n```\n\n"
+        "The file of a type in `quantkit/types` begins with its byte map. [Results](results.md#quantizing) has errors "
+        "and times of the encoders.\n\n"
+        f"Types with two reconstructions:\n\n{remarks}\n"
         f"quantkit reads, sizes and copies these types, but neither decodes nor encodes them: {others}.\n"
     )
 

@@ -139,7 +139,9 @@ def _fit(
     refined_costs: Annotated[
         Path | None, typer.Option("--refined-costs", metavar="FILE", help="Write the costs as --verify refines them.")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Write a recipe that --verify does not find better.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Write the recipe even if --verify does not find it better.")
+    ] = False,
     threads: Threads = None,
     cluster: Cluster = None,
     json: Json = False,

@@ -36,7 +36,7 @@ from quantkit.errors import OptionError
 from quantkit.progress import ProgressBar
 
 if TYPE_CHECKING:
-    from quantkit.evaluate.compare import Comparison
+    from quantkit.evaluate.comparison import Comparison
     from quantkit.evaluate.tasks import Score as TaskScore
 
 _SCHEMA = "quantkit.compare/1"
@@ -97,8 +97,8 @@ def compare(
         typer.Option(
             "--plot",
             metavar="FILE",
-            help="Plot KLD over size, with --by-position over position, of several texts or categories by these, to a "
-            "PNG, SVG or PDF file.",
+            help="Plot to a PNG, SVG or PDF file: KLD over size, with --by-position over position, with several texts "
+            "or categories for each.",
         ),
     ] = None,
     html: Annotated[

@@ -70,8 +70,8 @@ def convert(
     outtype: Annotated[
         Literal["auto", "bf16", "f16", "f32", "q8_0", "stored"],
         typer.Option(
-            help="Type of matrices; auto: bf16 or f16, by the checkpoint; stored: the same, but float32 "
-            "stays, and what is quantized keeps all that its format says.",
+            help="Type of matrices; auto: the first 16-bit type of the checkpoint; stored: without loss, so float32 "
+            "and NVFP4 stay, and other quantized matrices get the 16-bit type of their format.",
             case_sensitive=False,
         ),
     ] = "auto",
@@ -96,7 +96,7 @@ def convert(
     lora: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR", help="Convert this PEFT adapter (LoRA) of HF_DIR, not the model.", show_default=False
+            metavar="DIR", help="Convert this PEFT adapter (LoRA) for HF_DIR, instead of the model.", show_default=False
         ),
     ] = None,
     mmproj: Annotated[

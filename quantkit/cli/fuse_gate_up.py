@@ -30,7 +30,9 @@ from quantkit.cli.common.progress_options import shows_progress
 def fuse_gate_up(
     source: Source,
     out: Out,
-    undo: Annotated[bool, typer.Option("--undo", help="Write ffn_gate_exps and ffn_up_exps apart.")] = False,
+    undo: Annotated[
+        bool, typer.Option("--undo", help="Split ffn_gate_up_exps into ffn_gate_exps and ffn_up_exps.")
+    ] = False,
     split_max_size: SplitMaxSize = None,
     split_max_tensors: SplitMaxTensors = None,
     keep_split: KeepSplit = False,
@@ -38,10 +40,11 @@ def fuse_gate_up(
     threads: Threads = None,
     json: Json = False,
 ) -> None:
-    """Fuse gate and up of experts in one tensor, ffn_gate_up_exps, as llama.cpp's converter can.
+    """Fuse gate and up of experts into one tensor, ffn_gate_up_exps.
 
-    Codes are kept: of each expert the rows of gate, then those of up. Both forms give the same logits; ik_llama.cpp and
-    llama.cpp read both. Layers whose gate and up are of different types stay as they are.
+    It has, for each expert, the rows of gate, then those of up; codes are copied. llama.cpp's converter writes the same
+    with --fuse-gate-up-exps. Both forms give the same logits; ik_llama.cpp and llama.cpp read both. Layers whose gate
+    and up have different types stay as they are.
     """
     from quantkit.formats import gguf
     from quantkit.pipelines.fuse_experts import plan_fuse, plan_separate

@@ -66,7 +66,7 @@ def imatrix(
         typer.Option("--chat", help="Format texts with the model's chat template: .jsonl of messages, or paragraphs."),
     ] = False,
     parse_special: Annotated[
-        bool, typer.Option("--parse-special", help="Find control tokens that are written out in a text.")
+        bool, typer.Option("--parse-special", help="Parse control tokens in texts, such as <|im_start|>.")
     ] = False,
     output: Annotated[
         Path | None,
@@ -81,7 +81,7 @@ def imatrix(
     ] = None,
     output_format: Annotated[
         Literal["gguf", "dat"] | None,
-        typer.Option("--output-format", help="Format of the output, which its name must have.", show_default=False),
+        typer.Option("--output-format", help="Format of the output; the name of -o must agree.", show_default=False),
     ] = None,
     ctx_size: Context = 512,
     chunks: ChunkLimit = None,
@@ -143,8 +143,8 @@ def imatrix(
     token_weights: Annotated[
         Literal["attention", "none"] | None,
         typer.Option(
-            help="What weighs tokens in the inputs of queries, keys and values: the attention that they receive, or "
-            "none. Default: attention with --second-moments, else none, as in llama-imatrix."
+            help="Weight of tokens in the inputs of queries, keys and values: the attention that they receive, or "
+            "none: all alike. Default: attention with --second-moments, else none, as in llama-imatrix."
         ),
     ] = None,
     dry_run: Annotated[
@@ -171,14 +171,16 @@ def imatrix(
     """Collect an importance matrix of a model over texts.
 
     It holds the mean squared activation of each column of each weight. In models with experts, each expert has its own
-    values. With --chat, texts are conversations: a .jsonl file has one per line, with "messages" of "role" and
-    "content"; in other texts, paragraphs alternate between user and assistant. --chunks and --from-chunk count per
-    text, --output-frequency and --save-frequency over all texts. OUTPUT appears when the run is complete. An
-    interrupted run leaves OUTPUT.resume, from which the same command resumes and gives the same bytes, and
-    OUTPUT.partial, the importance matrix of the chunks so far. With --by-layer, one layer is in memory at a time. The
-    run is saved after layers then, in OUTPUT.resume and OUTPUT.states. `quantkit imatrix show FILE` shows the contents
-    of a matrix and the experts with too few tokens; `imatrix merge` merges several; `imatrix convert` changes the
-    format.
+    values. `quantkit imatrix show FILE` shows the contents of a matrix and the experts with too few tokens; `imatrix
+    merge` merges several; `imatrix convert` changes the format.
+
+    With --chat, texts are conversations: a .jsonl file has one per line, with "messages" of "role" and "content"; in
+    other texts, paragraphs alternate between user and assistant. --chunks and --from-chunk count per text,
+    --output-frequency and --save-frequency over all texts.
+
+    OUTPUT appears when the run is complete. An interrupted run leaves OUTPUT.resume, from which the same command
+    resumes and gives the same bytes, and OUTPUT.partial, the importance matrix of the chunks so far. With --by-layer,
+    one layer is in memory at a time; the run is then saved after layers, in OUTPUT.resume and OUTPUT.states.
     """
     from quantkit.evaluate.imatrix import run
 

@@ -85,11 +85,12 @@ def mtp(
 ) -> None:
     """Measure how many tokens that MTP (multi-token prediction) layers draft are accepted.
 
-    From the second half of each chunk, N tokens are drafted at each position. For each of them: the share whose first
-    choice is the trunk's, the share of which this and all before are, the mean length that greedy decoding accepts of a
-    draft so long, and the probability that sampling at temperature 1 accepts the token. With --base, the KL divergence
-    of the head from that of another file. `quantkit mtp split` takes the layers out of a file or writes them alone;
-    `quantkit mtp join` puts them into one.
+    N tokens are drafted at each position of the second half of each chunk. The table has a row for each drafted token:
+    the share whose most likely token is that of the main model (the trunk), the share where this and all drafted tokens
+    before agree, the mean length that greedy decoding accepts of a draft of this length, and the probability that
+    sampling at temperature 1 accepts the token. With --base, it has the KL divergence from the MTP layers of another
+    file. `quantkit mtp split` takes the layers out of a file or writes them alone; `quantkit mtp join` puts them into a
+    file.
     """
     from quantkit.evaluate import mtp as drafts
     from quantkit.evaluate.conditions import conditions_line, evaluation_conditions

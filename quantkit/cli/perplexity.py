@@ -213,7 +213,7 @@ def _parts(found: Divergence) -> dict[str, list[Part]]:
 
 
 def _parts_record(found: Divergence) -> dict[str, object]:
-    from quantkit.evaluate.compare import part_record
+    from quantkit.evaluate.comparison import part_record
 
     return {name: [part_record(part) for part in parts] for name, parts in _parts(found).items()}
 

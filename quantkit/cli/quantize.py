@@ -62,7 +62,8 @@ def quantize(
         str | None,
         typer.Argument(
             metavar="OUT",
-            help="The output file; default: ggml-model-TYPE.gguf in the directory of IN.",
+            help="The output file, in which {name} and {ftype} stand for the names of IN and TYPE; default: "
+            "ggml-model-TYPE.gguf in the directory of IN.",
             show_default=False,
         ),
     ] = None,
@@ -112,8 +113,8 @@ def quantize(
     token_weights: Annotated[
         Literal["attention", "none"] | None,
         typer.Option(
-            help="What weighs tokens in the inputs of queries, keys and values that --calibrate measures: the "
-            "attention that they receive (default), or none."
+            help="Weight of tokens in the inputs of queries, keys and values that --calibrate measures: the attention "
+            "that they receive (default), or none: all alike."
         ),
     ] = None,
     hide_imatrix: Annotated[
@@ -183,32 +184,32 @@ def quantize(
 ) -> None:
     """Quantize a GGUF file or a checkpoint by file type, rules and flags.
 
-    A checkpoint directory is read as `quantkit convert --outtype stored` would write it (codes and scales become the
-    16-bit floats that their format defines), a few rows at a time and without an intermediate file. The result is the
-    same as with `quantkit convert` first.
+    A checkpoint is read a few rows at a time, without an intermediate file. The result is that of `quantkit convert
+    --outtype stored` followed by `quantkit quantize`.
 
-    These decide a tensor's type, highest priority first: --token-embedding-type, --per-layer-token-embedding-type
-    (for per_layer_token_embd.weight) and --output-tensor-type; the first matching rule of --custom-q, --tensor-type
-    and --recipe; --attn-q-type and the related flags; the mix of TYPE; its default. Rows that do not fit a type fall
-    back to a type with smaller blocks. quantkit warns about rules that match nothing or more than they seem to. The
-    output contains its recipe. --plan takes all types from a file instead. --repack and --repack-pattern do in one
-    pass what `quantkit repack` does to a file; --repack-pattern implies --repack. Interleaved types such as IQ4_K_R4
-    are also valid types. Flags for placement, cache and memory do not change the output: the plan shows where the
-    tensors will go.
+    These decide a tensor's type, highest priority first: --token-embedding-type, --per-layer-token-embedding-type,
+    --output-tensor-type and --ffn-gate-inp-type; the first matching rule of --custom-q, --tensor-type,
+    --tensor-type-file and --recipe; --attn-q-type and the related flags; the mix of TYPE; its default. Rows that do not
+    fit a type get a type with smaller blocks. quantkit warns about rules that match nothing, or more than they seem to.
+    --plan takes all types from a file instead. The output contains its recipe.
+
+    --repack and --repack-pattern do in one pass what `quantkit repack` does to a file; --repack-pattern implies
+    --repack. Interleaved types such as IQ4_K_R4 are also valid types. Flags for placement, cache and memory do not
+    change the output: the plan shows where the tensors will go.
 
     A checkpoint on the Hub is streamed: its tensors are fetched while others are quantized, and removed from the disk
     when they are done. The hash of every file is checked.
 
-    With --cluster, the workers of a dask cluster read IN and encode; OUT has the same bytes. Its workers must find IN
+    With --cluster, the workers of a dask cluster read IN and encode; OUT has the same bytes. The workers must find IN
     under the same name, or reach the Hub.
 
     To resume an interrupted run, give the same command again. --partial-requant quantizes only tensors whose type,
-    source, importance or codec differs from what OUT records, and copies the rest; `quantkit verify` lists them. If OUT
-    does not exist, it quantizes all tensors.
+    source, importance or encoder differs from what OUT records, and copies the rest; `quantkit verify` lists them. If
+    OUT does not exist, it quantizes all tensors.
 
     --calibrate runs the model over texts, layer by layer, and encodes each layer when its inputs are measured. Neither
-    a converted file nor an importance matrix is stored. Of a checkpoint on the Hub, the files of a layer are on the
-    disk at a time.
+    a converted file nor an importance matrix is stored. Of a checkpoint on the Hub, only the files of a layer are on
+    the disk.
     """
     from quantkit.pipelines import api, planning
     from quantkit.pipelines.output import filled_name

@@ -29,7 +29,8 @@ def saliency(
 ) -> None:
     """Measure the saliency of experts (REAP): router weight times the norm of the expert's output.
 
-    It is the mean over the tokens that the router sends to the expert. `quantkit prune` keeps the experts with most.
+    It is the mean over the tokens that the router sends to the expert. `quantkit prune` keeps the
+    experts with the largest saliency.
     """
     from quantkit.evaluate.saliency import measure
     from quantkit.evaluate.text import chunked

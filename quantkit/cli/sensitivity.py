@@ -60,7 +60,7 @@ def sensitivity(
 
     The costs file is for `quantkit recipe fit`. Two things are measured for each matrix: the KL divergence at the
     model's output with that matrix alone in the probe's type, and the error of each type relative to the probe, in the
-    metric of the matrix' inputs: second moments if the importance matrix has them, else importance. An interrupted run
+    metric of the matrix's inputs: second moments if the importance matrix has them, else importance. An interrupted run
     is resumed by the same command and gives the same numbers. The table shows the predicted KL divergence with one
     type for all matrices.
     """

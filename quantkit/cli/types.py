@@ -71,10 +71,9 @@ def types(
 ) -> None:
     """List the tensor types: bits per weight, blocks, kernels.
 
-    bpw counts blocks only; a row header adds to each row, as n=4096 (bytes of a row of 4096) shows. rows is the number
-    of rows of the base type that the type interleaves. cpu: the matrix product reads packed weights (integer, float) or
-    decodes a panel at a time (decode). cuda: quantkit's CUDA kernel, which reads packed weights. read by: ik
-    (ik_llama.cpp), llama.cpp or both.
+    bpw counts blocks only; a row header adds to each row, as n=4096 (bytes of a row of 4096) shows. rows: the number of
+    interleaved rows. cpu: the matrix product reads packed weights (integer, float) or decodes a panel at a time
+    (decode). cuda: quantkit's CUDA kernel, which reads packed weights. read by: ik (ik_llama.cpp), llama.cpp or both.
     """
     listed = records(layouts)
     if json:

@@ -7,6 +7,7 @@ quantized (`layers/checkpoint_model.py`, `imatrix`); `pipelines` never imports i
     perplexity, divergence, compare, imatrix.run   the public functions; `quantkit.perplexity` and so on
     bench, tasks, task_flips                       throughput; multiple-choice tasks; answers that change
     harness                                        lm-evaluation-harness
+    comparison                                     what `compare` finds
     corpus, text, chat_chunks                      texts and conversations as chunks of tokens
     chunk_runs, nll, progress, models              running a model over chunks
     breakdown                                      divergence by position and category

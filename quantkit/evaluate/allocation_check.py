@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import QuantkitError
-from quantkit.evaluate.compare import Candidate, CompareOptions, Comparison, compare
+from quantkit.evaluate.compare import CompareOptions, compare
+from quantkit.evaluate.comparison import Candidate, Comparison
 from quantkit.evaluate.models import OnMessage, no_message
 from quantkit.evaluate.statistics import Separation, separate
 from quantkit.formats.pipeline import Progress

@@ -8,25 +8,24 @@ compared first, without opening models. All statistics are paired by token, and 
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
-import math
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 
 from quantkit.archs.common import validate
-from quantkit.errors import DataError, QuantkitError, UnsupportedError, printable
+from quantkit.errors import DataError, QuantkitError, UnsupportedError
 from quantkit.evaluate.bench import Case, bench
-from quantkit.evaluate.breakdown import Part, by_position
 from quantkit.evaluate.chunk_runs import Here, MeasureChunks
-from quantkit.evaluate.conditions import Conditions, evaluation_conditions
+from quantkit.evaluate.comparison import Candidate, Comparison, Domain, NoiseFloor, Paired, Throughput
+from quantkit.evaluate.conditions import evaluation_conditions
 from quantkit.evaluate.corpus import read_text
 from quantkit.evaluate.divergence import Divergence, Estimate, divergence_from_base
 from quantkit.evaluate.layers.tensor_errors import TensorError, tensor_errors
@@ -34,7 +33,7 @@ from quantkit.evaluate.models import ChunkModel, OnMessage, OpenModel, no_messag
 from quantkit.evaluate.on_workers import ClusterRuns, MeasureOnWorkers, WorkerModel, with_workers
 from quantkit.evaluate.perplexity import Perplexity, checked_score, chunks_of, perplexity_of_chunks
 from quantkit.evaluate.progress import ChunkClock, ChunkProgress
-from quantkit.evaluate.statistics import Interval, ModelRank, Sample, rank
+from quantkit.evaluate.statistics import Sample
 from quantkit.evaluate.text import DEFAULT_BATCH, DEFAULT_CONTEXT, Chunks, join
 from quantkit.formats import gguf
 from quantkit.formats.kld.base_file import BaseReader, BaseWriter
@@ -64,189 +63,6 @@ def vocabulary_of(path: Path) -> Vocabulary:
     file = gguf.require_model(gguf.open(path))
     described = validate.describe(file.metadata, file.tensors, file.path)
     return Vocabulary(described.hparams.n_vocab, Tokenizer.from_gguf(file.metadata))
-
-
-class Throughput(NamedTuple):
-    """Speed in tokens per second."""
-
-    prompt: float
-    generation: float
-
-
-class Domain(NamedTuple):
-    """A text and its range of chunks."""
-
-    name: str
-    first: int
-    chunks: int
-
-
-@dataclass(frozen=True)
-class Paired:
-    """Figures of a model against the reference, with errors over chunks, in nats and shares of 1."""
-
-    divergence: Divergence
-    sample: Sample
-
-    @cached_property
-    def figures(self) -> dict[str, Interval]:
-        """The figures by name: ln_ratio, kld and its quantiles, same_top, flips (the others), mean_dp, rms_dp."""
-        d, s = self.divergence, self.sample
-        figures = {"ln_ratio": s.mean(d.nll - d.nll_base), "kld": s.mean(d.kld)}
-        shares = (("kld_median", 0.5), ("kld_p90", 0.9), ("kld_p95", 0.95), ("kld_p99", 0.99), ("kld_p999", 0.999))
-        figures |= {name: s.quantile(d.kld, share) for name, share in shares}
-        figures |= {"same_top": s.mean(d.same_top), "flips": s.mean(~d.same_top)}
-        return figures | {"mean_dp": s.mean(d.dp), "rms_dp": s.root_mean_square(d.dp)}
-
-    @property
-    def largest(self) -> float:
-        """The largest KLD of a token, in nats."""
-        return float(self.divergence.kld.max())
-
-    def of(self, domain: Domain) -> Paired:
-        """The same figures over the chunks of one text."""
-        positions, sample = self.sample.part(domain.first, domain.chunks)
-        d = self.divergence
-        part = Divergence(d.nll[positions], d.nll_base[positions], d.kld[positions], d.same_top[positions])
-        return Paired(part, sample)
-
-    @cached_property
-    def by_position(self) -> list[Part]:
-        """Mean KLD and top-1 flips by the number of tokens before a token."""
-        chunks = self.divergence.chunks
-        return [] if chunks is None else by_position(self.divergence, chunks.depths, chunks.counts)
-
-    def record(self) -> dict[str, Any]:
-        """The figures, errors and intervals by name, for JSON."""
-        record: dict[str, Any] = {"positions": len(self.divergence)}
-        for name, figure in self.figures.items():
-            record |= _named(name, figure)
-        record |= _named("ppl_difference", self.ppl_difference)
-        if self.by_position:
-            record["by_position"] = [part_record(part) for part in self.by_position]
-        ppl, ppl_base = self.divergence.ppl, self.divergence.ppl_base
-        return record | {"kld_max": self.largest, "ppl": ppl.value, "ppl_base": ppl_base.value}
-
-    @property
-    def ppl_difference(self) -> Interval:
-        """PPL minus the reference's PPL; the error is to first order, from each token's contribution."""
-        d = self.divergence
-        p, p_base = d.ppl.value, d.ppl_base.value
-        first_order = self.sample.mean(p * (d.nll - d.nll.mean()) - p_base * (d.nll_base - d.nll_base.mean()))
-        return Interval(p - p_base, first_order.error, p - p_base + first_order.low, p - p_base + first_order.high)
-
-
-def part_record(part: Part) -> dict[str, Any]:
-    """A bin of positions, or a category, for JSON."""
-    where = {"first": part.low, "last": part.high - 1} if part.high else {"category": part.name}
-    record = where | {"sequences": part.sequences, "tokens": part.tokens}
-    return record | _named("kld", part.kld) | _named("flips", part.flips)
-
-
-def _named(name: str, figure: Interval) -> dict[str, Any]:
-    """A figure for JSON: null in place of NaN, which JSON lacks."""
-    value, error, low, high = (x if math.isfinite(x) else None for x in figure)
-    return {name: value, f"{name}_error_over_chunks": error, f"{name}_interval_95": [low, high]}
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """The measurements of one model. The reference itself has no divergence."""
-
-    path: Path
-    size_bytes: int  # of all shards
-    bits_per_weight: float
-    ppl: Estimate
-    paired: Paired | None = None
-    throughput: Throughput | None = None
-    display_name: str = ""  # name in tables; needed if the file's name is ambiguous
-
-    @property
-    def name(self) -> str:
-        """The name in tables."""
-        return printable(self.display_name or self.path.stem)  # a file name need not be UTF-8
-
-    @property
-    def divergence(self) -> Divergence | None:
-        """The divergence from the reference; None for the reference itself."""
-        return None if self.paired is None else self.paired.divergence
-
-    def record(self, domains: Sequence[Domain] = ()) -> dict[str, Any]:
-        """The figures by name, for JSON."""
-        record: dict[str, Any] = {"name": self.name, "path": str(self.path), "bytes": self.size_bytes,
-                                 "bits_per_weight": self.bits_per_weight}  # fmt: skip
-        if self.paired is not None:
-            record |= self.paired.record()
-            if len(domains) > 1:
-                record["domains"] = {d.name: self.paired.of(d).record() for d in domains}
-        record |= {"ppl": self.ppl.value, "ppl_error_over_tokens": self.ppl.error}
-        if self.throughput is not None:
-            record |= {"prompt_tokens_per_second": self.throughput.prompt,
-                      "generation_tokens_per_second": self.throughput.generation}  # fmt: skip
-        return record
-
-
-@dataclass(frozen=True)
-class NoiseFloor:
-    """The noise floor: the reference against itself with other numerics. Smaller differences are not significant."""
-
-    how: str
-    paired: Paired
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """The result of `compare`.
-
-    candidates   the reference first, then the models in the order given
-    n_ctx        tokens per chunk
-    chunks       number of chunks of all texts
-    positions    number of scored tokens
-    domains      the texts and their ranges of chunks
-    noise        the reference against itself
-    layers       by model, the error that each tensor adds, if it was measured
-    conditions   what the figures depend on besides the files
-    """
-
-    candidates: list[Candidate]
-    n_ctx: int
-    chunks: int
-    positions: int
-    domains: list[Domain] = field(default_factory=list)
-    noise: NoiseFloor | None = None
-    layers: Mapping[str, Sequence[TensorError]] = field(default_factory=dict)
-    conditions: Conditions = field(default_factory=dict)
-
-    @property
-    def sample(self) -> Sample:
-        """Chunks and positions, for statistics."""
-        samples = (c.paired.sample for c in self.candidates if c.paired is not None)
-        return next(samples, Sample(self.chunks, self.positions // self.chunks))
-
-    @cached_property
-    def ranks(self) -> list[ModelRank]:
-        """The ranks of the candidates after the reference, best first; `model` 0 is the first of them."""
-        return rank(self.sample, [c.divergence.kld for c in self.candidates if c.divergence is not None])
-
-    def record(self) -> dict[str, Any]:
-        """The comparison as JSON data."""
-        record: dict[str, Any] = {
-            "reference": str(self.candidates[0].path),
-            "models": [c.record(self.domains) for c in self.candidates],
-        }
-        if self.noise is not None:
-            record["noise_floor"] = {"how": self.noise.how, **self.noise.paired.record()}
-        record["ranks"] = [
-            {"name": self.candidates[r.model + 1].name, "path": str(self.candidates[r.model + 1].path),
-             "place": r.place,
-             "difference_to_next": None if r.to_next is None else _named("kld", r.to_next.difference),
-             "separated_from_next": None if r.to_next is None else r.to_next.separated,
-             "more_tokens": None if r.to_next is None else r.to_next.more_tokens}
-            for r in self.ranks
-        ]  # fmt: skip
-        if self.layers:
-            record["layers"] = {name: [error._asdict() for error in errors] for name, errors in self.layers.items()}
-        return record | {"conditions": self.conditions}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -327,7 +143,6 @@ def compare(
     if client is not None and (o.layers or o.speed):
         flag = "--layers" if o.layers else "--speed"
         raise UnsupportedError(f"{flag} measures on this machine, not on a cluster; run it without --cluster")
-    cluster = None if client is None else ClusterRuns(client, on_message)
     paths = [Path(text) for text in ([texts] if isinstance(texts, (str, os.PathLike)) else texts)]
     noise, score = _noise(o), checked_score(o.score, o.chat)
     vocabulary = read_vocabulary(first)
@@ -336,86 +151,16 @@ def compare(
     chunks, domains = _chunks_of_texts(vocabulary.tokenizer, paths, o, score)
     for note in chunks.notes:
         on_message(f"note: {note}")
-    n_ctx = chunks.n_ctx
-    longest = max(n_ctx, TIMED_TOKENS) if o.speed and o.numerics == "fast" else n_ctx
-    conditions: dict[str, object] = {}
-    runs = 1 + (noise is not None) + len(models)
-
-    def clock(model: Path, run: int) -> Callable[[int, Perplexity | Divergence], None]:
-        """What to call after each chunk of a run."""
-        clock = ChunkClock(len(chunks), 0, o.batch_size, n_ctx, chunks.source)
-
-        def after_chunk(done: int, so_far: Perplexity | Divergence) -> None:
-            def report(chunk: ChunkProgress[Perplexity | Divergence]) -> None:
-                assert progress is not None
-                progress(CompareProgress(model.name, run, runs, chunk))
-
-            clock.report(None if progress is None else report, done, so_far)
-
-        return after_chunk
-
-    def runner(path: Path, read: Sequence[Path] = (), how: _Noise | None = None) -> MeasureChunks:
-        """What runs a model over the chunks; workers also read the files `read`."""
-        if cluster is None:
-            return Here()
-        numerics, cache_type = (o.numerics, None) if how is None else (how.numerics, how.cache_type)
-        return MeasureOnWorkers(cluster, WorkerModel(open_model, path, numerics, o.threads, longest, cache_type), read)
-
-    def open_candidate(path: Path) -> Model:
-        model = open_model(path, numerics=o.numerics, threads=o.threads, n_ctx=longest)
-        names = ", ".join(map(str, paths))
-        conditions.update(evaluation_conditions(model, n_ctx, len(chunks), names, chunks.choice))
-        return model
-
-    def open_fast(path: Path) -> Model:
-        return open_model(path, numerics="fast", threads=o.threads, n_ctx=TIMED_TOKENS)
-
-    timed = None if not o.speed else open_candidate if o.numerics == "fast" else open_fast
+    cluster = None if client is None else ClusterRuns(client, on_message)
+    count = 1 + (noise is not None) + len(models)
+    noise_floor = None
     with tempfile.TemporaryDirectory(prefix="quantkit-compare-") as folder:
-        base_path = Path(folder) / "base.kld"
-
-        def write_base(model: ChunkModel) -> Perplexity:
-            after_chunk = clock(first, 0)
-            with BaseWriter(base_path, chunks.tokens, model.vocab_size, scored=chunks.choice) as writer:
-                return perplexity_of_chunks(
-                    model, chunks, n_batch=o.batch_size, base=writer,
-                    on_chunk=lambda so_far: after_chunk(so_far.chunks, so_far), run=runner(first),
-                )  # fmt: skip
-
-        about = "" if chunks.choice is None else f", {chunks.choice.about} scored"
-        on_message(f"{first.name}: perplexity over {len(chunks)} chunks of {n_ctx} tokens{about}")
-        reference_result, speed = _run(first, write_base, open_candidate, timed, on_message)
-        base = BaseReader(base_path, chunks.choice)
-        sample = Sample.of(chunks.counts)
-
-        def measure_divergence(path: Path, run: int, how: _Noise | None = None) -> Callable[[ChunkModel], Divergence]:
-            def measure(model: ChunkModel) -> Divergence:
-                measured = divergence_from_base(
-                    model, base, n_batch=o.batch_size, on_chunk=clock(path, run), run=runner(path, [base_path], how)
-                )
-                # the base rounds each token's probability, by up to 0.0002
-                return replace(measured, nll_base=reference_result.nll.reshape(-1))
-
-            return measure
-
-        candidates = [
-            Candidate(first, *size_of(first), Estimate(reference_result.value, reference_result.error), None, speed)
-        ]
-        noise_floor = None
+        runs = _Runs(first, chunks, Path(folder) / "base.kld", count, o, open_model, cluster, progress, on_message)
+        candidates = [runs.reference()]
         if noise is not None:
-            on_message(f"{first.name}: noise floor, {noise.how}")
-
-            def open_for_noise(path: Path) -> Model:
-                return open_model(
-                    path, numerics=noise.numerics, threads=o.threads, n_ctx=n_ctx, cache_type=noise.cache_type
-                )
-
-            repeated = _run(first, measure_divergence(first, 1, noise), open_for_noise, None, on_message)[0]
-            noise_floor = NoiseFloor(noise.how, Paired(repeated, sample))
-        for run, other in enumerate(map(Path, models), runs - len(models)):
-            on_message(f"{other.name}: KL divergence from {first.name}")
-            measured, speed = _run(other, measure_divergence(other, run), open_candidate, timed, on_message)
-            candidates.append(Candidate(other, *size_of(other), measured.ppl, Paired(measured, sample), speed))
+            noise_floor = runs.noise_floor(noise)
+        for number, other in enumerate(map(Path, models), count - len(models)):
+            candidates.append(runs.candidate(other, number))
     names = unique_names([c.path for c in candidates])
     candidates = [replace(c, display_name=name) for c, name in zip(candidates, names)]
     layer_errors = {}
@@ -424,9 +169,125 @@ def compare(
             first, dict(zip(names[1:], map(Path, models))), _first_tokens(chunks), o, open_model, on_message
         )
     return Comparison(
-        candidates, n_ctx, len(chunks), reference_result.nll.size, domains, noise_floor, layer_errors,
-        with_workers(conditions, cluster),
+        candidates, chunks.n_ctx, len(chunks), runs.nll.size, domains, noise_floor, layer_errors,
+        with_workers(runs.conditions, cluster),
     )  # fmt: skip
+
+
+class _Runs:
+    """The runs of a comparison, one model after another: the reference first, whose distributions the others need.
+
+    base        where the reference's distributions are written
+    count       the number of runs, for progress
+    nll         float64[positions] of the reference, in nats, once it has run
+    conditions  those of the last model that was opened
+    """
+
+    nll: np.ndarray
+
+    def __init__(
+        self,
+        reference: Path,
+        chunks: Chunks,
+        base: Path,
+        count: int,
+        options: CompareOptions,
+        open_model: OpenModel,
+        cluster: ClusterRuns | None,
+        progress: Callable[[CompareProgress], None] | None,
+        on_message: OnMessage,
+    ):
+        self._reference, self._chunks, self._base, self._count = reference, chunks, base, count
+        self._options, self._open_model, self._cluster = options, open_model, cluster
+        self._progress, self._on_message = progress, on_message
+        self._is_fast = options.numerics == "fast"
+        self._longest = max(chunks.n_ctx, TIMED_TOKENS) if options.speed and self._is_fast else chunks.n_ctx
+        self.conditions: dict[str, object] = {}
+
+    def reference(self) -> Candidate:
+        """The reference's perplexity; writes its distributions."""
+        path, chunks = self._reference, self._chunks
+        about = "" if chunks.choice is None else f", {chunks.choice.about} scored"
+        self._on_message(f"{path.name}: perplexity over {len(chunks)} chunks of {chunks.n_ctx} tokens{about}")
+        measured, speed = _run(path, self._perplexity, self._open, self._timed, self._on_message)
+        self.nll = measured.nll.reshape(-1)
+        return Candidate(path, *size_of(path), Estimate(measured.value, measured.error), None, speed)
+
+    def candidate(self, path: Path, number: int) -> Candidate:
+        """A model's divergence from the reference: run `number`."""
+        self._on_message(f"{path.name}: KL divergence from {self._reference.name}")
+        measure = functools.partial(self._divergence, path, number, None)
+        measured, speed = _run(path, measure, self._open, self._timed, self._on_message)
+        return Candidate(path, *size_of(path), measured.ppl, self._paired(measured), speed)
+
+    def noise_floor(self, noise: _Noise) -> NoiseFloor:
+        """The reference's divergence from itself: run 1."""
+        path, o = self._reference, self._options
+        self._on_message(f"{path.name}: noise floor, {noise.how}")
+
+        def open_for_noise(path: Path) -> Model:
+            return self._open_model(
+                path, numerics=noise.numerics, threads=o.threads, n_ctx=self._chunks.n_ctx, cache_type=noise.cache_type
+            )
+
+        measure = functools.partial(self._divergence, path, 1, noise)
+        return NoiseFloor(noise.how, self._paired(_run(path, measure, open_for_noise, None, self._on_message)[0]))
+
+    def _perplexity(self, model: ChunkModel) -> Perplexity:
+        chunks, path = self._chunks, self._reference
+        after_chunk = self._clock(path, 0)
+        with BaseWriter(self._base, chunks.tokens, model.vocab_size, scored=chunks.choice) as writer:
+            return perplexity_of_chunks(
+                model, chunks, n_batch=self._options.batch_size, base=writer,
+                on_chunk=lambda so_far: after_chunk(so_far.chunks, so_far), run=self._runner(path),
+            )  # fmt: skip
+
+    def _divergence(self, path: Path, number: int, how: _Noise | None, model: ChunkModel) -> Divergence:
+        base = BaseReader(self._base, self._chunks.choice)
+        measured = divergence_from_base(
+            model, base, n_batch=self._options.batch_size, on_chunk=self._clock(path, number),
+            run=self._runner(path, [self._base], how),
+        )  # fmt: skip
+        return replace(measured, nll_base=self.nll)  # the base rounds each token's probability, by up to 0.0002
+
+    def _paired(self, measured: Divergence) -> Paired:
+        return Paired(measured, Sample.of(self._chunks.counts))
+
+    def _clock(self, path: Path, number: int) -> Callable[[int, Perplexity | Divergence], None]:
+        """What to call after each chunk of a run."""
+        chunks, progress = self._chunks, self._progress
+        clock = ChunkClock(len(chunks), 0, self._options.batch_size, chunks.n_ctx, chunks.source)
+
+        def report(chunk: ChunkProgress[Perplexity | Divergence]) -> None:
+            assert progress is not None
+            progress(CompareProgress(path.name, number, self._count, chunk))
+
+        return functools.partial(clock.report, None if progress is None else report)
+
+    def _runner(self, path: Path, read: Sequence[Path] = (), how: _Noise | None = None) -> MeasureChunks:
+        """What runs a model over the chunks; workers also read the files `read`."""
+        if self._cluster is None:
+            return Here()
+        o = self._options
+        numerics, cache_type = (o.numerics, None) if how is None else (how.numerics, how.cache_type)
+        model = WorkerModel(self._open_model, path, numerics, o.threads, self._longest, cache_type)
+        return MeasureOnWorkers(self._cluster, model, read)
+
+    def _open(self, path: Path) -> Model:
+        o, chunks = self._options, self._chunks
+        model = self._open_model(path, numerics=o.numerics, threads=o.threads, n_ctx=self._longest)
+        self.conditions = dict(evaluation_conditions(model, chunks.n_ctx, len(chunks), chunks.source, chunks.choice))
+        return model
+
+    @property
+    def _timed(self) -> Callable[[Path], Model] | None:
+        """What opens a model to time it, which is `_open` where that one can be timed; None: models are not timed."""
+        if not self._options.speed:
+            return None
+        return self._open if self._is_fast else self._open_fast
+
+    def _open_fast(self, path: Path) -> Model:
+        return self._open_model(path, numerics="fast", threads=self._options.threads, n_ctx=TIMED_TOKENS)
 
 
 class _Noise(NamedTuple):
@@ -487,7 +348,7 @@ def _run(
         on_message(f"{path.name}: throughput")
         return throughput(model)
 
-    if timed_opener is opener:  # one model for both
+    if timed_opener == opener:  # one model for both
         return _with_model(opener, path, lambda model: (measure(model), timed(model)))
     result = _with_model(opener, path, measure)
     return result, None if timed_opener is None else _with_model(timed_opener, path, timed)

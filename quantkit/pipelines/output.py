@@ -62,5 +62,5 @@ def filled_name(out: str | os.PathLike[str], source: str | os.PathLike[str], fil
     for word in re.findall(r"\{(\w+)\}", text):
         if word not in values:
             known = ", ".join(f"{{{key}}}" for key in values)
-            raise OptionError(f"output {text}: {{{word}}} stands for nothing; what can be filled in is {known}")
+            raise OptionError(f"output {text}: {{{word}}} is not a placeholder; known: {known}")
     return Path(re.sub(r"\{(\w+)\}", lambda match: values[match[1]], text))

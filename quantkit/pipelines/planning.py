@@ -127,8 +127,7 @@ def open_model(
     is_checkpoint = isinstance(source, (str, os.PathLike)) and is_config(Path(source))
     if mtp != "auto" and not is_checkpoint:
         raise OptionError(
-            f"--mtp {mtp} is about the MTP layers of a checkpoint; those of a GGUF file are taken apart by "
-            "`quantkit mtp split`"
+            f"--mtp {mtp} is about the MTP layers of a checkpoint; for a GGUF file use `quantkit mtp split`"
         )
     if not isinstance(source, (str, os.PathLike)):
         return PlanInput.of(source if isinstance(source, GGUF) else source.as_gguf)

@@ -146,13 +146,10 @@ def quantize_with_plan(
     plan.require_codecs()
     if client is not None:
         on_cluster.require_input(source, calibration, old is not None or partial_requant)
-    elif shared_output:
-        raise OptionError("--shared-output is about the workers of a cluster: pass --cluster")
+    _check_options(plan, calibration, shared_output, client)
     out = followed(Path(out))
     refuse_directory(out)
     refuse_inputs([out], source.paths)
-    if calibration is not None and any(t.scale is not None for t in plan.tensors):
-        raise OptionError("--scale-nvfp4: --calibrate runs layers that are written already, without new scales")
     metadata = output_metadata(source.metadata, plan, imatrix, imatrix_file, overrides, effort, hide_imatrix)
     if calibration is not None:
         _set_calibration(metadata, calibration, hide_imatrix)
@@ -200,9 +197,7 @@ def quantize_with_plan(
                         pump(run.pieces(stage, bar.describe), run.write, bar, threads=threads)
                     else:
                         pump(run.copies(stage), run.write, bar, threads=threads)
-                        groups = on_cluster.by_file(source, stage.tensors)
-                        encodings = [run.encodings(stage._replace(tensors=group)) for group in groups]
-                        pool.encode(encodings, run.pieces_left(stage), run.nbytes, run.encoded, bar)
+                        run.encode_on(pool, stage, source, bar)
                 if arrivals is not None:
                     bar.describe("checking the last file")
                     arrivals.finish()
@@ -219,16 +214,28 @@ def quantize_with_plan(
             if pool is not None:
                 pool.close()
         if arrivals is not None:
-            arrivals.close()
-            for message in job.reuse_summary():
-                on_message(message)
-            for name, digest in arrivals.verified.items():
-                on_message(f"checked: {name} has the hash {digest}")
-        paths = writer.paths
+            _end_of_arrivals(arrivals, job, on_message)
     job.remove_leftovers()
-    size = sum(path.stat().st_size for path in paths)
+    size = sum(path.stat().st_size for path in writer.paths)
     workers = pool.work if pool is not None else {}
-    return Written(paths, size, len(plan.tensors), len(job.resumed), len(job.reused), workers)
+    return Written(writer.paths, size, len(plan.tensors), len(job.resumed), len(job.reused), workers)
+
+
+def _check_options(plan: Plan, calibration: Calibration | None, shared_output: bool, client: Client | None) -> None:
+    """OptionError for options that do not go together."""
+    if shared_output and client is None:
+        raise OptionError("--shared-output is about the workers of a cluster: pass --cluster")
+    if calibration is not None and any(t.scale is not None for t in plan.tensors):
+        raise OptionError("--scale-nvfp4: --calibrate runs layers that are written already, without new scales")
+
+
+def _end_of_arrivals(arrivals: Arrivals, job: resume.ResumableJob, on_message: Callable[[str], None]) -> None:
+    """Close a streamed input, and say what was reused and which files had the right hash."""
+    arrivals.close()
+    for message in job.reuse_summary():
+        on_message(message)
+    for name, digest in arrivals.verified.items():
+        on_message(f"checked: {name} has the hash {digest}")
 
 
 def written_size(
@@ -366,6 +373,12 @@ class _Run:
             if progress := self._begin(planned):
                 make = functools.partial(self._piece, progress, moments)
                 yield progress, make, self._job.expected[planned.name]
+
+    def encode_on(self, pool: on_cluster.Workers, stage: Stage, source: QuantizeSource, bar: Bar) -> None:
+        """Have workers encode the pieces that `encodings` gives."""
+        groups = on_cluster.by_file(source, stage.tensors)
+        encodings = [self.encodings(stage._replace(tensors=group)) for group in groups]
+        pool.encode(encodings, self.pieces_left(stage), self.nbytes, self.encoded, bar)
 
     def pieces_left(self, stage: Stage) -> int:
         """How many pieces `encodings` gives in all."""

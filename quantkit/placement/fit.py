@@ -295,8 +295,8 @@ def _refuse(base: Sequence[int], free_bytes: Sequence[int], gpus: Sequence[Devic
     smallest, largest = min(base), max(free_bytes)
     names = ", ".join(f"{gpu.name} {(gpu.memory or 0) / GIB:.3f} GiB" for gpu in gpus)
     raise DataError(
-        f"--fit: not even the smallest layer's attention and cache, {smallest / GIB:.3f} GiB, fit a device: of {names} "
-        f"{max(0, largest) / GIB:.3f} GiB remains after working memory and a margin of {margin / GIB:.3f}: "
+        f"--fit: not even the smallest layer fits: its attention and cache take {smallest / GIB:.3f} GiB, and of "
+        f"{names} {max(0, largest) / GIB:.3f} GiB remain after working memory and a margin of {margin / GIB:.3f} GiB; "
         f"{(smallest - largest) / GIB:.3f} GiB are missing; take a smaller --fit-margin, a shorter or quantized cache "
         "(-c, -ctk, -ctv), or -ngl 0"
     )

@@ -36,9 +36,9 @@ def test_templates(out: str, source: str, filled: str) -> None:
 
 
 def test_words_that_stand_for_nothing() -> None:
-    with pytest.raises(OptionError, match=r"{x} stands for nothing; what can be filled in is {name}, {ftype}"):
+    with pytest.raises(OptionError, match=r"{x} is not a placeholder; known: {name}, {ftype}"):
         filled_name("{name}-{x}.gguf", "m.gguf", "Q4_0")
-    with pytest.raises(OptionError, match=r"{ftype} stands for nothing; what can be filled in is {name}$"):
+    with pytest.raises(OptionError, match=r"{ftype} is not a placeholder; known: {name}$"):
         filled_name("{name}-{ftype}.gguf", "m.gguf")
 
 

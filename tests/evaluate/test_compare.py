@@ -15,6 +15,7 @@ from quantkit.cli import compare as command
 from quantkit.errors import QuantkitError
 from quantkit.evaluate import compare
 from quantkit.evaluate.bench import Case, MeasuredSpeed
+from quantkit.evaluate.comparison import Comparison
 from quantkit.evaluate.layers.tensor_errors import TensorError
 from quantkit.evaluate.report import html_page, page_plots, plots, tables
 from quantkit.formats.gguf import Metadata, TensorSpec, Writer
@@ -296,7 +297,7 @@ def test_the_browser_s_ears(chromium, tmp_path):
 
 
 @pytest.mark.parametrize("width", [1280, 420])
-def test_a_browser_shows_the_report_quietly(chromium, compared: compare.Comparison, tmp_path, width):
+def test_a_browser_shows_the_report_quietly(chromium, compared: Comparison, tmp_path, width):
     added = {"near": [TensorError(f"blk.{i}.attn_q.weight", i, "q8_0", 0.01 + i, 0.2) for i in range(4)]}
     path = tmp_path / "report.html"
     conditions = {"n_ctx": 32, "cpu": "a long name of a processor " * 8}

@@ -16,6 +16,7 @@ from quantkit.errors import DataError, FormatError, QuantkitError
 from quantkit.evaluate import compare, corpus, divergence, text
 from quantkit.evaluate.breakdown import by_category, by_position, position_edges
 from quantkit.evaluate.chat_chunks import chat_chunks
+from quantkit.evaluate.comparison import Domain
 from quantkit.evaluate.perplexity import PerplexityOptions, chunks_of, perplexity, perplexity_of_chunks
 from quantkit.evaluate.statistics import Sample
 from quantkit.formats import gguf
@@ -331,7 +332,7 @@ def test_compare_by_category(tmp_path) -> None:
     chunks = chunks_of(FakeModel().tokenizer, path, 32, 6, False, "all", True)
     assert chunks.counts.tolist() == [31] * 12
     made = compare._chunks_of_texts(FakeModel().tokenizer, [path], options, "all")
-    assert made[1] == [compare.Domain("prose", 0, 6), compare.Domain("code", 6, 6)]
+    assert made[1] == [Domain("prose", 0, 6), Domain("code", 6, 6)]
     np.testing.assert_array_equal(made[0].choice.mask, chunks.choice.mask)
     two = compare._chunks_of_texts(FakeModel().tokenizer, [path, path.with_suffix(".jsonl")], options, "all")[1]
     assert {domain.chunks for domain in two} == {6}

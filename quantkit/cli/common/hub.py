@@ -18,7 +18,7 @@ Disk = Annotated[
     str | None,
     typer.Option(
         metavar="SIZE",
-        help="Disk that streaming takes beyond the output, for example 50G; with --cluster on each worker; "
+        help="Disk space for streaming, beyond the output, for example 50G; with --cluster on each worker; "
         "default: 10G, or more if that is needed.",
         rich_help_panel=PANEL,
         show_default=False,

@@ -73,7 +73,7 @@ ScaleNvfp4 = Annotated[
     bool,
     typer.Option(
         "--scale-nvfp4",
-        help="Give each tensor that becomes NVFP4 a tensor NAME.scale, as llama.cpp reads it: small weights lose less.",
+        help="Store a scale for each NVFP4 tensor in NAME.scale, as llama.cpp reads it: small weights lose less.",
     ),
 ]
 ReplaceTypes = Annotated[
@@ -108,7 +108,7 @@ Mla = Annotated[
     int,
     typer.Option("--mla-use", "-mla", help="KV cache of MLA: 0 stores full heads, 1 to 3 the latent.", min=0, max=3),
 ]
-MtpCache = Annotated[bool, typer.Option("--mtp-cache", help="Include a KV cache for MTP layers, which draft then.")]
+MtpCache = Annotated[bool, typer.Option("--mtp-cache", help="Include the KV cache of MTP layers, for drafting.")]
 Vram = Annotated[str | None, typer.Option(metavar="GIB,…", help="Memory of each GPU, to check whether the model fits.")]
 Ram = Annotated[float | None, typer.Option(metavar="GIB", help="Main memory of the CPU.", show_default=False)]
 Runtime = Annotated[
@@ -130,8 +130,8 @@ ClusterMachines = Annotated[
     typer.Option(
         "--cluster",
         metavar="'N x CORES, GB/s'",
-        help="Predict the time of quantize on N machines, whose links have so many GB/s; ', GB/s' more: of the storage "
-        "that they share.",
+        help="Predict the time of quantize on N machines with links of so many GB/s; a third number: the GB/s of "
+        "shared storage.",
         show_default=False,
     ),
 ]

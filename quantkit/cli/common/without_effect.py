@@ -67,7 +67,9 @@ _ALL: dict[str, _Option] = {
     "active_experts": _Option(("--offload-only-active-experts", "-ooae"), bool, None, _OFFLOAD),
     "no_active_experts": _Option(("--no-offload-only-active-experts", "-no-ooae"), bool, None, _OFFLOAD),
     "cuda_params": _Option(("--cuda-params", "-cuda"), str, "KEY=VALUE,…", "quantkit's kernels have no such settings."),
-    "parallel": _Option(("--parallel", "-np"), int, "N", TOKENS_AT_A_TIME),
+    "parallel": _Option(
+        ("--parallel", "-np"), int, "N", "quantkit chooses how many sequences it computes at a time; serve: one."
+    ),
     "cache_ram": _Option(("--cache-ram", "-cram"), int, "MIB", "Prompts are not cached."),
     "jinja": _Option(("--jinja",), bool, None, "Chat templates are always read as Jinja."),
     "verbose": _Option(("--verbose", "-v"), bool, None, _NO_LOG_LEVELS),

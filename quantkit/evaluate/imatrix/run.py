@@ -157,34 +157,18 @@ def imatrix(
     paths = [Path(text) for text in ([texts] if isinstance(texts, (str, os.PathLike)) else texts)]
     path = Path(os.fspath(model)) if isinstance(model, (str, os.PathLike)) else model.path
     require_path(model, client)
-    if not paths:
-        raise QuantkitError("imatrix needs a text: pass it with -f FILE")
-    files.check_policy(o.missing_experts)
+    _check_options(o, output, paths)
     form = MomentsForm.parse(o.second_moments) if o.second_moments else None
-    token_weights = chosen_weights(o.token_weights, form is not None)
-    process_output = collects_output(o.process_output, form is not None)
-    if form is not None and files.form_of(output) != "gguf":
-        raise QuantkitError(f"{output}: only the GGUF form holds second moments; give the output a name in .gguf")
-    if o.shares is not None and (len(o.shares) != len(paths) or any(not 0 < share < math.inf for share in o.shares)):
-        raise QuantkitError(f"shares {list(o.shares)}: {len(paths)} texts need {len(paths)} positive numbers")
-    if o.by_layer and o.save_frequency:
-        raise OptionError(
-            "--save-frequency copies the matrix after some chunks, but with --by-layer all chunks end together; drop "
-            "one of them"
-        )
+    with_moments = form is not None
+    o = replace(o, token_weights=chosen_weights(o.token_weights, with_moments),
+                process_output=collects_output(o.process_output, with_moments))  # fmt: skip
     opened = gguf.open(path)
-    model_paths = opened.paths
-    forms = _plan_moments(opened, form, process_output, o.second_moments_size, on_message) if form is not None else None
-    _check_names(output, [*model_paths, *paths], o.in_file, o.save_frequency)
-    before = [files.read(file) for file in o.in_file]
-    if any(matrix.chunk_size == 0 for matrix in before):
-        on_message(UNCOUNTED)
-    for file, matrix in zip(o.in_file, before):  # before the run, not after it
-        _require_fit(file, matrix, path)
+    forms = None if form is None else _plan_moments(opened, form, o, on_message)
+    _check_names(output, [*opened.paths, *paths], o.in_file, o.save_frequency)
+    before = _matrices_before(o.in_file, path, on_message)
     if isinstance(model, (str, os.PathLike)):
         model = open_model(path, numerics=o.numerics, threads=o.threads, n_ctx=o.ctx_size)
-    weighs = token_weights == "attention"
-    if weighs and not model.placement.is_cpu_only:
+    if _weighs(o) and not model.placement.is_cpu_only:
         raise OptionError(
             "--token-weights attention needs a model that runs on the CPU alone; leave out -ngl and -ot, or take "
             "--token-weights none"
@@ -196,55 +180,107 @@ def imatrix(
         here = client is None
         on_message(describe_memory(opened.tensors.values(), chunk_sets, model.hparams.n_embd, forms, here))
     conditions = evaluation_conditions(model, o.ctx_size, sum(map(len, chunk_sets)), ", ".join(map(str, paths)))
-    settings = result_conditions(conditions) | {
-        "texts": paths, "shares": o.shares, "chunk": o.from_chunk, "output": process_output, "ppl": not o.no_ppl,
-        "batch": o.batch_size, "chat": o.chat, "each": [len(chunks) for chunks in chunk_sets],
-        "second moments": o.second_moments, **({"mtp": True} if drafts else {}),
-        **({"special": True} if o.parse_special else {}),
-        **({"token weights": token_weights} if weighs else {}),
-        **({"by_layer": "here" if client is None else "on workers"} if o.by_layer else {}),
-        "blocks": {name: form.key for name, form in forms.items()} if forms is not None else None,
-    }  # fmt: skip
-    run = fingerprint([*model_paths, *paths, *o.in_file], settings)
-    chosen = replace(o, token_weights=token_weights, process_output=process_output)
-    checkpointer = _Checkpointer(output, run, chunk_sets, before, chosen, forms, on_message)
+    settings = _settings(conditions, o, paths, chunk_sets, forms, drafts, client)
+    run = fingerprint([*opened.paths, *paths, *o.in_file], settings)
+    checkpointer = _Checkpointer(output, run, chunk_sets, before, o, forms, on_message)
     started = time.monotonic()
-    parts: list[Imatrix] = []
-    perplexities: dict[str, Perplexity] = {}
+    runs = None if client is None else ClusterRuns(client, on_message)
     with contextlib.ExitStack() as stack:
         stack.callback(setattr, model, "weighs_tokens", model.weighs_tokens)
-        model.weighs_tokens = weighs
-        runs = None
-        collecting: CollectChunks | CollectLayersOnWorkers | CollectOnWorkers | None = None
-        if client is not None:
-            runs = ClusterRuns(client, on_message)
-            opening = WorkerModel(open_model, path, o.numerics, o.threads, o.ctx_size, weighs_tokens=weighs)
-            if o.by_layer:
-                collected = CollectOptions(process_output, not o.no_ppl, o.batch_size)
-                collecting = CollectLayersOnWorkers(runs, opening, chunk_sets, forms, collected)
-            else:
-                collecting = CollectOnWorkers(runs, opening, forms)
-            stack.enter_context(collecting)
+        model.weighs_tokens = _weighs(o)
+        collecting: CollectChunks | None = None
+        if runs is not None:
+            opening = WorkerModel(open_model, path, o.numerics, o.threads, o.ctx_size, weighs_tokens=_weighs(o))
+            collecting = on_workers = _on_workers(runs, opening, chunk_sets, forms, o)
+            stack.enter_context(on_workers)
         elif o.by_layer:
             on_layer = on_layer or layer_messages(on_message)
             collecting = CollectByLayer(model, chunk_sets, checkpointer.by_layer(), on_layer)
-        for number, chunks in enumerate(chunk_sets):
-            state = checkpointer.text(number)
-            size = f"{len(chunks)} chunks of {o.ctx_size} tokens"
-            on_message(f"importance matrix over {size} of {chunks.source}, batch {o.batch_size}")
-            clock = ChunkClock(len(chunks), state.done, o.batch_size, o.ctx_size, chunks.source)
-            with checkpointer.interrupted():
-                part, ppl = collect(
-                    model, chunks, process_output=process_output, with_perplexity=not o.no_ppl, n_batch=o.batch_size,
-                    on_chunk=functools.partial(clock.report, progress),
-                    on_batch=None if o.by_layer else functools.partial(checkpointer.after_batch, number),
-                    state=state, run=collecting,
-                )  # fmt: skip
-            parts.append(part)
-            if ppl is not None:
-                perplexities[chunks.source] = ppl
+        parts, perplexities = _collect_texts(model, chunk_sets, checkpointer, collecting, o, progress, on_message)
     made = checkpointer.finish(parts)
     return ImatrixRun(output, made, perplexities, time.monotonic() - started, with_workers(conditions, runs))
+
+
+def _check_options(o: ImatrixOptions, output: Path, texts: Sequence[Path]) -> None:
+    """QuantkitError or OptionError for options that are wrong or do not go together."""
+    if not texts:
+        raise QuantkitError("imatrix needs a text: pass it with -f FILE")
+    files.check_policy(o.missing_experts)
+    if o.second_moments and files.form_of(output) != "gguf":
+        raise QuantkitError(f"{output}: only the GGUF form holds second moments; give the output a name in .gguf")
+    if o.shares is not None and (len(o.shares) != len(texts) or any(not 0 < share < math.inf for share in o.shares)):
+        raise QuantkitError(f"shares {list(o.shares)}: {len(texts)} texts need {len(texts)} positive numbers")
+    if o.by_layer and o.save_frequency:
+        raise OptionError(
+            "--save-frequency copies the matrix after some chunks, but with --by-layer all chunks end together; drop "
+            "one of them"
+        )
+
+
+def _weighs(o: ImatrixOptions) -> bool:
+    return o.token_weights == "attention"
+
+
+def _matrices_before(paths: Sequence[Path], model: Path, on_message: OnMessage) -> list[Imatrix]:
+    """The importance matrices to add to, checked before the run, not after it."""
+    found = [files.read(path) for path in paths]
+    if any(matrix.chunk_size == 0 for matrix in found):
+        on_message(UNCOUNTED)
+    for path, matrix in zip(paths, found):
+        _require_fit(path, matrix, model)
+    return found
+
+
+def _settings(
+    conditions: Conditions, o: ImatrixOptions, texts: Sequence[Path], chunk_sets: Sequence[Chunks],
+    forms: Mapping[str, InputForm] | None, drafts: bool, client: Client | None,
+) -> dict[str, object]:  # fmt: skip
+    """What the file depends on besides its inputs: a saved state with other settings is not resumed."""
+    return result_conditions(conditions) | {
+        "texts": texts, "shares": o.shares, "chunk": o.from_chunk, "output": o.process_output, "ppl": not o.no_ppl,
+        "batch": o.batch_size, "chat": o.chat, "each": [len(chunks) for chunks in chunk_sets],
+        "second moments": o.second_moments, **({"mtp": True} if drafts else {}),
+        **({"special": True} if o.parse_special else {}),
+        **({"token weights": o.token_weights} if _weighs(o) else {}),
+        **({"by_layer": "here" if client is None else "on workers"} if o.by_layer else {}),
+        "blocks": {name: form.key for name, form in forms.items()} if forms is not None else None,
+    }  # fmt: skip
+
+
+def _on_workers(
+    runs: ClusterRuns, model: WorkerModel, chunk_sets: Sequence[Chunks], forms: Mapping[str, InputForm] | None,
+    o: ImatrixOptions,
+) -> CollectLayersOnWorkers | CollectOnWorkers:  # fmt: skip
+    """What collects on the workers of a cluster."""
+    if not o.by_layer:
+        return CollectOnWorkers(runs, model, forms)
+    collected = CollectOptions(bool(o.process_output), not o.no_ppl, o.batch_size)
+    return CollectLayersOnWorkers(runs, model, chunk_sets, forms, collected)
+
+
+def _collect_texts(
+    model: Model, chunk_sets: Sequence[Chunks], checkpointer: _Checkpointer, collecting: CollectChunks | None,
+    o: ImatrixOptions, progress: Callable[[ChunkProgress[Perplexity | None]], None] | None, on_message: OnMessage,
+) -> tuple[list[Imatrix], dict[str, Perplexity]]:  # fmt: skip
+    """The importance matrix of each text, and the perplexities by the text's path."""
+    parts: list[Imatrix] = []
+    perplexities: dict[str, Perplexity] = {}
+    for number, chunks in enumerate(chunk_sets):
+        state = checkpointer.text(number)
+        size = f"{len(chunks)} chunks of {o.ctx_size} tokens"
+        on_message(f"importance matrix over {size} of {chunks.source}, batch {o.batch_size}")
+        clock = ChunkClock(len(chunks), state.done, o.batch_size, o.ctx_size, chunks.source)
+        with checkpointer.interrupted():
+            part, ppl = collect(
+                model, chunks, process_output=bool(o.process_output), with_perplexity=not o.no_ppl,
+                n_batch=o.batch_size, on_chunk=functools.partial(clock.report, progress),
+                on_batch=None if o.by_layer else functools.partial(checkpointer.after_batch, number),
+                state=state, run=collecting,
+            )  # fmt: skip
+        parts.append(part)
+        if ppl is not None:
+            perplexities[chunks.source] = ppl
+    return parts, perplexities
 
 
 def chunks_of_texts(tokenizer: Tokenizer, texts: Sequence[Path], options: ImatrixOptions) -> list[Chunks]:
@@ -254,11 +290,11 @@ def chunks_of_texts(tokenizer: Tokenizer, texts: Sequence[Path], options: Imatri
 
 
 def _plan_moments(
-    model: gguf.GGUF, form: MomentsForm, process_output: bool, limit: int | None, on_message: OnMessage
+    model: gguf.GGUF, form: MomentsForm, o: ImatrixOptions, on_message: OnMessage
 ) -> dict[str, InputForm]:
     """The form of each weight's input that is measured; says what they take."""
-    shapes = measured_shapes(model.tensors.values(), process_output)
-    forms = plan_forms(shapes, form, limit)
+    shapes = measured_shapes(model.tensors.values(), bool(o.process_output))
+    forms = plan_forms(shapes, form, o.second_moments_size)
     memory, stored = sizes(shapes, forms)
     full = sum(not form.rank and form.block >= shapes[name][-1] for name, form in forms.items())
     on_message(

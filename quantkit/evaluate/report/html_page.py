@@ -12,7 +12,7 @@ from html import escape
 
 import numpy as np
 
-from quantkit.evaluate.compare import Comparison
+from quantkit.evaluate.comparison import Comparison
 from quantkit.evaluate.conditions import conditions_line
 from quantkit.evaluate.layers.tensor_errors import TensorError
 from quantkit.evaluate.report.page_plots import SERIES, Series, plot

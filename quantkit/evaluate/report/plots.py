@@ -18,7 +18,7 @@ import numpy as np
 
 from quantkit.errors import QuantkitError, printable
 from quantkit.evaluate.bench import MeasuredSpeed
-from quantkit.evaluate.compare import Candidate, Comparison
+from quantkit.evaluate.comparison import Candidate, Comparison
 from quantkit.evaluate.divergence import Divergence
 from quantkit.evaluate.imatrix.coverage import Coverage
 from quantkit.evaluate.statistics import Interval, at_share

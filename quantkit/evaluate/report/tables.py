@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from quantkit.errors import printable
 from quantkit.evaluate.breakdown import Part
-from quantkit.evaluate.compare import Comparison, Paired
+from quantkit.evaluate.comparison import Comparison, Paired
 from quantkit.evaluate.statistics import MIN_UNITS
 from quantkit.evaluate.task_flips import TaskComparison
 from quantkit.evaluate.tasks import Score

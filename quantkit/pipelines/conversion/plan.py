@@ -7,10 +7,11 @@ output norm, output.
 
 Types: `outtype`, except that norms, biases and all tensors of one dimension are f32, and matrices whose rows do not
 fit q8_0's blocks of 32 are f16. "auto" is the dtype of the first matrix in bf16 or f16, and f16 for a checkpoint that
-is all float32. Matrices stored as codes and scales (FP8, NVFP4) count as bf16: their float32 products are rounded to
-nearest, ties to even. MXFP4 stays MXFP4. "values", which `quantize` reads, is "auto", but f32 for an all-float32
-checkpoint, and each quantized matrix has the type of its own format. "stored" is that, but NVFP4 stays NVFP4, with a
-tensor NAME.scale beside it; a matrix of it that GGUF's type cannot say becomes bf16, with a warning.
+is all float32. Matrices stored as codes and scales (FP8, NVFP4, GPTQ) count as the 16-bit type of their format: their
+float32 products are rounded to nearest, ties to even. MXFP4 stays MXFP4. "values", which `quantize` reads, is "auto",
+but f32 for an all-float32 checkpoint, and each quantized matrix has the type of its own format. "stored" is that, but
+NVFP4 stays NVFP4, with a tensor NAME.scale beside it; a matrix of it that GGUF's type cannot say becomes bf16, with a
+warning.
 """
 
 from __future__ import annotations

@@ -152,7 +152,7 @@ class _Linter:
     def _note_kept(self, use: RuleUse, label: str, taken: Sequence[str]) -> None:
         kept = [name for name in taken if self.of_name[name].wanted is None]
         if kept and use.rule.type.block_size > 1 and not _takes_whole_layers(use, self.of_name):
-            self.notes.append(f"{label} matches tensors too that stay as they are: {self._kept_as(kept)}")
+            self.notes.append(f"{label} also matches tensors that stay as they are: {self._kept_as(kept)}")
 
     def _kept_as(self, names: Sequence[str]) -> str:
         """Tensors that are not quantized, each kind with its type and the reason."""
@@ -197,7 +197,7 @@ def _rows(use: RuleUse, of_name: _Tensors) -> str:
     kind, widths = use.rule.type, sorted({t.shape[-1] for t in wrong})
     become = ", ".join(dict.fromkeys(t.row_type.name for t in wrong))
     return (
-        f"asks for {kind.name}, which {len(wrong)} tensor(s) cannot hold, {listed(t.name for t in wrong)}: rows of "
+        f"asks for {kind.name}, which does not fit {len(wrong)} tensor(s), {listed(t.name for t in wrong)}: rows of "
         f"{' and '.join(map(str, widths))} are no multiple of {kind.block_size}, so they become {become}; if you mean "
         f"that, before this rule write {','.join(_pinned(wrong, of_name))}"
     )

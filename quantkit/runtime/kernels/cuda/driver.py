@@ -18,7 +18,7 @@ from typing import Any
 
 from quantkit.errors import QuantkitError, UnsupportedError
 
-REMEDY = "pip install 'quantkit[cuda]', with an NVIDIA driver of CUDA 13; or run without GPU options"
+REMEDY = "install an NVIDIA driver for CUDA 13 and pip install 'quantkit[cuda]', or run without GPU options"
 _REST = ctypes.c_uint(1), ctypes.c_uint(1), ctypes.c_uint(0)  # of a block's dimensions; bytes of shared memory
 _FORMS = {"i32": "i4x", "f32": "f4x"}
 _SIZES = {"u8": 1, "i8": 1, "u16": 2, "u32": 4, "i32": 4, "f32": 4, "i64": 8}

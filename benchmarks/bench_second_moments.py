@@ -9,7 +9,8 @@ type fits its rows. All matrices of the blocks get one type (the embedding stays
 not among the calibration; `benchmarks/texts.py` makes some.
 
 KL divergence from the f16 model over the second half of each chunk of 512 tokens, both files run by quantkit in exact
-numerics, and with --reference by ik_llama.cpp's library too. "plain" is our encoder without second moments.
+numerics, and with --reference by ik_llama.cpp's library too. "plain" is our encoder without second moments. Types that
+a run with the same options and folder has measured are not measured again.
 """
 
 from __future__ import annotations
@@ -88,6 +89,13 @@ def matrix_of(model: Path, calibrate: Path, tokens: int | None, folder: Path) ->
         quantkit.imatrix(model, calibrate, matrix, options)
         matrices.write(matrix.with_suffix(".dat"), matrices.Imatrix(matrices.read(matrix).entries))
     return matrix
+
+
+def rows_of(options: argparse.Namespace) -> Path:
+    """Where the rows of runs with these options are kept in the folder: a run of an hour that is stopped goes on."""
+    texts = "-".join(text.stem for text in [options.calibrate, *options.text])
+    what = f"{options.tokens or 'all'}-{options.chunks}-{options.effort}{'-reference' * options.reference}"
+    return options.folder / f"{'mixes' if options.mixes else 'types'}.{texts}-{what}.json"
 
 
 def write(side: str, model: Path, matrix: Path, kind: str, out: Path, options: Any) -> float:
@@ -170,8 +178,11 @@ def main() -> None:
             base_of_reference = cached(llama.logits)
             divergence(texts, base_of_reference, base_of_reference)
 
-    rows: list[dict[str, Any]] = []
+    kept = rows_of(options)
+    rows: list[dict[str, Any]] = json.loads(kept.read_text()) if kept.exists() else []
     for kind in options.types.split(","):
+        if any(row["type"] == kind for row in rows):
+            continue
         row: dict[str, Any] = {"type": kind, "seconds": {}, "texts": {}, "by_reference": {}}
         for side in ("reference", "plain", "moments"):
             out = options.folder / f"{kind}.{side}.gguf"
@@ -192,7 +203,7 @@ def main() -> None:
         figures = "  ".join(f"{side} {row[side]:.4f}" for side in row["texts"])
         print(f"{kind:8s} {figures}  ratio {row['ratio']:.3f} (worst text {row['worst']:.3f})", flush=True)
         print(f"         seconds {row['seconds']}  run by ik_llama.cpp {row['by_reference']}", flush=True)
-        # after each type: a run of an hour that is stopped leaves what it has
+        kept.write_text(json.dumps(rows))
         records.save(MIXES if options.mixes else TABLE, rows, options, rows)
     print(json.dumps({"bench": "second_moments", "effort": options.effort, "mixes": options.mixes, "rows": rows}))
 

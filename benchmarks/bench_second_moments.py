@@ -95,7 +95,8 @@ def rows_of(options: argparse.Namespace) -> Path:
     """Where the rows of runs with these options are kept in the folder: a run of an hour that is stopped goes on."""
     texts = "-".join(text.stem for text in [options.calibrate, *options.text])
     what = f"{options.tokens or 'all'}-{options.chunks}-{options.effort}{'-reference' * options.reference}"
-    return options.folder / f"{'mixes' if options.mixes else 'types'}.{texts}-{what}.json"
+    folder: Path = options.folder
+    return folder / f"{'mixes' if options.mixes else 'types'}.{texts}-{what}.json"
 
 
 def write(side: str, model: Path, matrix: Path, kind: str, out: Path, options: Any) -> float:

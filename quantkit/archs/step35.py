@@ -244,7 +244,7 @@ def _settings(config: Config) -> dict[str, Any]:
     given["norm_topk_prob"] = True
     for _, theirs in _LIMITS:
         limits = _of_layers(config, theirs, layers) or [0] * layers
-        given[theirs] = [real({theirs: limit}, theirs) if limit else 0.0 for limit in limits]
+        given[theirs] = [real({theirs: limit}, theirs) for limit in limits]
     whole, local = _rope_parameters(config)
     return given | {"rope_parameters": None, "rope_scaling": None, "rope_theta": whole["rope_theta"],
                     "partial_rotary_factor": None, "local_rope_theta": local["rope_theta"]}  # fmt: skip

@@ -261,7 +261,9 @@ def _of_layers(config: Config, key: str, layers: int) -> list[Any]:
 def _heads(config: Config, heads: int, local: Sequence[bool]) -> int:
     """Query heads of layers with a window, also where transformers gives them layer by layer."""
     for key, part in mapping(config, "per_layer_config").items():
-        if part != {"num_attention_heads": heads} or not (key.isdigit() and int(key) < len(local) and local[int(key)]):
+        if part != {"num_attention_heads": heads} or not (
+            key.isdecimal() and int(key) < len(local) and local[int(key)]
+        ):
             raise UnsupportedError(
                 f"config.json: per_layer_config has {part!r:.80} for layer {key}; known is num_attention_heads = "
                 f"{heads} of layers of {_SLIDING}"

@@ -65,7 +65,7 @@ def prune(
     file = gguf.require_model(gguf.open(source))
     if prune_experts is None and prune_layers is None:
         raise OptionError("prune needs --prune-experts KEEP|FILE or --prune-layers L0,L1,…")
-    if (saliency is not None) != (prune_experts is not None and prune_experts.isdigit()):
+    if (saliency is not None) != (prune_experts is not None and prune_experts.isdecimal()):
         raise OptionError(
             "--prune-experts KEEP takes the saliencies of `quantkit saliency`: add --saliency FILE; a FILE of experts "
             "goes without"

@@ -188,7 +188,7 @@ def saliencies(record: Mapping[str, object], path: object) -> dict[int, list[flo
 def _is_list(key: object, value: object, fits: Callable[[object], bool]) -> bool:
     """Whether a key is the number of a layer and its value a list of numbers that fit."""
     numbers = isinstance(value, list) and all(map(fits, value))
-    return isinstance(key, str) and key.isdigit() and len(key) < 10 and numbers
+    return isinstance(key, str) and key.isdecimal() and len(key) < 10 and numbers
 
 
 def _is_integer(x: object) -> bool:

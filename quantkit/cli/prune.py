@@ -72,8 +72,9 @@ def prune(
         )
     keep: dict[int, list[int]] | None = None
     if prune_experts is not None and saliency is not None:
-        scores = pruning.saliencies(read_object(_there(saliency)), saliency)
-        groups = file.metadata.get(f"{file.metadata.get('general.architecture')}.expert_group_count")
+        arch = file.metadata.get("general.architecture")
+        experts, groups = (file.metadata.get(f"{arch}.expert{key}") for key in ("_count", "_group_count"))
+        scores = pruning.saliencies(read_object(_there(saliency)), saliency, experts)
         keep = pruning.most_salient(scores, int(prune_experts), groups if isinstance(groups, int) and groups else 1)
     elif prune_experts is not None:
         keep = pruning.kept_experts(read_object(_there(Path(prune_experts))), prune_experts)

@@ -60,6 +60,7 @@ CHOOSING = ("custom_q", "tensor_type", "tensor_type_file", "recipe", "settings",
             "token_embedding_type", "per_layer_token_embedding_type", "ffn_gate_inp_type", "leave_output_tensor",
             *(f"{name}_type" for name in CLASSES))  # fmt: skip
 _MOST = 1e9  # GiB or MiB of a device: more is a mistake, and the bytes are a 64-bit number
+_MOST_TOKENS = 1 << 31
 _FLAGS = {"settings": "set"}  # options whose flag has another name
 
 
@@ -284,6 +285,8 @@ def placement_flags(given: Flags | str | None) -> Flags:
 
 def context_size(given: int | None, metadata: Mapping[str, object]) -> int | None:
     """Tokens of the KV cache: for 0, the model's context length."""
+    if given is not None and given > _MOST_TOKENS:
+        raise OptionError(f"-c {given}: a context has at most {_MOST_TOKENS} tokens")
     if given != 0:
         return given
     found = metadata.get(f"{metadata.get('general.architecture')}.context_length")
@@ -298,7 +301,8 @@ def plan_devices(options: PlanOptions, plan: Plan, metadata: Mapping[str, object
     """The devices of the plan's tensors and the size of the cache; None without an option about either."""
     offload = parse_ops(options.offload_policy or "", options.offload_threshold)
     flags = placement_flags(options.placement)
-    given = (flags != Flags(), options.ctx_size is not None, options.vram, options.ram, options.fit, options.bandwidth,
+    vram, memory, margin = memory_sizes(options.vram, options.ram, options.fit_margin)
+    given = (flags != Flags(), options.ctx_size is not None, vram, memory is not None, options.fit, options.bandwidth,
              options.compute)  # fmt: skip
     flags = dataclasses.replace(flags, runtime=options.runtime)
     if not any(given):
@@ -306,7 +310,6 @@ def plan_devices(options: PlanOptions, plan: Plan, metadata: Mapping[str, object
     cache = None
     if (n_ctx := context_size(options.ctx_size, metadata)) is not None:
         cache = CacheSettings(n_ctx, options.cache_type_k, options.cache_type_v, options.mla, options.mtp_cache)
-    vram, memory, margin = memory_sizes(options.vram, options.ram, options.fit_margin)
     if vram and flags.devices:
         raise OptionError("--vram and --devices both set the memory of CUDA0, CUDA1, …; drop one of them")
     ram = next((device.memory for device in flags.devices if device == CPU), None)

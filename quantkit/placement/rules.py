@@ -131,7 +131,7 @@ class Flags:
         if (self.main_gpu or 0) < 0 or (self.max_gpus is not None and self.max_gpus < 1):
             raise OptionError("-mg must be 0 or more, --max-gpu 1 or more")
         shares = self.tensor_split
-        if shares and not (all(0 <= share <= _LARGEST_SHARE for share in shares) and sum(shares)):
+        if shares and not (all(0 <= share <= _LARGEST_SHARE for share in shares) and any(shares)):
             raise OptionError(f"-ts {shares}: shares must be from 0 to {_LARGEST_SHARE:g}, and not all 0")
         for flag, number in (("-ngl", self.gpu_layers or 0), ("--n-cpu-moe", self.n_cpu_moe)):
             if number < 0:

@@ -18,6 +18,7 @@ from quantkit.formats.safetensors import CheckpointSpec, CheckpointWriter
 from quantkit.formats.safetensors.peft_adapter import open_adapter
 from quantkit.pipelines.conversion.convert import convert_checkpoint
 from tests.archs.checkpoints import tiny
+from tests.cli.running import printed, refused
 
 TOKENS = np.random.default_rng(3).integers(2, 300, 40).tolist()
 MODULES = ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj")
@@ -115,7 +116,13 @@ def test_16_bit_models_stay_16_bit(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [({"use_dora": True}, "use_dora"), ({"bias": "all"}, "bias"), ({"peft_type": "LOHA"}, "peft_type"),
-     ({"modules_to_save": ["lm_head"]}, "modules_to_save"), ({"r": 8}, "makes the rank 8")],
+     ({"modules_to_save": ["lm_head"]}, "modules_to_save"), ({"r": 8}, "makes the rank 8"),
+     ({"lora_alpha": 0}, "adapter_config.json: lora_alpha = 0; it has to be a number other than 0"),
+     ({"lora_alpha": 1e308}, "lora_alpha = 1e[+]308; it has to be"),
+     ({"alpha_pattern": {"v_proj": 0}}, "alpha_pattern = 0"),
+     ({"use_rslora": "no"}, "adapter_config.json: use_rslora = 'no'; it has to be true or false"),
+     ({"rank_pattern": {"(": 4}}, "adapter_config.json: rank_pattern: pattern '[(]' is not a regular expression"),
+     ({"rank_pattern": {"q_proj|down_proj": 2}}, "q_proj: .* makes the rank 2")],
 )  # fmt: skip
 def test_other_adapters_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     model = tiny(tmp_path / "hf", "float32", "llama")
@@ -130,5 +137,22 @@ def test_adapter_of_another_model(tmp_path: Path) -> None:
         tiny(tmp_path / name, "float32", "llama", **config)
         with pytest.raises(FormatError, match="the adapter is of another model"):
             convert_checkpoint(tmp_path / name, tmp_path / "x.gguf", "f32", merge_lora=adapter)
+        assert main(["convert", str(tmp_path / name), str(tmp_path / "x.gguf"), "--lora", str(adapter)]) == 1
+        assert not (tmp_path / "x.gguf").exists()
     with pytest.raises(FormatError, match=r"no adapter_config\.json"):
         open_adapter(tmp_path / "hf")
+
+
+def test_values_and_options_that_an_adapter_does_not_take(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tiny(tmp_path / "hf", "float32", "llama")
+    adapter = save_adapter(tmp_path / "adapter", model)
+    words = ["convert", tmp_path / "hf", tmp_path / "x.gguf", "--lora", adapter]
+    assert "6 matrices" in printed(capsys, *words, "--dry-run")
+    for options in (["--outtype", "stored"], ["--fuse-gate-up"], ["--split-max-size", "1G"], ["--model-name", "x"]):
+        assert "--lora" in refused(capsys, *words, *options)
+    file = adapter / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-4] + np.float32(np.nan).tobytes())
+    message = refused(capsys, *words)
+    assert f"{adapter}: tensor blk." in message
+    assert "is nan; 1 value(s) are not finite" in message
+    assert not (tmp_path / "x.gguf").exists()

@@ -139,8 +139,13 @@ def test_commands(moe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert contents(tmp_path / "same.gguf") == contents(out)
     assert main(["compare", str(moe), str(out), "-f", str(text), "-c", "64"]) == 0
     assert "KLD" in capsys.readouterr().out
+    document = json.loads(scores.read_text())
+    document["layers"]["0"]["saliency"].append(1.0)
+    (more := tmp_path / "more.json").write_text(json.dumps(document))
     for wrong, status, message in (
         (["--prune-experts", "4"], 2, "--saliency"),
+        (["--prune-experts", "4", "--saliency", str(more)], 1, "layer 0 has 7 saliencies, the model has 6 experts"),
+        (["--prune-experts", "²", "--saliency", str(scores)], 2, "--saliency"),
         (["--prune-experts", "1", "--saliency", str(scores)], 1, "a token uses"),
         (["--prune-experts", str(scores)], 1, "expected"),
         ([], 2, "--prune-layers"),

@@ -468,7 +468,7 @@ def _known_ratios(keys: Keys, layers: int) -> tuple[int, ...]:
 
 
 def _check_ratios(source: str, ratios: Iterable[object]) -> None:
-    if unknown := [ratio for ratio in ratios if ratio not in _KINDS.values()]:
+    if unknown := [ratio for ratio in ratios if type(ratio) is not int or ratio not in _KINDS.values()]:
         raise UnsupportedError(f"{source} has {unknown[0]!r}; known: {', '.join(map(str, _KINDS.values()))}")
 
 

@@ -306,8 +306,12 @@ def _settings(config: Config) -> dict[str, Any]:
         given["mlp_layer_types"] = ["sparse" if i else "dense" for i in listed]
     kinds = list(sequence(config, "layer_types"))
     if not kinds:
-        selects = sparse.get("sparse_attention_freq") or [0] * layers
-        kinds = ["minimax_m3_sparse" if i else "full_attention" for i in selects]  # type: ignore[attr-defined]
+        selects = sequence(sparse, "sparse_attention_freq") or [0] * layers
+        kinds = ["minimax_m3_sparse" if i else "full_attention" for i in selects]
+    if unknown := [kind for kind in kinds if kind not in ("full_attention", "minimax_m3_sparse")]:
+        raise UnsupportedError(
+            f"config.json: layer_types has {unknown[0]!r:.80}; known are full_attention and minimax_m3_sparse"
+        )
     selecting = [i for i, kind in enumerate(kinds[:layers]) if kind == "minimax_m3_sparse"]
     with_experts = [i for i, kind in enumerate(sequence(given, "mlp_layer_types")) if kind == "sparse"]
     if selecting and selecting != with_experts:

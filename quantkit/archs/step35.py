@@ -244,7 +244,7 @@ def _settings(config: Config) -> dict[str, Any]:
     given["norm_topk_prob"] = True
     for _, theirs in _LIMITS:
         limits = _of_layers(config, theirs, layers) or [0] * layers
-        given[theirs] = [real({theirs: limit}, theirs) if limit else 0.0 for limit in limits]
+        given[theirs] = [real({theirs: limit}, theirs) for limit in limits]
     whole, local = _rope_parameters(config)
     return given | {"rope_parameters": None, "rope_scaling": None, "rope_theta": whole["rope_theta"],
                     "partial_rotary_factor": None, "local_rope_theta": local["rope_theta"]}  # fmt: skip
@@ -261,7 +261,9 @@ def _of_layers(config: Config, key: str, layers: int) -> list[Any]:
 def _heads(config: Config, heads: int, local: Sequence[bool]) -> int:
     """Query heads of layers with a window, also where transformers gives them layer by layer."""
     for key, part in mapping(config, "per_layer_config").items():
-        if part != {"num_attention_heads": heads} or not (key.isdigit() and int(key) < len(local) and local[int(key)]):
+        if part != {"num_attention_heads": heads} or not (
+            key.isdecimal() and int(key) < len(local) and local[int(key)]
+        ):
             raise UnsupportedError(
                 f"config.json: per_layer_config has {part!r:.80} for layer {key}; known is num_attention_heads = "
                 f"{heads} of layers of {_SLIDING}"

@@ -167,6 +167,8 @@ def _fit(
     if verify is None and cluster is not None:
         raise OptionError("--cluster runs what --verify measures; give it a text")
     check_cluster(cluster)
+    if verify is not None and not verify.is_file():  # which would be found only after files are quantized
+        raise OptionError(f"--verify {verify}: no such file; give it a text")
     if curve is not None:
         from quantkit.evaluate.report.plots import require_plot_file
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from collections import Counter
@@ -162,7 +163,7 @@ def convert(
     if lora is not None:
         if cluster is not None:
             raise UnsupportedError("--lora converts a small adapter on this machine: remove --cluster")
-        _convert_adapter(lora, source, outfile or out, outtype, json)
+        _convert_adapter(lora, source, outfile or out, outtype, options, json)
         return
     tell = (lambda line: None) if json else print
     try:
@@ -223,15 +224,27 @@ def _convert_mmproj(source: Path, out: str, outtype: str, options: ConvertOption
         print(f"wrote {path} in {seconds:.1f} s")
 
 
-def _convert_adapter(lora: Path, source: Path, out: str | None, outtype: str, json: bool) -> None:
+def _convert_adapter(
+    lora: Path, source: Path, out: str | None, outtype: str, options: ConvertOptions, json: bool
+) -> None:
     """Write a PEFT adapter of the model in `source` as an adapter in GGUF."""
     from quantkit.pipelines.conversion.lora import adapter_type, plan_adapter
     from quantkit.pipelines.conversion.plan import plan_conversion
+    from quantkit.pipelines.options import ConvertOptions
 
+    if is_on_hub(source):
+        raise UnsupportedError(
+            f"{source}: --lora reads a directory; fetch it with `hf download ORG/NAME --local-dir DIR`"
+        )
+    if dataclasses.replace(options, pre=None, dry_run=False, threads=None) != ConvertOptions():
+        raise UnsupportedError(
+            "--lora writes one adapter alone: leave out options of the model, other than --pre, --outtype and --threads"
+        )
     kind = adapter_type(outtype)
-    base = plan_conversion(source)
+    base = plan_conversion(source, pre=options.pre)
     made = plan_adapter(lora, base.checkpoint, list(base.pieces.values()), base.arch, kind)
-    paths = made.write(out or lora / f"{lora.resolve().name}-{kind.name.upper()}.gguf", progress=True)
+    path = out or lora / f"{lora.resolve().name}-{kind.name.upper()}.gguf"
+    paths = [] if options.dry_run else made.write(path, progress=True)
     if json:
         print_json("quantkit.convert-lora/1", {"paths": paths, "tensors": len(made.specs), "type": kind.name})
         return

@@ -65,15 +65,16 @@ def prune(
     file = gguf.require_model(gguf.open(source))
     if prune_experts is None and prune_layers is None:
         raise OptionError("prune needs --prune-experts KEEP|FILE or --prune-layers L0,L1,…")
-    if (saliency is not None) != (prune_experts is not None and prune_experts.isdigit()):
+    if (saliency is not None) != (prune_experts is not None and prune_experts.isdecimal()):
         raise OptionError(
             "--prune-experts KEEP takes the saliencies of `quantkit saliency`: add --saliency FILE; a FILE of experts "
             "goes without"
         )
     keep: dict[int, list[int]] | None = None
     if prune_experts is not None and saliency is not None:
-        scores = pruning.saliencies(read_object(_there(saliency)), saliency)
-        groups = file.metadata.get(f"{file.metadata.get('general.architecture')}.expert_group_count")
+        arch = file.metadata.get("general.architecture")
+        experts, groups = (file.metadata.get(f"{arch}.expert{key}") for key in ("_count", "_group_count"))
+        scores = pruning.saliencies(read_object(_there(saliency)), saliency, experts)
         keep = pruning.most_salient(scores, int(prune_experts), groups if isinstance(groups, int) and groups else 1)
     elif prune_experts is not None:
         keep = pruning.kept_experts(read_object(_there(Path(prune_experts))), prune_experts)

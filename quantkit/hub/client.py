@@ -281,7 +281,7 @@ def _not_cached(address: Address) -> str:
 def _retry_after(headers: Any) -> float | None:
     """Seconds that a Retry-After header names, as a number or as a date; None without one."""
     value = headers.get("Retry-After", "").strip()
-    if value.isdigit():
+    if value.isdecimal():
         return float(value)
     from email.utils import parsedate_to_datetime
 

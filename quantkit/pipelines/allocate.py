@@ -20,7 +20,14 @@ from quantkit.archs.common.checked import largest
 from quantkit.errors import DataError, OptionError, QuantkitError
 from quantkit.formats.imatrix import Imatrix
 from quantkit.pipelines.options import PlanOptions, texts
-from quantkit.pipelines.planning import PlanInput, complete_imatrix, context_size, missing_imatrix, placement_flags
+from quantkit.pipelines.planning import (
+    PlanInput,
+    complete_imatrix,
+    context_size,
+    memory_sizes,
+    missing_imatrix,
+    placement_flags,
+)
 from quantkit.pipelines.quantize import written_size
 from quantkit.placement.allocation import groups as grouping
 from quantkit.placement.allocation import solver
@@ -39,6 +46,7 @@ from quantkit.recipe.planning.dialects import checked, reads
 from quantkit.recipe.planning.planned import PlannedTensor
 from quantkit.recipe.rules.layers import listed
 
+_MOST = 1e9  # of bits, tokens a second or seconds: more is a mistake
 _ATTEMPTS = 6  # solutions whose header or working memory turned out larger than was reserved
 
 
@@ -184,23 +192,22 @@ class _Fit:
             raise OptionError(f"--same {options.same}: choose one of {', '.join(grouping.SAME)}")
         if options.layer_group < 1:
             raise OptionError(f"--layer-group {options.layer_group}: a group has at least 1 layer")
+        for flag, value in (("--bpw", options.bpw), ("--min-tg", options.min_tg), ("--seconds", options.seconds)):
+            if value is not None and not 0 < value < _MOST:
+                raise OptionError(f"{flag} {value:g}: a number above 0 and below {_MOST:g} is needed")
+        rates = parse_rates(options.bandwidth or "", "--bandwidth", 1e9)
         n_ctx = context_size(options.ctx_size, model.metadata)
         self.cache = (
             None if n_ctx is None else CacheSettings(n_ctx, options.cache_type_k, options.cache_type_v, options.mla)
         )
-        self.memory = Memory(
-            [int(size * GIB) for size in options.vram],
-            None if options.ram is None else int(options.ram * GIB),
-            int(options.fit_margin * 2**20),
-            self.cache,
-        )
+        self.memory = Memory(*memory_sizes(options.vram, options.ram, options.fit_margin), self.cache)
         base = self.plan(parse(".*=q8_0"), "Q8_0")
         self.base = {t.name: t for t in base.tensors}
         self.free = [t for t in base.tensors if t.wanted is not None]
         self.kept = [t for t in base.tensors if t.wanted is None]
         flags = dataclasses.replace(placement_flags(options.placement), runtime=options.runtime)
         self.pools = pools(self.base, model.metadata, flags, self.memory)
-        self.speed = self._speed()
+        self.speed = self._speed(rates)
 
     def plan(self, recipe: Recipe, file_type: str) -> Plan:
         """The plan of a recipe; a complete importance matrix is assumed if none is given and a type needs one."""
@@ -216,10 +223,9 @@ class _Fit:
         except ImportanceError:
             return planned(complete_imatrix(self.model.tensors))
 
-    def _speed(self) -> Speed | None:
+    def _speed(self, rates: Mapping[str, float]) -> Speed | None:
         if self.options.min_tg is None:
             return None
-        rates = parse_rates(self.options.bandwidth or "", "--bandwidth", 1e9)
         devices = {device for places in self.pools.devices.values() for device in places}
         count, used = (largest(self.model.metadata, key) for key in ("expert_count", "expert_used_count"))
         seconds = {d: 1 / (rates.get(d) or ASSUMED["cuda" if d.startswith("CUDA") else "cpu"]) for d in devices}
@@ -246,7 +252,7 @@ class _Fit:
         return found
 
     def result(self) -> RecipeFit:
-        if not (self.options.size or self.options.bpw or self.pools.limits):
+        if not (self.options.size or self.options.bpw is not None or self.pools.limits):
             raise OptionError("recipe fit needs a limit: --size, --bpw, --vram, --ram or --devices with sizes")
         groups = self.groups()
         header, more = self._smallest_header(groups), dict[str, int]()

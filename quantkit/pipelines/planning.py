@@ -59,6 +59,8 @@ CLASSES = ("attn_q", "attn_k", "attn_v", "attn_qkv", "attn_output", "ffn_gate", 
 CHOOSING = ("custom_q", "tensor_type", "tensor_type_file", "recipe", "settings", "pure", "output_tensor_type",
             "token_embedding_type", "per_layer_token_embedding_type", "ffn_gate_inp_type", "leave_output_tensor",
             *(f"{name}_type" for name in CLASSES))  # fmt: skip
+_MOST = 1e9  # GiB or MiB of a device: more is a mistake, and the bytes are a 64-bit number
+_MOST_TOKENS = 1 << 31
 _FLAGS = {"settings": "set"}  # options whose flag has another name
 
 
@@ -282,6 +284,8 @@ def placement_flags(given: Flags | str | None) -> Flags:
 
 def context_size(given: int | None, metadata: Mapping[str, object]) -> int | None:
     """Tokens of the KV cache: for 0, the model's context length."""
+    if given is not None and given > _MOST_TOKENS:
+        raise OptionError(f"-c {given}: a context has at most {_MOST_TOKENS} tokens")
     if given != 0:
         return given
     found = metadata.get(f"{metadata.get('general.architecture')}.context_length")
@@ -296,7 +300,8 @@ def plan_devices(options: PlanOptions, plan: Plan, metadata: Mapping[str, object
     """The devices of the plan's tensors and the size of the cache; None without an option about either."""
     offload = parse_ops(options.offload_policy or "", options.offload_threshold)
     flags = placement_flags(options.placement)
-    given = (flags != Flags(), options.ctx_size is not None, options.vram, options.ram, options.fit, options.bandwidth,
+    vram, memory, margin = memory_sizes(options.vram, options.ram, options.fit_margin)
+    given = (flags != Flags(), options.ctx_size is not None, vram, memory is not None, options.fit, options.bandwidth,
              options.compute)  # fmt: skip
     flags = dataclasses.replace(flags, runtime=options.runtime)
     if not any(given):
@@ -304,13 +309,11 @@ def plan_devices(options: PlanOptions, plan: Plan, metadata: Mapping[str, object
     cache = None
     if (n_ctx := context_size(options.ctx_size, metadata)) is not None:
         cache = CacheSettings(n_ctx, options.cache_type_k, options.cache_type_v, options.mla, options.mtp_cache)
-    vram = [int(size * GIB) for size in options.vram]
     if vram and flags.devices:
         raise OptionError("--vram and --devices both set the memory of CUDA0, CUDA1, …; drop one of them")
     ram = next((device.memory for device in flags.devices if device == CPU), None)
-    ram = ram if options.ram is None else int(options.ram * GIB)
-    margin, tensors = int(options.fit_margin * 2**20), {t.name: t for t in plan.tensors}
-    notes = []
+    ram = ram if memory is None else memory
+    notes, tensors = [], {t.name: t for t in plan.tensors}
     if options.fit:
         gpus = flags.devices[1:] or tuple(Device(f"CUDA{i}", size) for i, size in enumerate(vram))
         devices = (Device(CPU.name, ram), *gpus)
@@ -324,6 +327,16 @@ def plan_devices(options: PlanOptions, plan: Plan, metadata: Mapping[str, object
         found = dataclasses.replace(found, warnings=(*found.warnings, f"the model fits with --n-cpu-moe {count}"))
     speed = _speed(options, found, tensors, metadata)
     return dataclasses.replace(found, notes=(*notes, *found.notes), speed=speed)
+
+
+def memory_sizes(vram: Sequence[float], ram: float | None, margin: float) -> tuple[list[int], int | None, int]:
+    """Bytes of --vram and --ram in GiB and --fit-margin in MiB. OptionError for values that are no sizes."""
+    for flag, value in (*(("--vram", size) for size in vram), ("--ram", ram)):
+        if value is not None and not 0 < value < _MOST:
+            raise OptionError(f"{flag} {value:g}: a number of GiB above 0 and below {_MOST:g} is needed")
+    if not 0 <= margin < _MOST:
+        raise OptionError(f"--fit-margin {margin:g}: a number of MiB from 0 to below {_MOST:g} is needed")
+    return [int(size * GIB) for size in vram], None if ram is None else int(ram * GIB), int(margin * 2**20)
 
 
 def _speed(

@@ -174,21 +174,30 @@ def kept_experts(record: Mapping[str, object], path: object) -> dict[int, list[i
     return {int(layer): [int(number) for number in numbers] for layer, numbers in listed.items()}
 
 
-def saliencies(record: Mapping[str, object], path: object) -> dict[int, list[float]]:
-    """The saliencies by layer of a file of `quantkit saliency`. FormatError for other contents."""
+def saliencies(record: Mapping[str, object], path: object, experts: object) -> dict[int, list[float]]:
+    """The saliencies by layer of a file of `quantkit saliency`. FormatError for other contents.
+
+    `experts` is how many a layer of the model has.
+    """
     layers = record.get("layers")
     values: dict[Any, Any] = {}
     if isinstance(layers, Mapping):
         values = {key: value.get("saliency") for key, value in layers.items() if isinstance(value, Mapping)}
     if not values or not all(_is_list(key, value, _is_finite) for key, value in values.items()):
         raise FormatError(f"{path}: not a file of `quantkit saliency`")
+    for layer, numbers in values.items():
+        if len(numbers) != experts:
+            raise FormatError(
+                f"{path}: layer {layer} has {len(numbers)} saliencies, the model has {experts} experts; they are of "
+                "another model: measure them again with `quantkit saliency`"
+            )
     return {int(layer): [float(number) for number in numbers] for layer, numbers in values.items()}
 
 
 def _is_list(key: object, value: object, fits: Callable[[object], bool]) -> bool:
     """Whether a key is the number of a layer and its value a list of numbers that fit."""
     numbers = isinstance(value, list) and all(map(fits, value))
-    return isinstance(key, str) and key.isdigit() and len(key) < 10 and numbers
+    return isinstance(key, str) and key.isdecimal() and len(key) < 10 and numbers
 
 
 def _is_integer(x: object) -> bool:

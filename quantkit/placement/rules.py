@@ -53,6 +53,7 @@ RUNTIMES = ("ik_llama.cpp", "quantkit")  # --runtime: programs that run the mode
 _IK_LLAMA_KERNELS = ("iq1_s_r4", "iq1_m_r4", "iq2_k_r4", "iq3_k_r4", "iq4_k_r4", "iq5_k_r4", "iq4_ks_r4", "iq5_ks_r4")
 _ROWS_OF_256 = ("iq1_s_r4", "iq1_m_r4")
 
+_LARGEST_SHARE = 1e12  # of -ts, which may be bytes
 _LAYER = re.compile(r"blk\.(\d+)\.")
 _EXPERTS = r"\.ffn_(up|down|gate|gate_up)_exps\.(weight|scale)"
 
@@ -129,8 +130,9 @@ class Flags:
             raise OptionError(f"--max-gpu {self.max_gpus} needs -sm graph, but the mode is {self.split_mode}")
         if (self.main_gpu or 0) < 0 or (self.max_gpus is not None and self.max_gpus < 1):
             raise OptionError("-mg must be 0 or more, --max-gpu 1 or more")
-        if self.tensor_split and (min(self.tensor_split) < 0 or not sum(self.tensor_split)):
-            raise OptionError(f"-ts {self.tensor_split}: shares must be 0 or more, and not all 0")
+        shares = self.tensor_split
+        if shares and not (all(0 <= share <= _LARGEST_SHARE for share in shares) and any(shares)):
+            raise OptionError(f"-ts {shares}: shares must be from 0 to {_LARGEST_SHARE:g}, and not all 0")
         for flag, number in (("-ngl", self.gpu_layers or 0), ("--n-cpu-moe", self.n_cpu_moe)):
             if number < 0:
                 raise OptionError(f"{flag} {number}: the number of layers must be 0 or more")

@@ -65,8 +65,8 @@ def parse_rates(text: str, flag: str, unit: float) -> dict[str, float]:
                 found[canonical(name)] = float(value) * unit
             except ValueError:
                 raise OptionError(f"{flag} '{part}': write DEVICE=NUMBER, for example cpu=80") from None
-            if found[canonical(name)] <= 0:
-                raise OptionError(f"{flag} '{part}': a rate must be above 0")
+            if not 0 < found[canonical(name)] < math.inf:
+                raise OptionError(f"{flag} '{part}': a rate must be a finite number above 0")
     return found
 
 

@@ -10,12 +10,13 @@ first, f32 for norms and other tensors that are always f32.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from quantkit import types
-from quantkit.errors import FormatError
+from quantkit.errors import FormatError, UnsupportedError
 from quantkit.formats.gguf import Metadata, TensorSpec
 from quantkit.inputs import json_input
 from quantkit.inputs.settings import integer
@@ -42,7 +43,17 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise FormatError(f"{file}: a {type(config).__name__} where config.json holds an object")
     from quantkit import archs  # imports all architectures, which takes 0.05 s that commands on GGUF files do not need
 
-    return archs.language_model(config)
+    with _errors_name(file):
+        return archs.language_model(config)
+
+
+@contextmanager
+def _errors_name(file: str | os.PathLike[str]) -> Iterator[None]:
+    """Put the path of config.json before errors, which know its name at most."""
+    try:
+        yield
+    except (FormatError, UnsupportedError) as error:
+        raise type(error)(f"{file}: {str(error).removeprefix('config.json: ')}") from None
 
 
 def from_config(
@@ -53,15 +64,14 @@ def from_config(
     `mtp` is one of `archs.common.mtp.POLICIES`: MTP layers with their embedding and output, as far as config.json says.
     """
     from quantkit import archs
+    from quantkit.archs.common import validate
     from quantkit.archs.common.mtp import in_head_file
 
-    try:
+    with _errors_name(where):
         arch = archs.from_hf(config, plans=True)
         if mtp != "auto":
             config = arch.with_mtp(config, mtp)
         keys, tensors = arch.metadata(config), arch.tensors(config)
-    except FormatError as error:
-        raise FormatError(f"{where}: {error}") from None
     if mtp == "only":
         tensors = [t for t in tensors if in_head_file(t.name, integer(config, "num_hidden_layers"))]
     metadata = Metadata({"general.architecture": arch.name})
@@ -70,4 +80,6 @@ def from_config(
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
     weight, f32 = types.layout(_DTYPES.get(dtype, "bf16")), types.layout("f32")
     kinds = [types.layout("i32") if t.integers else f32 if t.f32 else weight for t in tensors]
-    return [TensorSpec(t.name, t.shape, kind) for t, kind in zip(tensors, kinds)], metadata
+    specs = [TensorSpec(t.name, t.shape, kind) for t, kind in zip(tensors, kinds)]
+    validate.check_planned(metadata, {spec.name: spec for spec in specs}, where)
+    return specs, metadata

@@ -54,7 +54,7 @@ def layer_of(name: str) -> int | None:
     """The layer of a tensor by its name; None for tensors outside the layers."""
     head, _, after_prefix = name.partition(".")
     number = after_prefix.partition(".")[0]
-    return int(number) if head == "blk" and number.isdigit() else None
+    return int(number) if head == "blk" and number.isdecimal() else None
 
 
 class ScaleChecks:

@@ -17,9 +17,9 @@ from quantkit.archs.common.base import refuse
 from quantkit.archs.common.transforms import add
 from quantkit.errors import DataError, UnsupportedError
 from quantkit.formats.gguf.metadata import Entries
-from quantkit.inputs.settings import integer, mapping, real
+from quantkit.inputs.settings import mapping, real
 from quantkit.vision.operations import Weights, attention, gelu_tanh, layer_norm, linear, patches, rms_norm
-from quantkit.vision.tower import Config, Part, Tower, count, layers, linear_parts
+from quantkit.vision.tower import Config, Part, Sizes, Tower, common_shapes, count, epsilon, layers, linear_parts
 
 _FACTOR = 4  # patches on a side of an averaged square, where the file does not say
 _EPS = 1e-6
@@ -39,8 +39,8 @@ class Gemma3Tower(Tower):
         vision = mapping(config, "vision_config")
         refuse(vision, "hidden_act", ("gelu_pytorch_tanh",))
         side = count(vision, "image_size") // count(vision, "patch_size")
-        tokens = math.isqrt(integer(config, "mm_tokens_per_image") or 256)
-        if side % tokens:
+        tokens = math.isqrt(count(config, "mm_tokens_per_image", default=256))
+        if side < tokens or side % tokens:
             raise UnsupportedError(
                 f"config.json: {side} patches on a side for {tokens} tokens; the loader averages whole squares"
             )
@@ -49,11 +49,19 @@ class Gemma3Tower(Tower):
             "clip.vision.image_size": (count(vision, "image_size"), "u32"),
             "clip.vision.block_count": (layers(vision), "u32"),
             "clip.vision.attention.head_count": (count(vision, "num_attention_heads"), "u32"),
-            "clip.vision.attention.layer_norm_epsilon": (real(vision, "layer_norm_eps") or _EPS, "f32"),
+            "clip.vision.attention.layer_norm_epsilon": (epsilon(vision, _EPS), "f32"),
         }
         if side // tokens != _FACTOR:
             found["clip.vision.projector.scale_factor"] = (side // tokens, "u32")
         return super().entries(config, preprocessor) | found
+
+    def shapes(self, keys: Sizes) -> dict[str, tuple[int, ...]]:
+        n = keys.width
+        return common_shapes(keys) | {
+            "v.position_embd.weight": ((keys.image // keys.patch) ** 2, n),
+            "mm.input_projection.weight": (n, keys.projection),
+            "mm.soft_emb_norm.weight": (n,),
+        }
 
     def parts(self, config: Config, shapes: Mapping[str, tuple[int, ...]], break_token: int | None) -> list[Part]:
         embeddings = "vision_tower.embeddings"

@@ -18,9 +18,19 @@ from quantkit.archs.common.base import refuse, rope_parameters
 from quantkit.archs.common.tensors import ReadRows, Shape, Transform, interleave_halves
 from quantkit.errors import FormatError
 from quantkit.formats.gguf.metadata import Entries
-from quantkit.inputs.settings import integer, mapping, real
+from quantkit.inputs.settings import mapping, real
 from quantkit.vision.operations import Weights, attention, gelu, linear, patches, rms_norm, silu
-from quantkit.vision.tower import Config, Part, Tower, count, layers, linear_parts, require_multiple
+from quantkit.vision.tower import (
+    Config,
+    Part,
+    Sizes,
+    Tower,
+    common_shapes,
+    count,
+    layers,
+    linear_parts,
+    require_multiple,
+)
 
 _BASE, _EPS = 10000.0, 1e-5  # of RoPE, a constant in the loader; a constant in transformers
 
@@ -34,8 +44,8 @@ class _Row(Transform):
         self.number = number
 
     def shape(self, *sources: Shape) -> Shape:
-        if self.number >= sources[0][0]:
-            raise FormatError(f"token [IMG_BREAK] is number {self.number}, the embedding has {sources[0][0]} rows")
+        if len(sources[0]) != 2 or not 0 <= self.number < sources[0][0]:
+            raise FormatError(f"token [IMG_BREAK] is number {self.number}, the embedding has shape {sources[0]}")
         return sources[0][-1:]
 
     def rows(self, sources: Sequence[ReadRows], start: int, stop: int) -> np.ndarray:
@@ -61,7 +71,19 @@ class PixtralTower(Tower):
             "clip.vision.block_count": (layers(vision), "u32"),
             "clip.vision.attention.head_count": (count(vision, "num_attention_heads"), "u32"),
             "clip.vision.attention.layer_norm_epsilon": (_EPS, "f32"),
-            "clip.vision.spatial_merge_size": (integer(config, "spatial_merge_size") or 2, "u32"),
+            "clip.vision.spatial_merge_size": (count(config, "spatial_merge_size", 64, 2), "u32"),
+        }
+
+    def shapes(self, keys: Sizes) -> dict[str, tuple[int, ...]]:
+        n, rows = keys.width, keys.projection
+        return common_shapes(keys) | {
+            "mm.input_norm.weight": (n,),
+            "mm.patch_merger.weight": (n, keys.merged),
+            "mm.1.weight": (rows, n),
+            "mm.1.bias": (rows,),
+            "mm.2.weight": (rows, rows),
+            "mm.2.bias": (rows,),
+            "v.token_embd.img_break": (rows,),
         }
 
     def parts(self, config: Config, shapes: Mapping[str, tuple[int, ...]], break_token: int | None) -> list[Part]:
@@ -69,7 +91,7 @@ class PixtralTower(Tower):
         if break_token is None:
             raise FormatError("the tokenizer has no token [IMG_BREAK], whose embedding the file needs")
         width, heads = count(vision, "hidden_size"), count(vision, "num_attention_heads")
-        interleaved = interleave_halves(count(vision, "head_dim") if vision.get("head_dim") else width // heads)
+        interleaved = interleave_halves(count(vision, "head_dim", default=max(1, width // heads)))
         found = [
             Part("v.patch_embd.weight", "vision_tower.patch_conv.weight", kind="f32"),
             Part("v.pre_ln.weight", "vision_tower.ln_pre.weight"),

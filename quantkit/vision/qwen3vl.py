@@ -18,11 +18,22 @@ from quantkit.archs.common.base import refuse
 from quantkit.archs.common.transforms import GatherRows
 from quantkit.errors import FormatError
 from quantkit.formats.gguf.metadata import Entries
-from quantkit.inputs.settings import integer, mapping, real, sequence
+from quantkit.inputs.settings import mapping, real, sequence
 from quantkit.vision.operations import Weights, attention, gelu, gelu_tanh, layer_norm, linear, patches
-from quantkit.vision.tower import Config, Part, Tower, count, layers, linear_parts, require_multiple
+from quantkit.vision.tower import (
+    Config,
+    Part,
+    Sizes,
+    Tower,
+    common_shapes,
+    count,
+    layers,
+    linear_parts,
+    require_multiple,
+)
 
 _BASE = 10000.0  # of RoPE
+_PATCHES = "visual.patch_embed.proj.weight"
 _EPS = 1e-6  # a constant in transformers
 
 
@@ -43,25 +54,39 @@ class Qwen3VLTower(Tower):
         refuse(vision, "temporal_patch_size", (2,))
         refuse(vision, "out_hidden_size", (mapping(config, "text_config").get("hidden_size"),))
         depth = layers(vision, "depth")
-        side = math.isqrt(count(vision, "num_position_embeddings"))
-        deep = list(sequence(vision, "deepstack_visual_indexes"))
-        if wrong := [i for i in deep if type(i) is not int or not 0 <= i < depth]:
-            raise FormatError(f"config.json: deepstack_visual_indexes has {wrong[0]!r}; the tower has {depth} layers")
+        positions = count(vision, "num_position_embeddings")
+        side = math.isqrt(positions)
+        if side * side != positions:
+            raise FormatError(f"config.json: num_position_embeddings = {positions}; a square number is needed")
+        deep = _deepstack(vision, depth)
         return super().entries(config, preprocessor) | {
             "clip.use_gelu": (True, "bool"),
             "clip.vision.block_count": (depth, "u32"),
             "clip.vision.attention.head_count": (count(vision, "num_heads"), "u32"),
             "clip.vision.attention.layer_norm_epsilon": (_EPS, "f32"),
             "clip.vision.image_size": (side * count(vision, "patch_size"), "u32"),
-            "clip.vision.spatial_merge_size": (integer(vision, "spatial_merge_size") or 2, "u32"),
+            "clip.vision.spatial_merge_size": (count(vision, "spatial_merge_size", 64, 2), "u32"),
             "clip.vision.is_deepstack_layers": ([i in deep for i in range(depth)], "bool"),
         }
+
+    def shapes(self, keys: Sizes) -> dict[str, tuple[int, ...]]:
+        found = common_shapes(keys)
+        found["v.patch_embd.weight.1"] = found["v.patch_embd.weight"]
+        found["v.position_embd.weight"] = ((keys.image // keys.patch) ** 2, keys.width)
+        found |= dict.fromkeys(("v.deepstack.N.norm.weight", "v.deepstack.N.norm.bias"), (keys.merged,))
+        for stem, rows in (("v.deepstack.N.fc1", keys.merged), ("v.deepstack.N.fc2", keys.projection),
+                           ("mm.0", keys.merged), ("mm.2", keys.projection)):  # fmt: skip
+            found |= {f"{stem}.weight": (rows, keys.merged), f"{stem}.bias": (rows,)}
+        return found
 
     def parts(self, config: Config, shapes: Mapping[str, tuple[int, ...]], break_token: int | None) -> list[Part]:
         vision = mapping(config, "vision_config")
         n, size = count(vision, "hidden_size"), count(vision, "patch_size")
+        stored = shapes.get(_PATCHES, kernel := (n, 3, 2, size, size))
+        if stored != kernel:
+            raise FormatError(f"tensor {_PATCHES} has shape {stored}; config.json makes it {kernel}")
         found = [
-            Part(f"v.patch_embd.weight{suffix}", "visual.patch_embed.proj.weight", _frame(n, size, frame), "f32")
+            Part(f"v.patch_embd.weight{suffix}", _PATCHES, _frame(n, size, frame), "f32")
             for frame, suffix in enumerate(("", ".1"))
         ]
         found.append(Part("v.patch_embd.bias", "visual.patch_embed.proj.bias"))
@@ -72,7 +97,7 @@ class Qwen3VLTower(Tower):
                                  ("ln2", "norm2"), ("ffn_up", "mlp.linear_fc1"),
                                  ("ffn_down", "mlp.linear_fc2")):  # fmt: skip
                 found += linear_parts(f"{ours}.{name}", f"{theirs}.{source}")
-        for number, layer in enumerate(sequence(vision, "deepstack_visual_indexes")):
+        for number, layer in enumerate(_deepstack(vision, layers(vision, "depth"))):
             for name, source in (("norm", "norm"), ("fc1", "linear_fc1"), ("fc2", "linear_fc2")):
                 found += linear_parts(f"v.deepstack.{layer}.{name}", f"visual.deepstack_merger_list.{number}.{source}")
         for name, source in (("v.post_ln", "norm"), ("mm.0", "linear_fc1"), ("mm.2", "linear_fc2")):
@@ -102,6 +127,16 @@ class Qwen3VLTower(Tower):
                 deep.append(linear(weights, f"{stem}.fc2", gelu(linear(weights, f"{stem}.fc1", y))))
         y = layer_norm(weights, "v.post_ln", x, eps).reshape(-1, merge * merge * n)
         return np.concatenate([linear(weights, "mm.2", gelu(linear(weights, "mm.0", y))), *deep], axis=1)
+
+
+def _deepstack(vision: Config, depth: int) -> list[int]:
+    """The layers whose features go to the language model. FormatError for others than layers, each once."""
+    deep: list[Any] = list(sequence(vision, "deepstack_visual_indexes"))
+    if wrong := [i for i in deep if type(i) is not int or not 0 <= i < depth or deep.count(i) > 1]:
+        raise FormatError(
+            f"config.json: deepstack_visual_indexes has {wrong[0]!r}; the tower has {depth} layers, each at most once"
+        )
+    return deep
 
 
 def _frame(n: int, size: int, frame: int) -> GatherRows:

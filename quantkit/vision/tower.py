@@ -7,6 +7,7 @@ of llama.cpp's clip loader (tools/mtmd/clip-impl.h; in ik_llama.cpp examples/mtm
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from quantkit.vision.operations import Weights
 
 ARCHITECTURE = "clip"
 Config = Mapping[str, object]
+
+_LAYER = re.compile(r"^(v\.(?:blk|deepstack)\.)\d+\.")
 
 _towers: dict[str, Tower] = {}
 
@@ -88,15 +91,19 @@ class Tower(ABC):
             "clip.vision.feed_forward_length": (count(vision, "intermediate_size"), "u32"),
             "clip.vision.patch_size": (count(vision, "patch_size"), "u32"),
         }
-        for ours in ("image_mean", "image_std"):
-            values = [real({ours: x}, ours) for x in sequence(preprocessor, ours)]
-            if len(values) != 3:
+        for ours, bound in (("image_mean", checked.Real(-1e6, 1e6)), ("image_std", checked.Real(0, 1e6, True))):
+            values = sequence(preprocessor, ours)
+            if len(values) != 3 or not all(map(bound.holds, values)):
                 raise FormatError(
-                    f"preprocessor_config.json: {ours} = {values}; the three numbers that images are normalised by are "
-                    "needed"
+                    f"preprocessor_config.json: {ours} = {checked.brief(values)}; the three numbers that images are "
+                    f"normalised by are needed, each {bound}"
                 )
-            entries[f"clip.vision.{ours}"] = (values, "f32")
+            entries[f"clip.vision.{ours}"] = ([real({ours: x}, ours) for x in values], "f32")
         return entries
+
+    @abstractmethod
+    def shapes(self, keys: Sizes) -> dict[str, tuple[int, ...]]:
+        """Shapes of tensors by name, N for a layer, that a file's keys state: `common_shapes` and a tower's own."""
 
     @abstractmethod
     def parts(self, config: Config, shapes: Mapping[str, tuple[int, ...]], break_token: int | None) -> list[Part]:
@@ -110,9 +117,67 @@ class Tower(ABC):
         """float32[tokens, n]: what the language model gets for a normalised image float32[3, height, width]."""
 
 
-def count(config: Config, key: str, maximum: int = 1 << 20) -> int:
-    """A whole number from 1 on that config.json must have. FormatError for another value."""
-    value, bound = need(config, key), checked.Count(1, maximum)
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes that a file's keys state."""
+
+    width: int
+    feed_forward: int
+    patch: int
+    projection: int
+    image: int
+    merged: int  # width of a square of merged patches
+
+    @classmethod
+    def of(cls, entries: Entries) -> Sizes:
+        """The sizes of a file with these keys."""
+        n, ff, patch, projection, image = (
+            int(entries[f"clip.vision.{key}"][0])
+            for key in ("embedding_length", "feed_forward_length", "patch_size", "projection_dim", "image_size")
+        )
+        merge = int(entries.get("clip.vision.spatial_merge_size", (1, ""))[0])
+        return cls(n, ff, patch, projection, image, n * merge * merge)
+
+
+def common_shapes(keys: Sizes) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors that several towers have, by name as in `Tower.shapes`."""
+    n, ff = keys.width, keys.feed_forward
+    matrices = {"attn_out": (n, n), "ffn_up": (ff, n), "ffn_gate": (ff, n), "ffn_down": (n, ff), "attn_qkv": (3 * n, n)}
+    matrices |= {f"attn_{part}": (n, n) for part in "qkv"}
+    found: dict[str, tuple[int, ...]] = {"v.patch_embd.weight": (n, 3, keys.patch, keys.patch)}
+    for name, shape in matrices.items():
+        found |= {f"v.blk.N.{name}.weight": shape, f"v.blk.N.{name}.bias": shape[:1]}
+    vectors = ("v.blk.N.ln1.weight", "v.blk.N.ln1.bias", "v.blk.N.ln2.weight", "v.blk.N.ln2.bias", "v.patch_embd.bias",
+               "v.pre_ln.weight", "v.post_ln.weight", "v.post_ln.bias")  # fmt: skip
+    return found | dict.fromkeys(vectors, (n,))
+
+
+def check_shapes(tower: Tower, entries: Entries, shapes: Mapping[str, tuple[int, ...]], source: object) -> None:
+    """FormatError unless a file's tensors have the shapes that its keys state and its heads divide the width."""
+    heads, n = (entries[f"clip.vision.{key}"][0] for key in ("attention.head_count", "embedding_length"))
+    if n % heads:
+        raise FormatError(f"{source}: config.json: hidden_size = {n} is not a multiple of the {heads} heads")
+    wanted = tower.shapes(Sizes.of(entries))
+    for name, shape in shapes.items():
+        if shape != (expected := wanted[_LAYER.sub(r"\1N.", name)]):
+            raise FormatError(
+                f"{source}: tensor {name} of the image encoder would have shape {shape}; config.json makes it "
+                f"{expected}: one of the two files belongs to another model"
+            )
+
+
+def epsilon(vision: Config, default: float) -> float:
+    """The epsilon of a tower's norms."""
+    value, bound = vision.get("layer_norm_eps"), checked.Real(0, 0.1, open_below=True)
+    if value is not None and not bound.holds(value):
+        raise FormatError(f"config.json: layer_norm_eps = {checked.brief(value)}; it has to be {bound}")
+    return default if value is None else real(vision, "layer_norm_eps")
+
+
+def count(config: Config, key: str, maximum: int = 1 << 20, default: int | None = None) -> int:
+    """A whole number from 1 on that config.json must have, unless there is a default. FormatError for another value."""
+    value = default if default is not None and config.get(key) is None else need(config, key)
+    bound = checked.Count(1, maximum)
     if not bound.holds(value):
         raise FormatError(f"config.json: {key} = {checked.brief(value)}; it has to be {bound}")
     return int(value)

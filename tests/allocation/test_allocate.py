@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -167,6 +169,14 @@ def test_a_speed_that_must_be_reached() -> None:
         ({"bpw": 4.5, "same": "all"}, "--same all: choose one of"),
         ({"bpw": 4.5, "layer_group": 0}, "--layer-group 0"),
         ({"bpw": 4.5, "max_types": 0}, "--max-types 0"),
+        *(({"bpw": x}, f"--bpw {x:g}: a number above 0") for x in (0.0, -1.0, math.nan, math.inf)),
+        *(({"ram": x}, f"--ram {x:g}: a number of GiB above 0") for x in (0.0, -1.0, math.nan, math.inf)),
+        ({"vram": [1e308]}, "--vram 1e[+]308: a number of GiB"),
+        ({"ram": 8.0, "fit_margin": math.inf}, "--fit-margin inf: a number of MiB from 0"),
+        ({"bpw": 4.5, "min_tg": 0.0}, "--min-tg 0: a number above 0"),
+        ({"bpw": 4.5, "seconds": math.nan}, "--seconds nan: a number above 0"),
+        ({"bpw": 4.5, "bandwidth": "cpu=nan"}, "'cpu=nan': a rate must be a finite number above 0"),
+        ({"bpw": 4.5, "placement": "-ts nan"}, "-ts .nan,.: shares must be from 0"),
         ({"vram": [8.0, 8.0], "placement": "-sm graph -ngl 99"}, "not -sm graph"),
         ({"vram": [8.0], "placement": "-ngl 99 --devices cuda:0=8GiB"}, "drop one of them"),
     ],
@@ -218,6 +228,16 @@ def test_costs_files(tmp_path: Path) -> None:
         found.cost("blk.99.attn_q.weight", t.shape, types.get("q4_0"), t.type)
     path.write_text('{"schema": "quantkit.costs/1", "tensors": {"a": {"shape": [1], "kld": -1}}}', encoding="utf-8")
     with pytest.raises(FormatError, match="a: not as quantkit sensitivity writes it"):
+        costs_file.read(path)
+    document = costs("SMOLLM2").to_json()
+    for key, value in (("kld", 1e308), ("probe_error", 5e-324), ("kld_error", 1e300)):
+        entry = document["tensors"]["blk.3.attn_q.weight"]
+        wrong = {"blk.3.attn_q.weight": entry | {key: value}}
+        path.write_text(json.dumps(document | {"tensors": document["tensors"] | wrong}), encoding="utf-8")
+        with pytest.raises(FormatError, match=r"blk\.3\.attn_q\.weight: .* nats per token; at most 1e[+]12"):
+            costs_file.read(path)
+    path.write_text(json.dumps(document | {"factors": {"q4_0": 1e300}}), encoding="utf-8")
+    with pytest.raises(FormatError, match=r"factors: q4_0 has 1e[+]300; a factor is from"):
         costs_file.read(path)
     path.write_text("{}", encoding="utf-8")
     with pytest.raises(FormatError, match="not a costs file"):

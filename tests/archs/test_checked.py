@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from quantkit import archs, recipe
-from quantkit.errors import FormatError, QuantkitError
+from quantkit.errors import FormatError, QuantkitError, UnsupportedError
 from quantkit.pipelines.conversion.convert import convert_checkpoint
 from tests.archs.checkpoints import tiny
 
@@ -40,13 +40,17 @@ LLAMA = archs.get("llama").EXAMPLE
         ({"quantization_config": ["fp8"]}, "quantization_config"),
         ({"architectures": "LlamaForCausalLM"}, "it has to be a list of class names"),
         ({"num_local_experts": 1 << 40}, "num_local_experts = 1099511627776"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps = 10+…; it has to be a number above 0, at most 0.1"),
+        ({"rope_theta": []}, r"rope_theta = \[\]; it has to be"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings = 'no'; it has to be true or false"),
+        ({"rope_scaling": {"rope_type": [], "factor": 4.0}}, r"rope_scaling\.rope_type = \[\]; it has to be a string"),
     ],
 )
 def test_a_setting_that_cannot_be(tmp_path: Path, change: dict[str, Any], match: str) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(LLAMA | change))
     with pytest.raises(FormatError, match=match):
-        recipe.from_config(recipe.read_config(path))
+        recipe.from_config(recipe.read_config(path), str(path))
     if "has no" not in match:  # which is found when there are weights
         with pytest.raises(FormatError, match=rf"{tmp_path}.*{match}"):
             convert_checkpoint(tmp_path, tmp_path / "m.gguf")
@@ -67,6 +71,12 @@ def test_a_setting_that_cannot_be(tmp_path: Path, change: dict[str, Any], match:
         ("qwen35", {"rope_parameters": {"mrope_section": 5}}, "mrope_section = 5; it has to be a list"),
         ("mistral3", {"rope_parameters": {"rope_type": "default", "llama_4_scaling_beta": "x"}},
          "llama_4_scaling_beta = 'x'; it has to be a finite number"),
+        ("deepseek4", {"compress_ratios": [0.0, 4, 128, 4]}, "compress_ratios has 0.0"),
+        ("deepseek4", {"num_attention_heads": 3}, "itself: .*head_count = 3 is not a multiple of output_group"),
+        ("deepseek4", {"qk_rope_head_dim": 128}, "rope.dimension_count = 128, but a head's key has 64 elements"),
+        ("qwen3next", {"layer_types": ["linear", "full_attention"]}, "layer_types.0. = 'linear'; known are"),
+        ("minimax-m3", {"layer_types": ["full_attention", "x", "x"]}, "layer_types has 'x'; known are"),
+        ("step35", {"swiglu_limits": ["", None, None, None]}, "swiglu_limits = ''; it has to be a finite number"),
         ("llama", {"rope_scaling": {"type": "llama3", "factor": 8.0, "low_freq_factor": 4, "high_freq_factor": 4}},
          "low_freq_factor 4, which has to be above 0 and below high_freq_factor 4"),
     ],
@@ -77,8 +87,8 @@ def test_a_setting_of_one_architecture_that_cannot_be(
     """Settings without a line in the table of bounds are checked where they are read: no TypeError, no endless loop."""
     path = tmp_path / "config.json"
     path.write_text(json.dumps(archs.get(arch).EXAMPLE | change))
-    with pytest.raises(FormatError, match=match):
-        recipe.from_config(recipe.read_config(path))
+    with pytest.raises((FormatError, UnsupportedError), match=f"{path}: .*{match}"):
+        recipe.from_config(recipe.read_config(path), str(path))
 
 
 @pytest.mark.parametrize(

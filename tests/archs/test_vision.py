@@ -182,6 +182,42 @@ def test_what_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
         plan_mmproj(directory)
 
 
+def contradictions(projector: str) -> list[tuple[str, Any, str]]:
+    """Settings of a checkpoint, vision_config's with a dot before them, that its tensors or its loader contradict."""
+    found: list[tuple[str, Any, str]] = [
+        (".hidden_size", 64, "shape"), (".intermediate_size", 32, "shape"), (".patch_size", 8, "shape"),
+        ("image_mean", [10**400, 0, 0], "three numbers"), ("image_std", [0.5, 0, 0.5], "each a number above 0"),
+    ]  # fmt: skip
+    if projector == "gemma3":
+        return [*found, ("mm_tokens_per_image", -1, "mm_tokens_per_image = -1"), (".layer_norm_eps", -1, "above 0"),
+                (".num_attention_heads", 3, "hidden_size = 32 is not a multiple of the 3 heads")]  # fmt: skip
+    if projector == "pixtral":
+        return [
+            *found,
+            ("spatial_merge_size", 3, r"patch_merger.weight .* \(32, 128\); config.json makes it \(32, 288\)"),
+        ]
+    return [*found, (".deepstack_visual_indexes", [0, 0], "at most once"), (".num_position_embeddings", 37, "square")]
+
+
+@pytest.mark.parametrize("projector", list(LOADER))
+def test_a_config_that_contradicts_the_tensors_is_refused(
+    tmp_path: Path, projector: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory, _ = checkpoint(tmp_path / "hf", projector)
+    config, images = (json.loads((directory / f"{name}config.json").read_text()) for name in ("", "preprocessor_"))
+    for key, value, message in contradictions(projector):
+        of_images, vision = key.startswith("image_"), {key[1:]: value} if key.startswith(".") else {}
+        own = {key: value} if not vision and not of_images else {}
+        changed = config | own | {"vision_config": config["vision_config"] | vision}
+        (directory / "config.json").write_text(json.dumps(changed))
+        (directory / "preprocessor_config.json").write_text(json.dumps(images | ({key: value} if of_images else {})))
+        assert main(["convert", str(directory), str(tmp_path / "o.gguf"), "--mmproj"]) == 1, key
+        said = capsys.readouterr().err
+        assert re.search(message, said), (key, said)
+        assert str(directory) in said
+        assert not (tmp_path / "o.gguf").exists()
+
+
 @pytest.mark.parametrize("projector", list(LOADER))
 def test_settings_of_other_types_end_in_errors_of_ours(tmp_path: Path, projector: str) -> None:
     directory, _ = checkpoint(tmp_path / "hf", projector)

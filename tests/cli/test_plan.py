@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import quantkit
-from quantkit import types
+from quantkit import archs, types
 from quantkit.formats import imatrix
 from quantkit.formats.gguf import TensorSpec, Writer
 from tests.cli.running import printed, refused
@@ -298,3 +298,17 @@ def test_a_cluster_is_predicted(model: Path, capsys: pytest.CaptureFixture[str])
     assert f"{cluster['binds']} binds" in text
     assert f"{cluster['tasks']} tasks" in text
     assert "WORKERS x CORES" in refused(capsys, "plan", model, "Q4_0", "--cluster", "4, 2", status=2)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [(["--ram", "0"], "--ram 0: a number of GiB above 0"), (["--ram", "nan"], "--ram nan"),
+     (["--fit-margin", "inf"], "--fit-margin inf: a number of MiB"), (["-ts", "nan,1"], "shares must be from 0"),
+     (["-c", "99999999999"], "-c 99999999999: a context has at most 2147483648 tokens"),
+     (["--bandwidth", "cpu=inf"], "'cpu=inf': a rate must be a finite number above 0")],
+)  # fmt: skip
+def test_sizes_that_cannot_be(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (path := tmp_path / "config.json").write_text(json.dumps(archs.get("llama").EXAMPLE))
+    assert message in " ".join(refused(capsys, "plan", path, "Q4_0", *words, status=2).split())

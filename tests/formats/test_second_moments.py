@@ -162,6 +162,7 @@ def rewrite(
     "line",
     ["blk.0.attn_q.weight 31 200", "blk.0.attn_q.weight 0 200", "blk.0.attn_q.weight -1 200", "blk.0.attn_q.weight 32",
      "blk.0.attn_q.weight 32 1,2", "blk.0.attn_q.weight 99999999999999999999 200", "blk.0.attn_q.weight 32 x",
+     "blk.0.attn_q.weight 32 -200", "blk.0.attn_q.weight 32 99999999999999999",
      "nothing 32 200", "blk.0.attn_k.weight = nothing", "blk.0.attn_k.weight 32 200", "", "= ="],
 )  # fmt: skip
 def test_lines_that_do_not_fit_are_refused(tmp_path: Path, line: str) -> None:
@@ -180,6 +181,9 @@ def test_other_hostile_files(tmp_path: Path) -> None:
     bad = imatrix.read(rewrite(tmp_path / "x.gguf", tmp_path / "c.gguf", value=np.nan))
     with pytest.raises(DataError, match=r"c\.gguf: blk\.0\.attn_q\.weight\.correlations: 1 correlations are above 1"):
         bad.second_moments["blk.0.attn_q.weight"].dense(bad["blk.0.attn_q.weight"].values[0])
+    good = example().second_moments["blk.0.attn_q.weight"]
+    with pytest.raises(DataError, match="a column has a correlation of -1 with itself, which is 1"):
+        replace(good, correlations=-good.correlations).correlation()
 
 
 # ------------------------------------------------------------------------------------------------------------ of a rank

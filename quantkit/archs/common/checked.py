@@ -6,7 +6,6 @@ checked by archs/common/validate.py.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -53,7 +52,7 @@ class Real:
 
     def holds(self, value: Any) -> bool:
         """Whether a value is within the bounds."""
-        if type(value) not in (int, float) or not math.isfinite(value):
+        if type(value) not in (int, float):  # NaN, infinities and integers beyond floats compare as out of bounds
             return False
         return self.minimum <= value <= self.maximum and not (self.open_below and value == self.minimum)
 
@@ -123,7 +122,7 @@ class Numbers:
             return False
         if not value:
             return True
-        return all(map(math.isfinite, value)) and all(map(self.each.holds, (min(value), max(value))))
+        return not any(v != v for v in value) and all(map(self.each.holds, (min(value), max(value))))
 
     def __str__(self) -> str:
         return f"a list of numbers, each {self.each}"
@@ -151,7 +150,9 @@ class EachLayer:
 
     def holds(self, value: object) -> bool:
         """Whether `value` is a number within the bounds of `each`, or a list of such numbers."""
-        return all(map(self.each.holds, value)) if isinstance(value, (list, tuple)) else self.each.holds(value)
+        if isinstance(value, (list, tuple)):
+            return len(value) > 0 and all(map(self.each.holds, value))
+        return self.each.holds(value)
 
     def __str__(self) -> str:
         return f"{self.each}, or a list of such numbers"
@@ -249,6 +250,8 @@ _TABLE: tuple[tuple[str, str, Bound], ...] = (
     ("attn_logit_softcapping final_logit_softcapping", "attn_logit_softcapping final_logit_softcapping",
      Real(0, 1e6)),
     ("attn_scale", "attention.temperature_scale", _STRENGTH),
+    ("tie_word_embeddings attention_bias mlp_bias norm_topk_prob use_grouped_topk attention_k_eq_v enable_moe_block",
+     "", Flag()),
     ("moe_renormalize", "attention.head_norm expert_weights_norm rope.scaling.yarn_truncate", Flag()),
     ("", "rope.scaling.type", Text()),
     ("", "rope.scaling.yarn_log_multiplier rope.scaling.yarn_ext_factor", _STRENGTH),
@@ -263,6 +266,7 @@ _OF_ROPE: dict[str, Bound] = {
     **dict.fromkeys(("factor", "attention_factor", "beta_fast", "beta_slow"), _FACTOR),
     **dict.fromkeys(("low_freq_factor", "high_freq_factor", "mscale", "mscale_all_dim", "alpha"), Real(0, 1e9)),
     "original_max_position_embeddings": Real(1, 1 << 31),
+    **dict.fromkeys(("rope_type", "type"), Text()),
 }
 _ID, _WORDS, _FLAG = Count(-1, (1 << 32) - 1), Words(), Flag()
 _SCORES = Numbers(Real(-1e38, 1e38))

@@ -296,6 +296,10 @@ def attention_interval(config: Config) -> int:
         return every or _INTERVAL
     every = every or kinds.index("full_attention") + 1 if "full_attention" in kinds else len(kinds) + 1
     for i, kind in enumerate(kinds):
+        if kind not in ("linear_attention", "full_attention"):
+            raise UnsupportedError(
+                f"config.json: layer_types[{i}] = {kind!r:.80}; known are linear_attention and full_attention"
+            )
         if (kind == "full_attention") != ((i + 1) % every == 0):
             raise UnsupportedError(
                 f"config.json: layer_types[{i}] = {kind!r}; full_attention has to be the last of every {every} layers"

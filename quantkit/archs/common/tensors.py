@@ -248,6 +248,16 @@ def numbered_experts(rules: Sequence[TensorRule], names: Iterable[str]) -> set[i
     return found
 
 
+def shape_of(transform: Transform, name: str, shape: Shape) -> Shape:
+    """The shape that a transform gives a tensor. FormatError, which names the tensor, where it does not fit."""
+    if not shape and transform is not COPY:
+        raise FormatError(f"tensor {name} is one number without dimensions; a vector or a matrix was expected")
+    try:
+        return transform.shape(shape)
+    except FormatError as error:
+        raise FormatError(f"tensor {name}: {error}") from None
+
+
 def _renamed(
     rule: TensorRule, name: str, layer: int | None, target: str, shape: Shape, hparams: HParams, to_gguf: bool
 ) -> Piece:
@@ -256,7 +266,7 @@ def _renamed(
         transform = rule.transform_of(hparams, layer)
     if not to_gguf:
         transform = transform.inverse()
-    new_shape = transform.shape(shape)
+    new_shape = shape_of(transform, name, shape)
     if new_shape and math.prod(new_shape[:-1] or new_shape) % transform.row_multiple:
         rows = math.prod(shape[:-1] or shape)
         raise FormatError(

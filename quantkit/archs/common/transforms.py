@@ -89,7 +89,7 @@ class SqueezeMiddle(Transform):
         self.has_middle = has_middle
 
     def shape(self, *sources: Shape) -> Shape:
-        first, *between, last = sources[0]
+        first, *between, last = sources[0] if len(sources[0]) > 1 else (0, 0, 0)
         if between != [1] * self.has_middle:
             expected = "(channels, 1, kernel)" if self.has_middle else "(channels, kernel)"
             raise FormatError(f"a convolution of shape {sources[0]}; {expected} was expected")

@@ -2,6 +2,7 @@
 
     found = validate.describe(file.metadata, file.tensors, file.path)    found.hparams, found.blocks, found.head
     validate.problems(file.metadata, file.tensors)                       the contradictions, one sentence each
+    validate.check_planned(metadata, tensors, path)                      of a file that a config.json becomes
 
 Kernels take sizes from hyperparameters and addresses from tensors, so nothing runs and nothing is allocated before
 `describe` has returned. The values of tensors are not read. A plausible but wrong number, such as the RoPE base of
@@ -71,6 +72,24 @@ def problems(metadata: Mapping[str, object], tensors: Mapping[str, Shaped]) -> l
         return list(_contradictions(_read(metadata, tensors), metadata, tensors))
     except QuantkitError as error:
         return [str(error)]
+
+
+def check_planned(metadata: Mapping[str, object], tensors: Mapping[str, Shaped], path: str | os.PathLike[str]) -> None:
+    """FormatError if the GGUF that the config.json at `path` becomes would contradict itself, so that nothing loads it.
+
+    What quantkit converts for other programs but does not run itself is no contradiction.
+    """
+    name = metadata["general.architecture"]
+    if name not in _names():  # planned only: nothing describes its blocks
+        return
+    try:
+        wrong = next(_contradictions(_read(metadata, tensors), metadata, tensors), None)
+    except UnsupportedError:
+        return
+    except FormatError as error:
+        wrong = str(error)
+    if wrong:
+        raise FormatError(f"{path}: the GGUF would contradict itself: {wrong}; correct the settings of config.json")
 
 
 def check_sizes(metadata: Mapping[str, object], path: str | os.PathLike[str] | None = None) -> None:

@@ -86,6 +86,8 @@ def _read_moments(file: GGUF, entries: dict[str, Entry]) -> dict[str, SecondMome
                 continue
             form, _, counts = rest.partition(" ")
             tokens = np.array([int(count) for count in counts.split(",")], np.int64)
+            if not 0 <= tokens.min() <= tokens.max() <= _MOST_SEEN:
+                raise ValueError
             columns, has_rank = entries[name].values.shape[1], form.startswith(_RANK)
             size = int(form.removeprefix(_RANK))  # a rank, or columns of a block
             stored = file.tensors[name + (_FACTORS if has_rank else _CORRELATIONS)]

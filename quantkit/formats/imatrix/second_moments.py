@@ -83,7 +83,13 @@ class SecondMoments:
         if not (np.abs(packed) <= _MOST).all():  # NaN included
             bad = packed[~(np.abs(packed) <= _MOST)]
             raise DataError(f"{self.origin}: {len(bad)} correlations are above 1 or not finite, for example {bad[0]}")
-        return unpack(packed, self.columns, self.block)
+        found = unpack(packed, self.columns, self.block)
+        if (own := np.diagonal(found).min(initial=0)) < 0:
+            raise DataError(
+                f"{self.origin}: a column has a correlation of {own:g} with itself, which is 1; the file is corrupt, "
+                "measure the importance matrix again"
+            )
+        return found
 
     def factors(self, matrix: int = 0) -> np.ndarray:
         """float32[columns, rank] of the rank form. DataError where they cannot be factors of correlations."""

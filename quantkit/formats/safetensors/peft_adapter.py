@@ -24,11 +24,12 @@ from quantkit.formats.safetensors.quantized import ScaledTensor
 from quantkit.formats.safetensors.reader import CheckpointTensor, open_checkpoint
 from quantkit.inputs import safe_regex
 from quantkit.inputs.json_input import read_object
-from quantkit.inputs.settings import integer, mapping, real
+from quantkit.inputs.settings import flag, integer, mapping, real
 
 MERGED = "LORA"  # the dtype of a merged matrix: its rows are computed, not stored
 
 _PREFIX = "base_model.model."
+_FLOATS = ("F32", "F16", "BF16")
 _NOT_PLAIN = ("use_dora", "fan_in_fan_out", "lora_bias", "modules_to_save", "target_parameters", "use_qalora",
               "alora_invocation_tokens", "trainable_token_indices", "layer_replication", "megatron_config")  # fmt: skip
 
@@ -63,12 +64,12 @@ def open_adapter(directory: str | os.PathLike[str]) -> Adapter:
     if not config:
         raise FormatError(f"{path}: no adapter_config.json; a directory that PEFT's save_pretrained wrote is needed")
     if str(config.get("peft_type", "")).upper() != "LORA":
-        raise UnsupportedError(f"{path}: peft_type is {config.get('peft_type')!r}; only LORA adapters are read")
+        raise UnsupportedError(f"{path}: peft_type is {config.get('peft_type')!r:.80}; only LORA adapters are read")
     for key in _NOT_PLAIN:
         if config.get(key):
-            raise UnsupportedError(f"{path}: adapter_config.json: {key} = {config[key]!r} is not supported")
+            raise UnsupportedError(f"{path}: adapter_config.json: {key} = {config[key]!r:.80} is not supported")
     if config.get("bias", "none") != "none":
-        raise UnsupportedError(f"{path}: adapter_config.json: bias = {config['bias']!r}; only 'none' is supported")
+        raise UnsupportedError(f"{path}: adapter_config.json: bias = {config['bias']!r:.80}; only 'none' is supported")
     file = path / "adapter_model.safetensors"
     if not file.is_file():
         raise FormatError(f"{path}: no adapter_model.safetensors; save the adapter with safe_serialization=True")
@@ -77,32 +78,55 @@ def open_adapter(directory: str | os.PathLike[str]) -> Adapter:
         module, _, part = name.removesuffix(".weight").rpartition(".")
         if part not in ("lora_A", "lora_B") or not name.startswith(_PREFIX) or len(tensor.shape) != 2:
             raise UnsupportedError(f"{file}: tensor {name} {tensor.shape} is not lora_A or lora_B of a matrix")
+        if tensor.dtype not in _FLOATS:
+            raise UnsupportedError(f"{file}: tensor {name} is {tensor.dtype}; adapters are {', '.join(_FLOATS)}")
         parts.setdefault(module.removeprefix(_PREFIX), {})[part] = tensor
     if not parts:
         raise FormatError(f"{file}: the adapter has no tensors")
     products = {f"{module}.weight": _low_rank(path, config, module, found) for module, found in parts.items()}
-    return Adapter(path, real(config, "lora_alpha", 8.0), products)
+    return Adapter(path, _alpha(path, config, "lora_alpha", 8.0), products)
 
 
 def _low_rank(path: Path, config: Mapping[str, object], module: str, parts: Mapping[str, CheckpointTensor]) -> LowRank:
     if len(parts) < 2:
         raise FormatError(f"{path}: {module} has only {next(iter(parts))}")
     a, b = parts["lora_A"], parts["lora_B"]
-    rank = integer(_of_module(config, "rank_pattern", module), "value") or integer(config, "r", 8)
-    alpha = real(_of_module(config, "alpha_pattern", module), "value") or real(config, "lora_alpha", 8.0)
+    file = f"{path}/adapter_config.json"
+    own = {key: _of_module(file, config, key, module) for key in ("rank_pattern", "alpha_pattern")}
+    rank = integer(own["rank_pattern"], "rank_pattern", integer(config, "r", 8, file), file)
+    alpha = _alpha(path, own["alpha_pattern"], "alpha_pattern", _alpha(path, config, "lora_alpha", 8.0))
     if not a.shape[0] == b.shape[1] == rank > 0:
         raise FormatError(
             f"{path}: {module}: lora_A has shape {a.shape}, lora_B {b.shape}; adapter_config.json makes the rank {rank}"
         )
-    return LowRank(a, b, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
+    return LowRank(a, b, alpha / (math.sqrt(rank) if flag(config, "use_rslora", file) else rank))
 
 
-def _of_module(config: Mapping[str, object], key: str, module: str) -> dict[str, object]:
-    """The value that a pattern has for a module, as {"value": …}; {} if none matches."""
-    for pattern, value in mapping(config, key).items():
-        if safe_regex.compile(rf"(^|.*\.){pattern}$", f"adapter_config.json: {key}").search(module):
-            return {"value": value}
+def _alpha(path: Path, config: Mapping[str, object], key: str, default: float) -> float:
+    """A value of alpha. FormatError for one that float32 cannot hold, and for 0, which llama.cpp takes for no value."""
+    file = f"{path}/adapter_config.json"
+    value = real(config, key, default, file)
+    if not 1e-30 < abs(value) < 1e30:
+        raise FormatError(f"{file}: {key} = {value:g}; it has to be a number other than 0, from -1e30 to 1e30")
+    return value
+
+
+def _of_module(file: str, config: Mapping[str, object], key: str, module: str) -> dict[str, object]:
+    """The value that a pattern of `key` has for a module, as {key: …}; {} if none matches."""
+    for pattern, value in mapping(config, key, file).items():
+        whole = rf"(^|.*\.)(?:{pattern})$"
+        if safe_regex.compile(whole, f"{file}: {key}", error=FormatError, written=pattern).search(module):
+            return {key: value}
     return {}
+
+
+def check_fits(base: CheckpointTensor | ScaledTensor, product: LowRank) -> None:
+    """FormatError unless a product has the shape of its matrix."""
+    if base.shape != (product.b.shape[0], product.a.shape[1]):
+        raise FormatError(
+            f"{base.path}: tensor {base.name} has shape {base.shape}; {product.b.name} and {product.a.name} of "
+            f"{product.b.path} make {(product.b.shape[0], product.a.shape[1])}: the adapter is of another model"
+        )
 
 
 class MergedTensor(ScaledTensor):
@@ -110,11 +134,7 @@ class MergedTensor(ScaledTensor):
 
     def __init__(self, base: CheckpointTensor | ScaledTensor, product: LowRank):
         super().__init__(base.name, MERGED, base.shape, product.b, product.a)
-        if base.shape != (product.b.shape[0], product.a.shape[1]):
-            raise FormatError(
-                f"{base.path}: tensor {base.name} has shape {base.shape}; {product.b.name} and {product.a.name} of "
-                f"{product.b.path} make {(product.b.shape[0], product.a.shape[1])}: the adapter is of another model"
-            )
+        check_fits(base, product)
         self._base, self._product = base, product
         self.inputs = base.inputs if isinstance(base, ScaledTensor) else [base]
         self.path, self.nbytes = base.path, base.nbytes

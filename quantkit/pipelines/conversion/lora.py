@@ -21,11 +21,11 @@ import numpy as np
 from quantkit import types
 from quantkit.archs import Arch
 from quantkit.archs.common.tensors import Piece
-from quantkit.errors import FormatError, UnsupportedError
+from quantkit.errors import DataError, FormatError, UnsupportedError
 from quantkit.formats.gguf import Metadata, TensorSpec, Writer
 from quantkit.formats.pipeline import Progress
 from quantkit.formats.safetensors import Checkpoint
-from quantkit.formats.safetensors.peft_adapter import Adapter, LowRank, MergedTensor, open_adapter
+from quantkit.formats.safetensors.peft_adapter import Adapter, LowRank, MergedTensor, check_fits, open_adapter
 from quantkit.pipelines.output import WriteTask, write_gguf
 from quantkit.types import QuantType
 
@@ -53,8 +53,9 @@ def _names_of(checkpoint: Checkpoint, adapter: Adapter, arch: Arch) -> dict[str,
 
 @dataclass(frozen=True)
 class AdapterFile:
-    """A planned adapter in GGUF: its tensors, of float type, with the values of each; its metadata."""
+    """A planned adapter in GGUF: PEFT's directory; its tensors, of float type, with the values of each; metadata."""
 
+    path: Path
     specs: list[TensorSpec]
     values: dict[str, np.ndarray]
     metadata: Metadata
@@ -69,7 +70,10 @@ class AdapterFile:
             yield functools.partial(self._write, writer, spec)
 
     def _write(self, writer: Writer, spec: TensorSpec) -> int:
-        data = spec.type.quantize(self.values[spec.name], threads=1)
+        try:
+            data = spec.type.quantize(self.values[spec.name], threads=1)
+        except DataError as error:
+            raise DataError(f"{self.path}: tensor {spec.name}: {error}") from None
         writer.put(spec.name, 0, data)
         return data.nbytes
 
@@ -84,6 +88,8 @@ def plan_adapter(
     adapter = open_adapter(directory)
     names = _names_of(checkpoint, adapter, arch)
     products = {names[theirs]: product for theirs, product in adapter.products.items()}
+    for name, product in products.items():
+        check_fits(checkpoint.tensors[name], product)
     made: dict[str, np.ndarray] = {}
     for piece in pieces:
         if not products.keys().isdisjoint(piece.sources):
@@ -98,7 +104,7 @@ def plan_adapter(
     metadata.set("adapter.lora.alpha", adapter.alpha, "f32")
     specs = [TensorSpec(name, x.shape, kind) for name, x in made.items()]
     paths = [*checkpoint.paths, adapter.path / "adapter_model.safetensors"]
-    return AdapterFile(specs, made, metadata, paths)
+    return AdapterFile(adapter.path, specs, made, metadata, paths)
 
 
 def _of_piece(adapter: Adapter, piece: Piece, products: dict[str, LowRank]) -> dict[str, np.ndarray]:
@@ -120,6 +126,6 @@ def _of_piece(adapter: Adapter, piece: Piece, products: dict[str, LowRank]) -> d
 
 def adapter_type(outtype: str) -> QuantType:
     """The type of an adapter's matrices; f32 for "auto". UnsupportedError for a quantized one."""
-    if outtype == "q8_0":
-        raise UnsupportedError("--lora with --outtype q8_0: an adapter is f32, f16 or bf16")
+    if outtype in ("q8_0", "stored"):
+        raise UnsupportedError(f"--lora with --outtype {outtype}: an adapter is f32, f16 or bf16")
     return types.get("f32" if outtype == "auto" else outtype)

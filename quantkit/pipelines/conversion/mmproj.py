@@ -17,7 +17,7 @@ from typing import Any
 
 from quantkit import types
 from quantkit.archs.common import wrapper
-from quantkit.archs.common.tensors import Piece
+from quantkit.archs.common.tensors import Piece, shape_of
 from quantkit.errors import FormatError, UnknownNameError
 from quantkit.formats.gguf import Metadata, TensorSpec, Writer
 from quantkit.formats.pipeline import Progress
@@ -27,11 +27,12 @@ from quantkit.formats.torch_bin import is_bin, open_bin
 from quantkit.inputs.json_input import read_object
 from quantkit.inputs.settings import mapping, sequence
 from quantkit.pipelines.conversion.metadata import general_keys
+from quantkit.pipelines.conversion.plan import errors_name, require_float
 from quantkit.pipelines.conversion.tensor import ConvertedTensor
 from quantkit.pipelines.output import WriteTask, filled_name, write_gguf
 from quantkit.types import QuantType
 from quantkit.vision import Tower, of_config
-from quantkit.vision.tower import ARCHITECTURE, Part, require_names
+from quantkit.vision.tower import ARCHITECTURE, Part, check_shapes, require_names
 
 OUTTYPES = ("auto", "bf16", "f16", "f32", "q8_0")
 _BREAK = "[IMG_BREAK]"
@@ -87,11 +88,14 @@ def plan_mmproj(
         raise FormatError(
             f"{directory / 'config.json'} is missing; `convert` needs a Hugging Face checkpoint directory"
         )
-    tower = of_config(config)
+    with errors_name(directory):
+        tower = of_config(config)
+        own = tower.entries(config, _preprocessor(directory))
     opened = unscaled(open_bin(directory) if is_bin(directory) else open_checkpoint(directory), config)
     stored = {tower.canonical(name): name for name in opened.tensors}
     shapes = {name: tuple(opened.tensors[theirs].shape) for name, theirs in stored.items()}
-    parts = tower.parts(config, shapes, _break_token(directory))
+    with errors_name(directory):
+        parts = tower.parts(config, shapes, _break_token(directory))
     encoder = [tower.canonical(name) for name in wrapper.encoder_tensors(opened.tensors).get("image encoder", [])]
     require_names(parts, encoder, tower)
     if absent := [part.source for part in parts if part.source not in stored]:
@@ -105,7 +109,8 @@ def plan_mmproj(
     made.left_out.extend(name for name in encoder if name not in {part.source for part in parts})
     overrides = None if metadata is None else Path(metadata)
     keys = general_keys(directory, config, ARCHITECTURE, made.specs, kind, made.warnings, overrides, model_name)
-    keys |= {"general.type": ("mmproj", "str")} | tower.entries(config, _preprocessor(directory))
+    check_shapes(tower, own, {spec.name: spec.shape for spec in made.specs}, directory)
+    keys |= {"general.type": ("mmproj", "str")} | own
     for key, (value, form) in keys.items():
         made.metadata.set(key, value, form)
     return made
@@ -113,7 +118,9 @@ def plan_mmproj(
 
 def _tensor(part: Part, opened: Checkpoint, stored: Mapping[str, str], kind: QuantType) -> ConvertedTensor:
     source = opened.tensors[stored[part.source]]
-    shape = part.transform.shape(tuple(source.shape))
+    require_float(source)
+    with errors_name(source.path):
+        shape = shape_of(part.transform, part.name, tuple(source.shape))
     if part.kind:
         chosen = types.get(part.kind)
     elif len(shape) < 2:
@@ -140,6 +147,6 @@ def _preprocessor(directory: Path) -> dict[str, Any]:
 def _break_token(directory: Path) -> int | None:
     """The number of the token [IMG_BREAK] in tokenizer.json; None without one."""
     for token in sequence(read_object(directory / "tokenizer.json"), "added_tokens"):
-        if isinstance(token, dict) and token.get("content") == _BREAK and isinstance(token.get("id"), int):
+        if isinstance(token, dict) and token.get("content") == _BREAK and type(token.get("id")) is int:
             return int(token["id"])
     return None

@@ -29,7 +29,7 @@ import numpy as np
 
 from quantkit import archs, types
 from quantkit.archs import Arch
-from quantkit.archs.common import fused_experts
+from quantkit.archs.common import fused_experts, validate
 from quantkit.archs.common.mtp import POLICIES, in_head_file
 from quantkit.archs.common.tensors import Piece
 from quantkit.errors import DataError, FormatError, UnknownNameError, UnsupportedError
@@ -206,7 +206,7 @@ def plan_conversion(
         raise UnknownNameError("outtype", outtype, OUTTYPES)
     if mtp not in POLICIES:
         raise UnknownNameError("policy of --mtp", mtp, POLICIES)
-    with _errors_name(directory):
+    with errors_name(directory):
         stated = _read_config(directory)
         config: Mapping[str, Any] = archs.language_model(stated)
         arch = archs.from_hf(config)
@@ -217,7 +217,7 @@ def plan_conversion(
     if merge_lora is not None:
         checkpoint = merged(checkpoint, open_adapter(merge_lora), arch)
     names = [arch.canonical(name) for name in checkpoint.tensors]
-    with _errors_name(directory):
+    with errors_name(directory):
         config = arch.with_mtp(config, mtp, names)
         checkpoint = _without_added_biases(checkpoint, arch, config)
         pieces = arch.to_gguf(config, {name: tensor.shape for name, tensor in checkpoint.tensors.items()})
@@ -253,6 +253,7 @@ def plan_conversion(
     overrides = {key: entry for key, entry in keys.items() if key.startswith("tokenizer.")}
     for key, (value, kind) in (general | keys | tokenizer | overrides).items():
         conversion.metadata.set(key, value, kind)
+    validate.check_planned(conversion.metadata, {spec.name: spec for spec in specs}, directory)
     return conversion
 
 
@@ -333,12 +334,21 @@ def _type_of(piece: Piece, checkpoint: Checkpoint, outtype: QuantType, name: str
 
 
 @contextmanager
-def _errors_name(directory: Path) -> Iterator[None]:
-    """Prefix the checkpoint's path to errors from modules that do not know it."""
+def errors_name(directory: Path) -> Iterator[None]:
+    """Prefix a path, such as the checkpoint's, to errors from modules that do not know it."""
     try:
         yield
     except (FormatError, UnsupportedError, DataError) as error:
         raise error if str(directory) in str(error) else type(error)(f"{directory}: {error}") from None
+
+
+def require_float(tensor: SourceTensor) -> None:
+    """UnsupportedError for a tensor that is not read as float32 values."""
+    if _float_type(tensor) is None:
+        raise UnsupportedError(
+            f"{tensor.path}: tensor {tensor.name} is {tensor.dtype}; `convert` reads F32, F16 and BF16 weights, and "
+            "codes with scales where config.json has a quantization_config"
+        )
 
 
 def _check_tensors(checkpoint: Checkpoint, pieces: list[Piece], expected: Mapping[str, tuple[int, ...]]) -> None:
@@ -350,11 +360,8 @@ def _check_tensors(checkpoint: Checkpoint, pieces: list[Piece], expected: Mappin
                 raise UnsupportedError(
                     f"{tensor.path}: tensor {name} is {tensor.dtype}; whole numbers are {' or '.join(INTEGERS)}"
                 )
-            if not piece.integers and _float_type(tensor) is None:
-                raise UnsupportedError(
-                    f"{tensor.path}: tensor {name} is {tensor.dtype}; `convert` reads F32, F16 and BF16 weights, and "
-                    "codes with scales where config.json has a quantization_config"
-                )
+            if not piece.integers:
+                require_float(tensor)
         if piece.shape != expected.get(piece.name, piece.shape):
             tensor = checkpoint.tensors[piece.sources[0]]
             raise FormatError(

@@ -35,6 +35,8 @@ from quantkit.recipe.planning.planned import PlannedTensor
 from quantkit.types import QuantType
 
 SCHEMA = "quantkit.costs/1"
+_LARGEST_COST = 1e12  # nats per token; sums and squares of larger numbers would not be finite
+_LARGEST_FACTOR = 1e6
 
 
 @dataclass(frozen=True)
@@ -190,15 +192,19 @@ def _factors(document: Any, where: str) -> dict[str, float]:
         factors = {str(types.layout(kind).name).lower(): _number(value) for kind, value in document.items()}
     except (TypeError, ValueError, OverflowError) as error:
         raise FormatError(f"{where}: factors: {error}") from None
-    if 0 in factors.values():
-        raise FormatError(f"{where}: factors: a factor is 0; factors are above 0")
+    for kind, value in factors.items():
+        if not 1 / _LARGEST_FACTOR <= value <= _LARGEST_FACTOR:
+            raise FormatError(
+                f"{where}: factors: {kind} has {value:g}; a factor is from {1 / _LARGEST_FACTOR:g} to "
+                f"{_LARGEST_FACTOR:g}"
+            )
     return factors
 
 
 def _tensor(entry: Mapping[str, Any]) -> TensorCost:
     errors = {str(types.layout(kind).name).lower(): (_number(value), _number(error)) for kind, (value, error) in
               entry["errors"].items()}  # fmt: skip
-    return TensorCost(
+    found = TensorCost(
         tuple(map(int, entry["shape"])),
         _number(entry["kld"]),
         _number(entry["kld_error"]),
@@ -206,6 +212,11 @@ def _tensor(entry: Mapping[str, Any]) -> TensorCost:
         errors,
         str(entry.get("metric", "plain")),
     )
+    for kind in errors:
+        cost, error = found.of(kind) or 0.0, found.error_of(kind)
+        if not max(cost, error) <= _LARGEST_COST:
+            raise ValueError(f"{kind} costs {cost:g} ± {error:g} nats per token; at most {_LARGEST_COST:g} is possible")
+    return found
 
 
 def _number(value: Any) -> float:

@@ -27,6 +27,7 @@ GAP = 1e-4
 SECONDS = 60.0
 _ROW = 1e5  # a limit in the units of its row, so that the solver's tolerance of 1e-6 is 1e-11 of it
 _COST = 1e4  # the mean total cost in the units of the objective, so that absolute tolerances do not count
+_NO_COST = 1e-100  # smaller costs are rounding, and their scale would not be finite
 _ATTEMPTS = 8
 _INFEASIBLE = 2  # status of scipy's result
 
@@ -141,7 +142,7 @@ class _Program:
         self._options = [option for group in problem.groups for option in group.options]
         self._starts = np.cumsum([0, *(len(group.options) for group in problem.groups)])
         mean = float(np.sum([np.mean([o.cost for o in group.options]) for group in problem.groups]))
-        self._scale = _COST / mean if mean > 0 else 1.0
+        self._scale = _COST / mean if mean > _NO_COST else 1.0
         types = sorted({name for o in self._options for name in o.types}) if problem.max_types is not None else []
         first_type = len(self._options)
         first_slack = first_type + len(types)

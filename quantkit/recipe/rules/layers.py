@@ -80,7 +80,7 @@ def summarised(names: Iterable[str]) -> dict[str, int]:
 
 def listed(names: Iterable[str], most: int = 3) -> str:
     """A few of these names, those that differ only in their layer as one."""
-    every = sorted(names, key=lambda name: [(int(p), "") if p.isdigit() else (-1, p) for p in name.split(".")])
+    every = sorted(names, key=lambda name: [(int(p), "") if p.isdecimal() else (-1, p) for p in name.split(".")])
     classes = [name.replace("{" + one + "}", one) if (one := _only(name)) else name for name in summarised(every)]
     more = len(classes) - most
     return ", ".join(classes if more <= 0 else [*classes[:most], f"{more} more kinds"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from quantkit.pipelines.conversion.plan import plan_conversion
 from quantkit.pipelines.export import export_gguf
 from quantkit.placement import kv_size
 from quantkit.runtime.blocks import compressed_attention, experts, hyper_connections
-from tests.archs.checkpoints import loaded, log_probabilities, tiny
+from tests.archs.checkpoints import Coded, coded_checkpoint, loaded, log_probabilities, tiny
 
 TOKENS = np.random.default_rng(3).integers(2, 320, 200)
 ARCH = archs.get("deepseek4")
@@ -62,6 +64,47 @@ def test_names_of_published_checkpoints(files: Path, tmp_path: Path) -> None:
     assert {n: t.data.tobytes() for n, t in ours.tensors.items()} == {
         n: t.data.tobytes() for n, t in theirs.tensors.items()
     }
+
+
+def test_fp8_and_fp4_of_published_checkpoints(files: Path, tmp_path: Path) -> None:
+    """Experts are FP4 with a scale for 32 columns, other large matrices FP8 with a scale for 128 x 128; both E8M0."""
+    torch = pytest.importorskip("torch")
+    stored, rng = open_checkpoint(files / "hf").tensors, np.random.default_rng(5)
+    e2m1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+    expected: dict[str, np.ndarray] = {}
+
+    def published(name: str, *shape: int) -> Coded:
+        scale_name = name.removesuffix("weight") + "scale"
+        if re.search(r"\.attn\.w\w+\.weight$|shared_experts|indexer\.wq_b", name):
+            codes = rng.integers(0, 0x7F, shape, np.uint8)
+            exponents = rng.integers(115, 122, [-(-n // 128) for n in shape], np.uint8)
+            scales = np.exp2(exponents.astype(np.float32) - 127).repeat(128, 0).repeat(128, 1)[: shape[0], : shape[1]]
+            expected[name] = torch.from_numpy(codes).view(torch.float8_e4m3fn).float().numpy() * scales
+            return [(name, "F8_E4M3", codes), (scale_name, "F8_E8M0", exponents)]
+        if ".ffn.experts." in name:
+            rows, n = shape
+            codes = rng.integers(0, 256, (rows, n // 2), np.uint8)
+            exponents = rng.integers(115, 122, (rows, n // 32), np.uint8)
+            pairs = np.stack([codes & 15, codes >> 4], axis=-1).reshape(shape)
+            expected[name] = e2m1[pairs] * np.exp2(exponents.astype(np.float32) - 127).repeat(32, 1)
+            return [(name, "I8", codes), (scale_name, "F8_E8M0", exponents)]
+        raw = stored[name].raw()
+        return [(name, stored[name].dtype, raw.view(f"<u{raw.nbytes // math.prod(shape)}").reshape(shape))]
+
+    settings = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "weight_block_size": [128, 128]}
+    hf = coded_checkpoint(files / "hf", tmp_path / "hf", "", published, settings | {"expert_dtype": "fp4"})
+    convert_checkpoint(hf, tmp_path / "m.gguf", "f32")
+    found = gguf.open(tmp_path / "m.gguf").tensors
+    of_experts = found["blk.1.ffn_up_exps.weight"]
+    assert of_experts.type.name == "mxfp4"
+    for e, expert in enumerate(of_experts.dequantize()):
+        assert np.array_equal(expert, expected[f"model.layers.1.ffn.experts.{e}.w3.weight"])
+    for ours, theirs in (
+        ("attn_q_a", "attn.wq_a"), ("attn_output_b", "attn.wo_b"), ("indexer.attn_q_b", "attn.indexer.wq_b"),
+        ("ffn_down_shexp", "ffn.shared_experts.w2"),
+    ):  # fmt: skip
+        assert np.array_equal(found[f"blk.1.{ours}.weight"].dequantize(), expected[f"model.layers.1.{theirs}.weight"])
+    quantkit.load(tmp_path / "m.gguf").logits(TOKENS[:20])
 
 
 def test_both_forms_of_config_give_the_same_keys(files: Path) -> None:

@@ -33,7 +33,7 @@ def layer_similarity(
         raise UnsupportedError(f"{model.path}: layer similarity is measured on the CPU with exact numerics")
     check_context(model, chunks.n_ctx)
     sums = np.zeros(len(model.blocks))
-    together = max(1, min(n_batch // chunks.n_ctx, IN_MEMORY // (8 * chunks.n_ctx * model.hparams.n_embd)))
+    together = max(1, min(n_batch // chunks.n_ctx, IN_MEMORY // (8 * chunks.n_ctx * model.state_width)))
     for first in range(0, len(chunks), together):
         inputs = chunks.inputs[first : first + together]
         run = LayerRun(model, inputs, chunk_batches(len(inputs), chunks.n_ctx, n_batch))

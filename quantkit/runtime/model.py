@@ -434,10 +434,13 @@ class Model(BlockRunner, Locked):
                 return x
             self._diagnose_states(tokens, spans)
         x = self.embed_checked(tokens)
-        if self.head.streams is not None:
-            x = np.tile(x, (1, self.head.streams.streams))
         for block in self.blocks:  # each checked, to name the bad tensor
             x = self._run_block(block, x, spans)
+        return self.merge_streams(x)
+
+    @one_at_a_time
+    def merge_streams(self, x: np.ndarray) -> np.ndarray:
+        """float32[tokens, n_embd] before the output norm, of what leaves the last block: x itself without streams."""
         return x if self.head.streams is None else hyper_connections.collapse(self, self.head.streams, x)
 
     @one_at_a_time
@@ -467,9 +470,16 @@ class Model(BlockRunner, Locked):
 
     @one_at_a_time
     def embed(self, tokens: np.ndarray) -> np.ndarray:
-        """float32[tokens, n_embd] that enters the first block."""
+        """float32[tokens, state_width] that enters the first block."""
         x = float_linear.embed(self.weights, self.head, tokens)
+        if self.head.streams is not None:
+            x = np.tile(x, (1, self.head.streams.streams))
         return x if self.split is None else self.split.embedded(x)
+
+    @property
+    def state_width(self) -> int:
+        """Elements of a token's hidden state between blocks: n_embd, times the streams of hyper-connections."""
+        return self.hparams.n_embd * (1 if self.head.streams is None else self.head.streams.streams)
 
     def layer_cache(self, n_ctx: int) -> Cache:
         """An empty cache for one sequence and one layer at a time.
@@ -486,7 +496,7 @@ class Model(BlockRunner, Locked):
 
     @one_at_a_time
     def run_block(self, block: blocks.Block, x: np.ndarray, spans: list[Span]) -> np.ndarray:
-        """float32[tokens, n_embd] that leaves a block, in the host's memory, wherever it is computed."""
+        """float32[tokens, state_width] that leaves a block, in the host's memory, wherever it is computed."""
         if self.split is None:
             return super().run_block(block, x, spans)
         return self._to_host(self.split.run_block(block, x, spans))

@@ -15,6 +15,11 @@ import quantkit
 from quantkit import archs, types
 from quantkit.archs.common import blocks
 from quantkit.errors import DataError, FormatError, UnsupportedError
+from quantkit.evaluate.chunk_runs import evaluate_chunks
+from quantkit.evaluate.layer_similarity import layer_similarity
+from quantkit.evaluate.layers.layer_by_layer import chunks_layer_by_layer
+from quantkit.evaluate.layers.tensor_errors import tensor_errors
+from quantkit.evaluate.text import Chunks
 from quantkit.formats import gguf
 from quantkit.formats.safetensors import CheckpointSpec, CheckpointWriter, open_checkpoint
 from quantkit.pipelines.conversion.convert import convert_checkpoint
@@ -210,10 +215,20 @@ def test_compiled_plans_against_transformers(files: Path) -> None:
     assert np.abs(log_probabilities(steps) - wanted[90:]).max() < 1e-3
 
 
-def test_layers_by_themselves_are_refused(files: Path) -> None:
-    model = quantkit.load(files / "m.gguf")
-    with pytest.raises(UnsupportedError, match="residual streams"):
-        model.run_block(model.blocks[0], model.embed(TOKENS[:3]), [])
+def test_layers_by_themselves(files: Path, tmp_path: Path) -> None:
+    """What runs one layer at a time passes all streams on, and the tokens that a table has experts of."""
+    model, inputs = quantkit.load(files / "m.gguf"), TOKENS.reshape(2, 100)
+    whole = dict(evaluate_chunks(model, inputs))
+    for index, logits in chunks_layer_by_layer(model, inputs):
+        assert np.array_equal(logits, whole.pop(index))
+    assert not whole
+    quantkit.quantize(files / "m.gguf", tmp_path / "q.gguf", "Q8_0")
+    errors = {error.name: error for error in tensor_errors(model, gguf.open(tmp_path / "q.gguf"), inputs)}
+    for name in ("token_embd.weight", "blk.0.ffn_up_exps.weight", "blk.3.attn_q_b.weight", "output.weight"):
+        assert 0 < errors[name].error < 0.1, name
+    similar = layer_similarity(model, Chunks(inputs, inputs, "tokens"))
+    assert len(similar) == 4
+    assert all(0 < value < 1 for value in similar)
 
 
 def test_a_table_with_a_bad_expert_is_an_error(files: Path, tmp_path: Path) -> None:

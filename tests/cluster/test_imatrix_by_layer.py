@@ -26,7 +26,8 @@ BY_LAYER = replace(OPTIONS, by_layer=True)
 @pytest.mark.parametrize(
     ("arch", "changes"),
     [("llama", {"shares": (1, 2), "no_ppl": True, "process_output": False}), ("qwen3moe", {"second_moments": "rank:8"}),
-     ("deepseek2", {"second_moments": ""}), ("qwen3next", {}), ("glm-dsa", {}), ("mtp", {"batch_size": 4096})],
+     ("deepseek2", {"second_moments": ""}), ("qwen3next", {}), ("glm-dsa", {}), ("deepseek4", {}),
+     ("mtp", {"batch_size": 4096})],
 )  # fmt: skip
 @pytest.mark.parametrize("stages", [2, 4])
 def test_the_same_bytes(

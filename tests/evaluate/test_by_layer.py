@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("by-layer")
     (path / "a.txt").write_text("the quick brown fox jumps over the lazy dog 0123456789 " * 12)
     (path / "b.txt").write_text("".join(chr(97 + i * i % 23) for i in range(1200)))
-    for arch in ("llama", "qwen3moe", "deepseek2", "qwen3next", "glm-dsa"):
+    for arch in ("llama", "qwen3moe", "deepseek2", "qwen3next", "glm-dsa", "deepseek4"):
         written(path / f"{arch}.gguf", arch, tokenizer=True)
     (path / "hf").mkdir()
     convert_checkpoint(
@@ -47,7 +47,7 @@ def measured(folder: Path, arch: str, out: Path, options: ImatrixOptions, **more
     return imatrix(folder / f"{arch}.gguf", texts, out, options, **more)
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen3moe", "deepseek2", "qwen3next", "glm-dsa", "mtp"])
+@pytest.mark.parametrize("arch", ["llama", "qwen3moe", "deepseek2", "qwen3next", "glm-dsa", "deepseek4", "mtp"])
 def test_the_same_bytes(folder: Path, tmp_path: Path, arch: str) -> None:
     runs = [
         measured(folder, arch, tmp_path / f"{name}.gguf", replace(OPTIONS, by_layer=chosen))
@@ -108,7 +108,7 @@ def saves_always(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("saves_always")
 @pytest.mark.parametrize(
     ("arch", "after", "saved"),
-    [("llama", 1, 1), ("qwen3next", 3, 3), ("glm-dsa", 1, 1), ("glm-dsa", 2, 1), ("mtp", 2, 2)],
+    [("llama", 1, 1), ("qwen3next", 3, 3), ("glm-dsa", 1, 1), ("glm-dsa", 2, 1), ("deepseek4", 2, 2), ("mtp", 2, 2)],
 )
 def test_an_interrupted_run_resumes(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arch: str, after: int, saved: int

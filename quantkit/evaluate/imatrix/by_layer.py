@@ -100,10 +100,10 @@ class CollectByLayer:
             self._model.observer = before
 
     def _run_layers(self, n_batch: int) -> np.ndarray:
-        """float32[chunks, n_ctx, n_embd] that leaves the last layer, of all texts."""
+        """float32[chunks, n_ctx, n_embd] before the output norm, of all texts."""
         model, saves = self._model, self._saves
         inputs = np.concatenate([chunks.inputs for chunks in self._chunk_sets])
-        done, hidden = saves.resumed((*inputs.shape, model.hparams.n_embd))
+        done, hidden = saves.resumed((*inputs.shape, model.state_width))
         run = LayerRun(model, inputs, self._of_texts(chunk_batches, n_batch), hidden)
         blocks = list(model.blocks)
         for number, block in enumerate(blocks[done:], done + 1):
@@ -113,6 +113,7 @@ class CollectByLayer:
             if is_new and not run.has_selections:  # which are not saved
                 saves.after_layer(number, run.hidden)
             self._on_layer(number, len(blocks))
+        run.finish(self._observer_of)
         if (head := mtp_head(model)) is not None:
             observe_batches(head, inputs, run.hidden, self._of_texts(whole_batches, n_batch), self._observer_of)
             for layer in head.layers:
@@ -132,10 +133,10 @@ class CollectByLayer:
 
 
 def describe_memory(
-    tensors: Iterable[Tensor], chunk_sets: Sequence[Chunks], n_embd: int, forms: Mapping[str, InputForm] | None,
+    tensors: Iterable[Tensor], chunk_sets: Sequence[Chunks], width: int, forms: Mapping[str, InputForm] | None,
     here: bool = True,
 ) -> str:  # fmt: skip
-    """What a run takes in this process, or on workers: hidden states, weights, sums."""
+    """What a run takes in this process, or on workers: hidden states of `width` elements a token, weights, sums."""
     of_layer: dict[int, int] = {}
     tensors = list(tensors)
     weights = [tensor for tensor in tensors if layer_of(tensor.name) is not None]
@@ -145,7 +146,7 @@ def describe_memory(
     sums = sum(8 * int(np.prod(t.shape[:-2], dtype=np.int64)) * t.shape[-1] for t in weights if len(t.shape) > 1)
     if forms is not None:
         sums += sizes({tensor.name: tensor.shape for tensor in tensors if tensor.name in forms}, forms)[0]
-    states = 4 * sum(chunks.inputs.size for chunks in chunk_sets) * n_embd
+    states = 4 * sum(chunks.inputs.size for chunks in chunk_sets) * width
     of_all = f"sums of all layers, up to {len(chunk_sets) * sums / 1e6:,.1f} MB"
     if not here:
         return f"layer by layer on workers: hidden states {states / 1e6:,.1f} MB; {of_all}, in this process too"

@@ -7,9 +7,9 @@ With `propagate="original"` the original layer makes the hidden states of the ne
 `imatrix` and `quantize` in turn give. With "quantized" the encoded layer makes them, so that later layers are measured
 on the inputs that they will get, as GPTQ does.
 
-Memory: the sums of one layer, and the hidden states of all chunks, float32[chunks, n_ctx, n_embd], in a temporary file
-if they are large. A checkpoint's tensors are computed when they are read; its files are fetched then, if it is on the
-Hub. An interrupted run resumes: the finished layers run again, but are not measured.
+Memory: the sums of one layer, and the hidden states of all chunks, float32[chunks, n_ctx, state width], in a temporary
+file if they are large. A checkpoint's tensors are computed when they are read; its files are fetched then, if it is on
+the Hub. An interrupted run resumes: the finished layers run again, but are not measured.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ class _OnePass:
     def announcement(self) -> str:
         """What will be run, and the memory that it takes."""
         chunks, n_ctx = self._chunks.inputs.shape
-        states = 4 * chunks * n_ctx * self._model.hparams.n_embd
+        states = 4 * chunks * n_ctx * self._model.state_width
         sums = max((sizes(self._shapes(layer), forms)[0] for layer, forms in self._forms.items()), default=0)
         return (
             f"calibrating on {chunks} chunks of {n_ctx} tokens of {self._chunks.source}, layer by layer: hidden states "
@@ -282,6 +282,8 @@ class _OnePass:
                 made = written()
                 self._advance_with(run, block, {t.name: made[t.name] for t in own})
 
+        if run is not None:
+            run.finish()
         if own := of_layer[_OUTPUT]:
             describe(f"measuring {self._output}")
             yield Stage(own, self._measure_output(run) if run is not None and _OUTPUT in missing else None)

@@ -2,7 +2,7 @@
 
 Every weight is read once, and its memory is released when its layer is done. So a BF16 model larger than memory can
 write a base file or an importance matrix. Between layers only the hidden states of all chunks are stored,
-float32[chunks, n_ctx, n_embd], in a temporary file if they are large, and the positions that sparse attention has
+float32[chunks, n_ctx, state width], in a temporary file if they are large, and the positions that sparse attention has
 selected for layers without an indexer. Chunks run in the same batches as in `chunk_runs.evaluate_chunks`, so the logits
 are the same to the last bit; except for conversations, whose fill up to the longest is computed here.
 """
@@ -61,6 +61,7 @@ def chunks_layer_by_layer(
         run.advance(block)
         run.release(block)
         on_layer(number, len(model.blocks))
+    run.finish()
     for batch in batches:
         for index in range(batch.start, batch.stop):
             of_chunk = rows if rows is None or isinstance(rows, slice) else rows[index]
@@ -93,20 +94,20 @@ def chunk_batches(n_chunk: int, n_ctx: int, n_batch: int, first: int = 0) -> lis
 class LayerRun:
     """The hidden states of chunks, which run through a model one layer at a time.
 
-    hidden   float32[n_chunk, n_ctx, n_embd]: the input of the next layer; not set for chunks that are in no batch
+    hidden   float32[n_chunk, n_ctx, state width]: the input of the next layer; not set for chunks that are in no batch
     """
 
     def __init__(self, model: Model, inputs: np.ndarray, batches: list[slice], hidden: np.ndarray | None = None):
         """Embed int[n_chunk, n_ctx], or take the `hidden` states that some layers gave. `batches` are those of
         `chunk_batches`."""
-        self._model, self._batches = model, batches
+        self._model, self._inputs, self._batches = model, inputs, batches
         self._selections: list[Selections] = [[] for _ in batches]
         n_ctx = inputs.shape[1]
         self._caches = [model.layer_cache(n_ctx) for _ in range(max((b.stop - b.start for b in batches), default=0))]
         if hidden is not None:
             self.hidden = hidden
             return
-        x = self.hidden = hidden_states((*inputs.shape, model.hparams.n_embd))
+        x = self.hidden = hidden_states((*inputs.shape, model.state_width))
         with blas.single_threaded():
             for batch in batches:
                 x[batch] = model.embed_checked(inputs[batch].reshape(-1)).reshape(x[batch].shape)
@@ -128,13 +129,32 @@ class LayerRun:
                     if observer_of is not None:
                         self._model.observer = observer_of(batch)
                     states = self.hidden[batch]
-                    output = run_sequences(self._model, block, states, self._caches, selections)
+                    output = run_sequences(self._model, block, self._inputs[batch], states, self._caches, selections)
                     if not keeps_selections:
                         selections.clear()
                     if keep:
                         states[:] = output
         finally:
             self._model.observer = before
+
+    def finish(self, observer_of: Callable[[slice], Observer | None] | None = None) -> None:
+        """Turn what leaves the last block into float32[n_chunk, n_ctx, n_embd] before the output norm, in `hidden`.
+
+        Only residual streams (hyper-connections) differ.
+        """
+        model = self._model
+        if model.head.streams is None:
+            return
+        before, merged = model.observer, hidden_states((*self._inputs.shape, model.hparams.n_embd))
+        try:
+            with blas.single_threaded():
+                for batch in self._batches:
+                    if observer_of is not None:
+                        model.observer = observer_of(batch)
+                    merged[batch] = merge_streams(model, self.hidden[batch])
+        finally:
+            model.observer = before
+        self.hidden = merged
 
     @property
     def has_selections(self) -> bool:
@@ -147,19 +167,35 @@ class LayerRun:
 
 
 def run_sequences(
-    model: Model, block: Block, states: np.ndarray, caches: Sequence[Cache], selections: Selections
+    model: Model,
+    block: Block,
+    tokens: np.ndarray,
+    states: np.ndarray,
+    caches: Sequence[Cache],
+    selections: Selections,
 ) -> np.ndarray:
-    """float32[n_seq, n_ctx, n_embd] that leaves a block, of fresh sequences. Callers hold `blas.single_threaded()`.
+    """float32[n_seq, n_ctx, state width] that leaves a block, of fresh sequences. Callers hold
+    `blas.single_threaded()`.
 
+    tokens       int[n_seq, n_ctx]
+    states       float32[n_seq, n_ctx, state width] that enters the block
     caches       of one layer, at least as many as sequences
     selections   those of the block before, of the same sequences; replaced by those of this block
     """
-    n_seq, n_ctx, n_embd = states.shape
-    spans = [Span(i * n_ctx, (i + 1) * n_ctx, cache) for i, cache in enumerate(caches[:n_seq])]
+    n_seq, n_ctx, width = states.shape
+    ids = np.asarray(tokens, np.int64)
+    spans = [Span(i * n_ctx, (i + 1) * n_ctx, cache, tokens=ids[i]) for i, cache in enumerate(caches[:n_seq])]
     model.selections = selections or [None] * n_seq
-    output = model.run_block_checked(block, states.reshape(-1, n_embd), spans)
+    output = model.run_block_checked(block, states.reshape(-1, width), spans)
     selections[:] = model.selections
     return output.reshape(states.shape)
+
+
+def merge_streams(model: Model, states: np.ndarray) -> np.ndarray:
+    """float32[n_seq, n_ctx, n_embd] before the output norm, of float32[n_seq, n_ctx, state width] that leave the last
+    block."""
+    n_seq, n_ctx, width = states.shape
+    return model.merge_streams(states.reshape(-1, width)).reshape(n_seq, n_ctx, -1)
 
 
 def needs_selections(following: Sequence[Block]) -> bool:

@@ -1,7 +1,7 @@
 """Run chunks layer by layer on the workers of a cluster, for models larger than a worker's memory.
 
 The layers are a pipeline. Its stages are as many as there are workers, so that each worker keeps the weights of its
-layers in memory; hidden states float32[chunks, n_ctx, n_embd] of a batch go from worker to worker. If the model is
+layers in memory; hidden states float32[chunks, n_ctx, state width] of a batch go from worker to worker. If the model is
 larger than the memory of all workers, there are several stages for each: all chunks pass the first layers before a
 worker reads its next ones, and their hidden states wait in the memory of the workers.
 
@@ -29,6 +29,7 @@ from quantkit.evaluate.layers.layer_by_layer import (
     Selections,
     check_by_layer,
     chunk_batches,
+    merge_streams,
     release_block,
     run_sequences,
 )
@@ -99,7 +100,7 @@ def _available() -> int:
 
 
 class States(NamedTuple):
-    """What goes from stage to stage: hidden states float32[chunks, n_ctx, n_embd], and what a block has selected."""
+    """What goes from stage to stage: states float32[chunks, n_ctx, state width], and what a block has selected."""
 
     hidden: np.ndarray
     selections: Selections
@@ -122,7 +123,10 @@ class StagedModel:
         return self._blocks(stage)
 
     def run(self, stage: int, inputs: np.ndarray, before: States | None) -> States:
-        """The states of int[chunks, n_ctx] after a stage, from those of the stage before; None: embed the tokens."""
+        """The states of int[chunks, n_ctx] after a stage, from those of the stage before; None: embed the tokens.
+
+        After the last stage they are those before the output norm.
+        """
         blocks = self.load(stage)
         with blas.single_threaded():
             if before is None:
@@ -130,7 +134,9 @@ class StagedModel:
             states, selections = before.hidden, list(before.selections)  # what a task gets is not changed
             caches = [self.model.layer_cache(inputs.shape[1]) for _ in range(len(inputs))]
             for block in blocks:
-                states = run_sequences(self.model, block, states, caches, selections)
+                states = run_sequences(self.model, block, inputs, states, caches, selections)
+            if stage + 1 == self.stages:
+                states = merge_streams(self.model, states)
         return States(states, selections)
 
     def _blocks(self, stage: int) -> list[Block]:

@@ -56,7 +56,7 @@ def parts(model: Model, tokens: np.ndarray) -> Iterator[Part]:
         names.setdefault(layer_of(name), []).append(name)
     steps: list[tuple[int | None, list[str], Run]] = [(None, [head.embedding], lambda _: model.embed(ids.reshape(-1)))]
     steps += [(block.layer, names[block.layer], _block_runner(model, block, ids)) for block in model.blocks]
-    steps += [(None, [head.norm.weight, head.output.weight], model.project)]
+    steps += [(None, [head.norm.weight, head.output.weight], lambda x: model.project(model.merge_streams(x)))]
     for layer, weights, run in steps:
         part = Part(layer, weights, model, run, x)
         yield part
@@ -67,6 +67,7 @@ def _block_runner(model: Model, block: Block, ids: np.ndarray) -> Run:
     def run(x: np.ndarray) -> np.ndarray:
         n_seq, length = ids.shape
         caches: list[Cache] = [model.layer_cache(length) for _ in range(n_seq)]
-        return model.run_block(block, x, [Span(i * length, (i + 1) * length, c) for i, c in enumerate(caches)])
+        spans = [Span(i * length, (i + 1) * length, cache, tokens=ids[i]) for i, cache in enumerate(caches)]
+        return model.run_block(block, x, spans)
 
     return run

@@ -1,7 +1,7 @@
 """Hidden states of a run by layer in a file, from which the run resumes.
 
-    {"run": …, "layers": …, "shape": [chunks, n_ctx, n_embd]} and a line feed
-    float32[chunks, n_ctx, n_embd]
+    {"run": …, "layers": …, "shape": [chunks, n_ctx, state width]} and a line feed
+    float32[chunks, n_ctx, state width]
 
 `run` is a hash of what the run depends on, `layers` how many layers have made the states.
 """
@@ -23,7 +23,7 @@ _MAX_HEADER = 1 << 12  # bytes
 
 
 def save_states(path: Path, run: str, layers: int, hidden: np.ndarray) -> None:
-    """Write float32[chunks, n_ctx, n_embd]; an existing file stays until the new one is complete."""
+    """Write float32[chunks, n_ctx, state width]; an existing file stays until the new one is complete."""
     with writing(path, own=True) as file:
         file.write(json.dumps({"run": run, "layers": layers, "shape": hidden.shape}).encode() + b"\n")
         for of_chunk in hidden:
@@ -45,7 +45,7 @@ def saved_layers(path: Path, run: str, shape: tuple[int, ...]) -> int:
 
 
 def read_states(path: Path, hidden: np.ndarray) -> None:
-    """Fill float32[chunks, n_ctx, n_embd] with the states of a file that `saved_layers` takes."""
+    """Fill float32[chunks, n_ctx, state width] with the states of a file that `saved_layers` takes."""
     with os.fdopen(open_own(path), "rb") as file:
         file.readline(_MAX_HEADER)
         for of_chunk in hidden:

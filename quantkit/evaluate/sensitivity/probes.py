@@ -111,17 +111,23 @@ class Probes:
         return Probed(max(found.value, 0.0), error)
 
     def _embed(self) -> np.ndarray:
-        """float32[tokens, n_embd] of all chunks."""
-        return self._model.embed(np.asarray(self._chunks.inputs, np.int64).reshape(-1))
+        """float32[tokens, state width] of all chunks."""
+        return self._model.embed(self._tokens)
+
+    @property
+    def _tokens(self) -> np.ndarray:
+        """int64[tokens] of all chunks."""
+        return np.asarray(self._chunks.inputs, np.int64).reshape(-1)
 
     def _block(self, block: Block, x: np.ndarray) -> np.ndarray:
-        length = self._chunks.n_ctx
+        length, tokens = self._chunks.n_ctx, self._tokens
         found = np.empty_like(x)
         with blas.single_threaded():
             for start in range(0, len(x), length):  # one chunk at a time bounds the memory of attention and experts
                 cache = self._model.layer_cache(length)
-                part = x[start : start + length]
-                found[start : start + length] = self._model.run_block(block, part, [Span(0, length, cache)])
+                of_chunk = slice(start, start + length)
+                span = Span(0, length, cache, tokens=tokens[of_chunk])
+                found[of_chunk] = self._model.run_block(block, x[of_chunk], [span])
         return found
 
     def _finish(self, first: int, x: np.ndarray) -> np.ndarray:
@@ -134,7 +140,7 @@ class Probes:
         """Yield (first scored position, float32[rows, n_vocab]) of states of all positions."""
         states = x.reshape(len(self._chunks), self._chunks.n_ctx, -1)[:, self._rows].reshape(-1, x.shape[1])
         for start in range(0, len(states), _ROWS):
-            yield start, self._model.project(states[start : start + _ROWS])
+            yield start, self._model.project(self._model.merge_streams(states[start : start + _ROWS]))
 
     def _base_log_probabilities(self) -> np.ndarray:
         """float32[scored positions, n_vocab] of the model itself."""

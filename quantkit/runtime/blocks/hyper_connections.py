@@ -6,22 +6,17 @@ after another.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Protocol
 
 import numpy as np
 
 from quantkit.archs.common import blocks
-from quantkit.errors import UnsupportedError
-from quantkit.formats.gguf import Tensor
 from quantkit.runtime.blocks.float_ops import ignore_nonfinite, sigmoid
 from quantkit.runtime.blocks.spans import Span
 
 
 class HyperRun(Protocol):
     """What this module needs of a BlockRunner."""
-
-    weights: Mapping[str, Tensor]
 
     def linear(self, linear: blocks.Linear, x: np.ndarray) -> np.ndarray:
         """The product with a weight matrix."""
@@ -37,16 +32,8 @@ class HyperRun(Protocol):
 
 
 def run(runner: HyperRun, block: blocks.Block, x: np.ndarray, spans: list[Span]) -> np.ndarray:
-    """The streams float32[tokens, n * n_embd] that leave a block.
-
-    UnsupportedError for a hidden state that is no streams: evaluations of single layers pass one.
-    """
+    """The streams float32[tokens, n * n_embd] that leave a block."""
     for part, connection in zip(block.parts, block.hyper, strict=True):
-        if x.shape[1] != runner.weights[connection.fn.weight].shape[1]:
-            raise UnsupportedError(
-                f"blk.{block.layer} reads {connection.streams} residual streams; what computes layers by themselves "
-                "does not know streams"
-            )
         streams = x.reshape(len(x), connection.streams, -1)
         pre, post, mixing = weights(runner, connection, x)
         made = runner.run_part(part, block.layer, _weighted(pre, streams), spans)

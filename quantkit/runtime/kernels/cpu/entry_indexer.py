@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from quantkit.codegen.callbacks import callback
 from quantkit.codegen.jit import kernel
-from quantkit.codegen.simd import floats, load_int, store_int
+from quantkit.codegen.simd import floats, load_int
 from quantkit.placement.kernel_sizes import INDEX_BLOCK, INDEX_GROUP
 from quantkit.runtime.kernels.cpu.entries import ENTRY_CACHE_BYTES, EntryCache
 from quantkit.runtime.kernels.cpu.indexer import IndexSizes, score_block, select
@@ -61,11 +61,7 @@ def select_entries(parameters, thread, threads):
     """The selection of one token, by the first thread."""
     p = load_record(ScoreParameters, parameters)
     s, count = load_record(IndexSizes, p.sizes), (load_int(p.position) + 1) // p.rate
-    if thread != 0:
-        return
-    if count <= s.top_k:
-        store_int(0, p.selection)
-    else:
+    if thread == 0:
         select(floats(p.scores, count), floats(p.ranks, count), s.top_k, p.selection)
 
 
@@ -92,9 +88,6 @@ def select_batch_entries(parameters, thread, threads):
             for t in range(tokens):
                 count = (span.position + first + t + 1) // p.rate
                 record = p.selection + (span.start + first + t) * record_bytes
-                if count <= s.top_k:
-                    store_int(0, record)
-                    continue
                 ranks = floats(p.ranks + thread * p.ranks_stride, count)
                 select(floats(scores + t * p.room * 4, count), ranks, s.top_k, record)
 

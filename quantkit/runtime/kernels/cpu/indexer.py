@@ -199,7 +199,10 @@ def _partition(x, rank):
 
 @kernel
 def select(scores, ranks, top_k, record):
-    """Write the selection of `top_k` positions with the largest scores; of equal ones the first."""
+    """Write the selection of `top_k` positions with the largest scores, of equal ones the first; or 0 for all."""
+    if len(scores) <= top_k:
+        store_int(0, record)
+        return
     for i in range(len(scores)):
         ranks[i] = scores[i]
     threshold = _partition(ranks, top_k - 1)
@@ -240,11 +243,7 @@ def select_positions(parameters, thread, threads):
     """The selection of one token, by the first thread."""
     p = load_record(ScoreParameters, parameters)
     s, count = load_record(IndexSizes, p.sizes), load_int(p.position) + 1
-    if thread != 0:
-        return
-    if count <= s.top_k:
-        store_int(0, p.selection)
-    else:
+    if thread == 0:
         select(floats(p.scores, count), floats(p.ranks, count), s.top_k, p.selection)
 
 
@@ -269,9 +268,6 @@ def select_batch(parameters, thread, threads):
             _score_group(p, s, rows, span.start + first, tokens, span.position + first, thread)
             for t in range(tokens):
                 count, record = span.position + first + t + 1, p.selection + (span.start + first + t) * record_bytes
-                if count <= s.top_k:
-                    store_int(0, record)
-                    continue
                 scores = floats(p.scores + thread * p.scores_stride + t * p.n_ctx * 4, count)
                 select(scores, floats(p.ranks + thread * p.ranks_stride, count), s.top_k, record)
 

@@ -208,7 +208,7 @@ def test_wrong_tensors_of_activations_are_refused(
         ("xielu.alpha_p", None, "xielu.alpha_p is missing"),
         ("xielu.eps", None, "xielu.eps is missing"),
         ("xielu.alpha_n", ([0.1, 0.2, 0.3], "f32"), "has 3 entries, the model has 2 layers"),
-        ("xielu.alpha_n", ([], "f32"), "has 0 entries"),
+        ("xielu.alpha_n", ([], "f32"), r"xielu.alpha_n = \[\]; it has to be a number"),
         ("xielu.beta", ([0.5, float("nan")], "f32"), "xielu.beta = "),
         ("xielu.beta", ([0.5, 1e30], "f32"), "xielu.beta = "),
         ("xielu.beta", (["0.5", "0.5"], "str"), "xielu.beta = "),

@@ -62,7 +62,7 @@ def test_what_does_not_go_together_is_said(config: Path, capsys: pytest.CaptureF
     assert "pass --vram" in refused(capsys, *about, "--fit", status=2)
     assert "drop one" in refused(capsys, *about, "--vram", "6", "--devices", "cuda:0", status=2)
     assert "--split-mode" in refused(capsys, *about, "--vram", "6,6", "-sm", "row", status=2)
-    assert "a rate must be above 0" in refused(capsys, *about, "--bandwidth", "cpu=-1", status=2)
+    assert "a rate must be a finite number above 0" in refused(capsys, *about, "--bandwidth", "cpu=-1", status=2)
     assert "-op" in refused(capsys, *about, "--vram", "6", "-op", "x,0")
 
 

@@ -302,7 +302,7 @@ def test_shares_of_gpus() -> None:
     assert counts((1, 0, 0), 3) == [3, 0, 0]
     assert counts(()) == counts((5, 5, 5)) == [3, 3, 2]
     assert parse_flags("-ngl 9 -ts 3,1").tensor_split == parse_flags("-ngl 9 -ts 3/1").tensor_split == (3, 1)
-    for wrong, message in (("a,b", "shares must be numbers"), ("0,0", "not all 0"), ("1,-1", "0 or more")):
+    for wrong, message in (("a,b", "shares must be numbers"), ("0,0", "not all 0"), ("1,-1", "shares must be from 0")):
         with pytest.raises(DataError, match=message):
             parse_flags(f"-ts={wrong}")
     tensors = {name: TensorSpec(name, (8, 32), types.get("q8_0")) for name in names}

@@ -282,7 +282,7 @@ class _OnePass:
                 made = written()
                 self._advance_with(run, block, {t.name: made[t.name] for t in own})
 
-        if run is not None:
+        if run is not None and not missing.isdisjoint((_OUTPUT, *self._mtp)):  # what reads these states
             run.finish()
         if own := of_layer[_OUTPUT]:
             describe(f"measuring {self._output}")

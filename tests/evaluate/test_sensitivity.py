@@ -55,14 +55,23 @@ def test_errors_are_those_of_the_plain_sum(
     sample = RowSample(Stored("blk.0.attn_q.weight", w), None if metric == "plain" else imatrix, 48)
     assert sample.metric == metric
     probe, errors = sample.measure(Q4_0, [Q4_0, Q8_0])
-    importance = None if metric == "plain" else imatrix["blk.0.attn_q.weight"].columns(64)[0]
-    e = Q4_0.dequantize(Q4_0.quantize(w, importance), 64).astype(np.float64) - w
-    wanted = {"plain": (e * e).sum(), "importance": (e * e * np.diagonal(h)).sum()}
-    wanted["second moments"] = np.einsum("ij,jk,ik->", e, h.astype(np.float64), e)
-    assert probe == pytest.approx(wanted[metric], rel=2e-3)  # correlations are stored as float16
-    better = errors["q4_0"][0] < 0.9 * probe
-    assert better is (metric == "second moments")  # which choose the codes, too
-    assert errors["q8_0"][0] < 0.02 * probe
+    metrics = {"plain": np.eye(64), "importance": np.diag(np.diagonal(h)), "second moments": h.astype(np.float64)}
+
+    def error(refined: bool) -> float:
+        importance, moments = None, None
+        if metric != "plain":
+            importance = imatrix["blk.0.attn_q.weight"].columns(64)[0]
+        if refined:
+            moments = imatrix.second_moments["blk.0.attn_q.weight"].dense(importance)
+        e = Q4_0.dequantize(Q4_0.quantize(w, importance, second_moments=moments), 64).astype(np.float64) - w
+        return float(np.einsum("ij,jk,ik->", e, metrics[metric], e))
+
+    # Second moments choose the codes too. Correlations are stored as float16.
+    assert probe == pytest.approx(error(metric == "second moments"), rel=2e-3)
+    if metric == "second moments":
+        assert probe < 0.9 * error(refined=False)
+    assert errors["q4_0"][0] == probe
+    assert errors["q8_0"][0] < 0.03 * probe
     assert errors["q8_0"][1] == 0  # all rows were measured
 
 

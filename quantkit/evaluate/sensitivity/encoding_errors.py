@@ -32,9 +32,9 @@ class _Matrix:
     importance: np.ndarray | None
     moments: np.ndarray | None
 
-    def errors(self, kind: QuantType, refined: bool, effort: str) -> np.ndarray:
+    def errors(self, kind: QuantType, effort: str) -> np.ndarray:
         """float64[rows]: the error of each row."""
-        given = self.moments if refined and kind.uses_second_moments_at(effort) else None
+        given = self.moments if kind.uses_second_moments_at(effort) else None
         importance = self.importance
         if importance is None and kind.requires_imatrix:
             importance = np.ones(self.rows.shape[1], np.float32)
@@ -72,9 +72,9 @@ class RowSample:
                 _Matrix(_rows(tensor, matrix * of_matrix, of_matrix, per_matrix), importance, moments)
             )
 
-    def row_errors(self, kind: QuantType, *, refined: bool = True, effort: str = "normal") -> np.ndarray:
-        """float64[sampled rows]: the error of each row in a type; `refined`: encoded with second moments too."""
-        return np.concatenate([matrix.errors(kind, refined, effort) for matrix in self._matrices])
+    def row_errors(self, kind: QuantType, effort: str = "normal") -> np.ndarray:
+        """float64[sampled rows]: the error of each row in a type."""
+        return np.concatenate([matrix.errors(kind, effort) for matrix in self._matrices])
 
     def measure(
         self,
@@ -83,14 +83,14 @@ class RowSample:
         effort: str = "normal",
         on_type: Callable[[str], None] = lambda name: None,
     ) -> tuple[float, dict[str, tuple[float, float]]]:
-        """The error of the probe's encoding (importance alone), and of each type with its standard error.
+        """The error of the probe's encoding, and of each type with its standard error.
 
         Errors are for all rows of the tensor; the standard errors are those of the ratios to the probe.
         """
-        reference = self.row_errors(probe, refined=False)
+        reference = self.row_errors(probe, effort)
         found = {}
         for kind in kinds:
-            values = self.row_errors(kind, effort=effort)
+            values = self.row_errors(kind, effort)
             found[kind.name.lower()] = self._scaled(values, reference)
             on_type(kind.name)
         return self._total(reference), found

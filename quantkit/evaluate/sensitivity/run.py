@@ -33,6 +33,7 @@ from quantkit.formats.gguf import Tensor
 from quantkit.formats.imatrix import Imatrix
 from quantkit.formats.owned import followed
 from quantkit.pipelines import planning
+from quantkit.pipelines.second_moments import PreparedMoments
 from quantkit.placement.allocation.costs import Costs, TensorCost
 from quantkit.recipe import Options, PlannedTensor, parse, plan
 from quantkit.recipe.planning.planner import fitted_type, importance_entry
@@ -140,6 +141,7 @@ class _Run:
         check_outputs([output], paths)
         self.free = {t.name: t for t in _free(opened)}
         self.matrix = _read_imatrix(o, list(self.free))
+        self.moments = None if self.matrix is None else PreparedMoments(self.matrix)
         self.model = _load(opened.file, o)
         self.chunks = chunked(self.model.tokenizer, text, o.ctx_size, o.chunks)
         names = ("no_second_moments", "probe", "ctx_size", "rows", "effort")
@@ -260,20 +262,19 @@ class _Run:
         return Probes(self.model, self.chunks, replacement)
 
     def _encoded(self, tensor: Tensor, kind: QuantType) -> np.ndarray:
-        """All rows of a tensor in the probe's type, with importance and without second moments."""
-        rows = tensor.shape[-2]
+        """All rows of a tensor in the probe's type, encoded as a file's tensors will be."""
+        o, rows = self.options, tensor.shape[-2]
+        entry = importance_entry(tensor.name, self.matrix) if self.matrix is not None else None
         parts = []
         for matrix in range(tensor.n_rows // rows):
             x = tensor.type.dequantize(tensor.rows(matrix * rows, (matrix + 1) * rows), tensor.shape[-1])
-            parts.append(kind.quantize(x, self._importance(tensor, matrix)))
+            importance, moments = None, None
+            if self.moments is not None and entry is not None:
+                importance = self.moments.imatrix[entry].columns(tensor.shape[-1])[matrix]
+                if kind.uses_second_moments_at(o.effort):
+                    moments = self.moments.get(entry, matrix)
+            parts.append(kind.quantize(x, importance, second_moments=moments, effort=o.effort, threads=o.threads))
         return np.concatenate(parts)
-
-    def _importance(self, tensor: Tensor, matrix: int) -> np.ndarray | None:
-        entry = importance_entry(tensor.name, self.matrix) if self.matrix is not None else None
-        if entry is None or self.matrix is None:
-            return None
-        found: np.ndarray = self.matrix[entry].columns(tensor.shape[-1])[matrix]
-        return found
 
     def _errors(self, t: PlannedTensor) -> dict[str, Any]:
         sample = RowSample(self.model.weights[t.name], self.matrix, self.options.rows)

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 # Kernels compiled by tests are cached between runs, apart from the user's, where no other user can put files.
 _CACHE = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "quantkit-tests"
 os.environ.setdefault("QUANTKIT_CACHE_DIR", str(_CACHE))
+if "PYTEST_XDIST_WORKER" in os.environ:  # torch would start a thread per core in each worker, which wait for each other
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 GOLDEN = Path(__file__).parent / "golden"
 LEFT_OUT = {"full": "the whole conformance sweep: `make full`", "gpu": "needs a CUDA device: `pytest -m gpu`"}

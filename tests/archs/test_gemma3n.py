@@ -19,9 +19,10 @@ from quantkit.formats import gguf
 from quantkit.formats.safetensors import open_checkpoint
 from quantkit.pipelines.conversion.convert import convert_checkpoint
 from quantkit.pipelines.export import export_gguf
+from quantkit.pipelines.prune import plan_prune
 from quantkit.placement import kv_size
 from quantkit.recipe import from_config
-from tests.archs.checkpoints import log_probabilities, tiny
+from tests.archs.checkpoints import GEMMA_E, log_probabilities, tiny
 from tests.archs.files import changed as with_keys
 from tests.archs.files import written
 from tests.runtime.test_step import changed
@@ -240,6 +241,13 @@ def test_gates_that_are_kept(tmp_path: Path) -> None:
     expected = quantkit.load(changed(whole, tmp_path / "zero.gguf", {}, zeros)).logits(TOKENS[0])
     assert np.array_equal(quantkit.load(none).logits(TOKENS[0]), expected)
     assert np.abs(quantkit.load(whole).logits(TOKENS[0]) - quantkit.load(path).logits(TOKENS[0])).max() > 0.1
+
+
+@pytest.mark.parametrize(("name", "change"), [("gemma3n", {}), ("gemma4", GEMMA_E)])
+def test_layers_whose_embeddings_are_side_by_side_are_not_pruned(name: str, change: Any, tmp_path: Path) -> None:
+    file = gguf.open(written(tmp_path / "m.gguf", name, **change))
+    with pytest.raises(UnsupportedError, match=r"per_layer_token_embd\.weight has the embeddings of all layers"):
+        plan_prune(file, drop_layers=[1])
 
 
 def test_what_runs_on_one_device_and_as_a_whole_only(tmp_path: Path) -> None:

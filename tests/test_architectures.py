@@ -158,6 +158,18 @@ OTHERS: dict[str, dict[str, Any]] = {
         "sliding_window": 300, "query_pre_attn_scalar": 64, "attn_logit_softcapping": 50.0,
         "final_logit_softcapping": 30.0,
     },
+    "gemma3n": {
+        "vocab_size": 330, "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 1,
+        "num_hidden_layers": 7, "intermediate_size": 96, "hidden_size_per_layer_input": 64, "num_kv_shared_layers": 4,
+        "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.95, 0.0, 0.1, 0.0], "sliding_window": 20,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention",
+                        "full_attention", "sliding_attention", "full_attention"],
+        "final_logit_softcapping": 30.0,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 100000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+        },
+    },
     "gemma4": {
         "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "num_hidden_layers": 7, "head_dim": 32,
         "global_head_dim": 96, "num_global_key_value_heads": None, "attention_k_eq_v": False, "sliding_window": 20,
@@ -341,8 +353,8 @@ MIXTRAL = {
 }  # fmt: skip
 # Architectures that wheel 0.1.5 does not know, or computes in another way whatever the configuration; see `in_wheel`.
 NOT_IN_WHEEL = frozenset((
-    "apertus", "cohere2_moe", "deepseek32", "deepseek4", "exaone4", "glm-dsa", "granitemoe", "hunyuan-dense", "hy_v3",
-    "kimi-linear", "lfm2", "lfm2moe", "llama4", "longcat-flash", "minimax-m3", "mistral-large4", "nemotron",
+    "apertus", "cohere2_moe", "deepseek32", "deepseek4", "exaone4", "gemma3n", "glm-dsa", "granitemoe", "hunyuan-dense",
+    "hy_v3", "kimi-linear", "lfm2", "lfm2moe", "llama4", "longcat-flash", "minimax-m3", "mistral-large4", "nemotron",
     "nemotron_h", "nemotron_h_moe", "olmo2", "olmoe",
 ))  # fmt: skip
 

@@ -40,7 +40,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from quantkit.archs.common import experts, rope, windows
+from quantkit.archs.common import experts, per_layer, rope, windows
 from quantkit.archs.common.base import EMBEDDING_RULES, OUTPUT_RULES, Config, Keys, need, refuse
 from quantkit.archs.common.blocks import (
     Attention,
@@ -49,7 +49,6 @@ from quantkit.archs.common.blocks import (
     FeedForward,
     Head,
     HParams,
-    LayerInput,
     Linear,
     Norm,
     Part,
@@ -67,7 +66,6 @@ _GLOBAL_HEAD_DIM = 512
 _BASE, _LOCAL_BASE, _PART = 1000000.0, 10000.0, 0.25
 _STILL = 1e30  # divisor of the frequency of pairs that do not rotate
 _LAYER_INPUT, _LAYER_VOCAB = 256, 262144  # what transformers takes where config.json says nothing
-_KV_STEMS = ("attn_k", "attn_v", "attn_k_norm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,7 +320,7 @@ class Gemma4(Decoder):
         widths = keys.per_layer("feed_forward_length", minimum=1)
         single = {key: max(heads), f"{self.name}.feed_forward_length": max(widths)}
         found = super().numbers(Keys(self.name, {**keys.metadata, **single}), tensors)
-        sources = _kv_sources(self.name, local, keys.number("attention.shared_kv_layers", 0))
+        sources = windows.kv_sources(self.name, local, keys.number("attention.shared_kv_layers", 0))
         shared = [i for i, source in enumerate(sources) if source != i]
         dim, base = keys.number("attention.key_length_swa", found["head_dim_k"]), keys.real("rope.freq_base_swa")
         for length in ("", "_swa"):
@@ -335,7 +333,7 @@ class Gemma4(Decoder):
         return found | (experts.numbers(keys, tensors) if keys.number("expert_count", 0) else {}) | {
             "kv_heads_of": tuple(n if i not in shared else 0 for i, n in enumerate(heads)),
             "kv_sources": sources if shared else (),
-            "unread": frozenset(f"blk.{i}.{stem}.weight" for i in shared for stem in _KV_STEMS),
+            "unread": per_layer.unread_keys(shared),
             "ff_of": tuple(widths),
             "n_layer_input": keys.number("embedding_length_per_layer_input", 0),
             "head_dims_of": tuple(dim if i else found["head_dim_k"] for i in local),
@@ -351,36 +349,17 @@ class Gemma4(Decoder):
         assert isinstance(hp, Gemma4HParams)
         parts: list[Part] = [self.attention(hp, i), self.feed_forward(hp, i)]
         if hp.n_layer_input:
-            parts.append(self._layer_input(hp, i))
+            parts.append(per_layer.layer_input(hp, i, hp.n_layer_input, self.head(hp)))
         return Block(i, tuple(parts), out_scale=f"blk.{i}.layer_output_scale.weight")
-
-    def _layer_input(self, hp: Gemma4HParams, i: int) -> LayerInput:
-        width, head = hp.n_layer_input, self.head(hp)
-        project = replace(hp.linear("per_layer_model_proj"), factor=hp.n_embd**-0.5)
-        return LayerInput(
-            gate=hp.linear(f"blk.{i}.inp_gate"),
-            out=hp.linear(f"blk.{i}.proj"),
-            post_norm=hp.norm(f"blk.{i}.post_norm"),
-            table="per_layer_token_embd.weight",
-            first=i * width,
-            table_scale=width**0.5,
-            project=replace(project, rows=(i * width, (i + 1) * width)),
-            project_norm=hp.norm("per_layer_proj_norm"),
-            width=width,
-            embedding=head.embedding,
-            embedding_scale=head.embedding_scale,
-            embedding_factor=head.embedding_factor,
-        )
 
     def attention(self, hp: HParams, i: int) -> Attention:
         assert isinstance(hp, Gemma4HParams)
         if i in hp.kv_shared:
             source = hp.kv_sources[i]
-            own, keys = with_head_norms(super().attention(hp, i), hp, i), self.attention(hp, source)
-            post_norm = hp.norm(f"blk.{i}.post_attention_norm")
-            return replace(
-                keys, norm=own.norm, q=own.q, q_norm=own.q_norm, out=own.out, post_norm=post_norm, source=source
+            own = replace(
+                with_head_norms(super().attention(hp, i), hp, i), post_norm=hp.norm(f"blk.{i}.post_attention_norm")
             )
+            return per_layer.reading(own, self.attention(hp, source), source)
         part, local = with_head_norms(super().attention(hp, i), hp, i), hp.is_local[i]
         absent = bool(hp.tensors) and part.v.weight not in hp.tensors and not local
         return replace(
@@ -501,16 +480,3 @@ def _is_double_wide(hp: Gemma4HParams) -> bool:
         f"{hp.arch}.feed_forward_length = {list(hp.ff_of)!r:.80}; in transformers' {Gemma4.hf[0]} layers without keys "
         "and values have as much as the others, or twice as much"
     )
-
-
-def _kv_sources(arch: str, local: tuple[bool, ...], shared: int) -> tuple[int, ...]:
-    """The layer whose keys and values each layer attends to: of the last `shared` ones, the last other of its kind."""
-    first = len(local) - shared
-    if not shared:
-        return tuple(range(len(local)))
-    if first < 2 or local[first - 2 : first] != (True, False):
-        raise UnsupportedError(
-            f"{arch}.attention.shared_kv_layers = {shared} of {len(local)} layers: of the layers before, the last but "
-            "one has to have a sliding window and the last one none, as llama.cpp reads them"
-        )
-    return (*range(first), *(first - 2 if local[i] else first - 1 for i in range(first, len(local))))

@@ -66,6 +66,12 @@ def plan_prune(
         )
     if wrong := [layer for layer in drop_layers if not 0 <= layer < hp.n_layer]:
         raise DataError(f"{source.path}: --prune-layers {wrong[0]}: the file has layers 0 to {hp.n_layer - 1}")
+    tables = (part.table for block in described.blocks for part in block.parts if isinstance(part, blocks.LayerInput))
+    if drop_layers and (table := next(tables, None)) is not None:
+        raise UnsupportedError(
+            f"{source.path}: {table} has the embeddings of all layers side by side; prune leaves no layer out of such "
+            "files"
+        )
     stay = [layer for layer in range(hp.n_layer) if layer not in set(drop_layers)]
     if not any(layer < hp.n_main for layer in stay):
         raise DataError(f"{source.path}: --prune-layers leaves no layer")

@@ -28,7 +28,7 @@ DECODE_SPAN = 64  # positions per online-softmax step when decoding; a multiple 
 PIECE_QUERIES = 192  # query rows (tokens times heads of a group) per piece: enough to make decoding keys cheap
 KEY_BLOCK = 128  # positions decoded at a time in prefill; a multiple of 32
 
-# hyper_connections.py
+# hyper_connections.py, altup.py
 STREAM_BLOCK = 64  # columns of all streams, copied before they are overwritten
 
 # delta_net.py
@@ -151,6 +151,11 @@ def selection_bytes(top_k: int) -> int:
 def stream_record_bytes(n: int) -> int:
     """The weights of n residual streams of a token, and scratch."""
     return 4 * ((2 + n) * n + STREAM_BLOCK * n)
+
+
+def altup_record_bytes(n: int) -> int:
+    """Per thread: the coefficients of a token's n streams of AltUp, and scratch."""
+    return 4 * (n + n * n + STREAM_BLOCK * n)
 
 
 def entry_rows(n_ctx: int, rate: int) -> int:

@@ -92,21 +92,25 @@ def work_bytes(
             _short_conv(prompt, step, tensors, part, threads)
         elif isinstance(part, blocks.LayerInput):
             _layer_input(prompt, step, tensors, part, threads)
+        elif isinstance(part, blocks.Laurel):
+            _laurel(prompt, step, tensors, part, threads)
         elif isinstance(part, blocks.Experts):
             _experts(prompt, step, tensors, part, threads)
         elif isinstance(part, blocks.FeedForward):
             _feed_forward(prompt, step, tensors, part, threads)
         else:
             return None
-    if streams is not None:
+    if isinstance(streams, blocks.AltUpHead):
+        _altup(prompt, step, tensors, streams, embd, threads)
+    elif streams is not None:
         _streams(prompt, step, tensors, streams, embd, threads)
     return sum(prompt.values()) + sum(step.values()) + 2 * n_ctx * sum(nbytes for _, nbytes in tables)
 
 
 def _described(
     tensors: Mapping[str, TensorInfo], metadata: Mapping[str, Any]
-) -> tuple[list[blocks.Part], blocks.StreamHead | None] | None:
-    """The parts of all blocks, whose matrices are all in `tensors`, and the streams of hyper-connections.
+) -> tuple[list[blocks.Part], blocks.StreamHead | blocks.AltUpHead | None] | None:
+    """The parts of all blocks, whose matrices are all in `tensors`, and the residual streams if there are several.
 
     None if they are not or cannot be known.
     """
@@ -427,6 +431,30 @@ def _streams(
     step.private("stream weights", record, threads)
 
 
+def _altup(
+    prompt: _Buffers, step: _Buffers, tensors: Mapping[str, TensorInfo], head: blocks.AltUpHead, embd: int,
+    threads: int,
+) -> None:  # fmt: skip
+    """The residual streams of AltUp, products with the matrices of the head, coefficients."""
+    n = head.streams
+    for buffers, tokens in ((prompt, BATCH_TOKENS), (step, 1)):
+        for name, width in (("streams", n * embd), ("products", n * embd), ("router", n), ("entering", embd)):
+            buffers.add(name, 4 * tokens * width)
+        buffers.private("stream weights", kernel_sizes.altup_record_bytes(n), threads)
+    _read(prompt, [tensors[linear.weight] for linear in (*head.project, *head.merge)], embd, threads)
+
+
+def _laurel(
+    prompt: _Buffers, step: _Buffers, tensors: Mapping[str, TensorInfo], part: blocks.Laurel, threads: int
+) -> None:
+    left, right = tensors[part.left.weight], tensors[part.right.weight]
+    prompt.add("laurel", 4 * BATCH_TOKENS * part.rank)
+    step.add("laurel", 4 * part.rank)
+    step.private("laurel quantized", activation_bytes(part.rank), threads)
+    _read(prompt, [left], left.shape[1], threads)
+    _read(prompt, [right], part.rank, threads)
+
+
 def _latent_heads(prompt: _Buffers, step: _Buffers, part: blocks.LatentAttention, threads: int) -> None:
     """`mla` 0: keys and values of all heads."""
     dim_k, tiled = part.head_dim_k, 4 * kernel_sizes.whole_tiles(BATCH_TOKENS)
@@ -464,6 +492,8 @@ def _feed_forward(
     for name in ("gate",) if part.gate == part.up else ("gate", "up"):
         prompt.add(name, 4 * BATCH_TOKENS * ff)
         step.add(name, 4 * ff)
+    if part.cutoff is not None:
+        step.add("largest gates", 4 * ff)
     step.add("hidden", activation_bytes(ff))
     _read(prompt, [gate, up], embd, threads)
     _read(prompt, [down], ff, threads)

@@ -27,7 +27,7 @@ from quantkit.inputs import arguments
 from quantkit.placement.offload import Offload
 from quantkit.placement.rules import Placement
 from quantkit.runtime import repacking
-from quantkit.runtime.blocks import experts, float_linear, float_ops, hyper_connections, latent
+from quantkit.runtime.blocks import altup, experts, float_linear, float_ops, hyper_connections, latent
 from quantkit.runtime.blocks.block_runner import BlockRunner
 from quantkit.runtime.blocks.float_attention import AttentionOptions
 from quantkit.runtime.blocks.spans import Span, batches
@@ -184,8 +184,8 @@ class Model(BlockRunner, Locked):
         if profile or not placement.is_cpu_only:
             if self.head.streams is not None:
                 raise UnsupportedError(
-                    f"{file.path}: {self.hparams.arch} has hyper-connections ({self.head.streams.fn.weight}), which "
-                    "run on the CPU alone and are not profiled: leave out -ngl, -ot and --profile"
+                    f"{file.path}: {self.hparams.arch} has several residual streams (hyper-connections or AltUp), "
+                    "which run on the CPU alone and are not profiled: leave out -ngl, -ot and --profile"
                 )
             from quantkit.runtime.parallel import workers
             from quantkit.runtime.parallel.split import Split
@@ -441,6 +441,8 @@ class Model(BlockRunner, Locked):
     @one_at_a_time
     def merge_streams(self, x: np.ndarray) -> np.ndarray:
         """float32[tokens, n_embd] before the output norm, of what leaves the last block: x itself without streams."""
+        if isinstance(self.head.streams, blocks.AltUpHead):
+            return altup.merge(self, self.head.streams, x)
         return x if self.head.streams is None else hyper_connections.collapse(self, self.head.streams, x)
 
     @one_at_a_time
@@ -472,13 +474,15 @@ class Model(BlockRunner, Locked):
     def embed(self, tokens: np.ndarray) -> np.ndarray:
         """float32[tokens, state_width] that enters the first block."""
         x = float_linear.embed(self.weights, self.head, tokens)
-        if self.head.streams is not None:
+        if isinstance(self.head.streams, blocks.AltUpHead):
+            x = altup.spread(self, self.head.streams, x)
+        elif self.head.streams is not None:
             x = np.tile(x, (1, self.head.streams.streams))
         return x if self.split is None else self.split.embedded(x)
 
     @property
     def state_width(self) -> int:
-        """Elements of a token's hidden state between blocks: n_embd, times the streams of hyper-connections."""
+        """Elements of a token's hidden state between blocks: n_embd, times the residual streams."""
         return self.hparams.n_embd * (1 if self.head.streams is None else self.head.streams.streams)
 
     def layer_cache(self, n_ctx: int) -> Cache:

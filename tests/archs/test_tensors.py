@@ -15,6 +15,7 @@ from quantkit.archs.common.tensors import (
     pieces,
     split_name,
 )
+from quantkit.archs.common.transforms import RepeatFirstRow
 from quantkit.errors import FormatError
 
 
@@ -51,6 +52,19 @@ def test_ranges_of_stacked_rows_equal_the_whole() -> None:
             np.testing.assert_array_equal(Stack(4).rows(sources, start, stop), whole[start:stop])
     for number, expert in enumerate(experts):
         np.testing.assert_array_equal(Unstack(number, 4).rows([lambda a, b: whole[a:b]], 1, 4), expert[1:])
+
+
+def test_ranges_of_a_matrix_with_repeated_rows_equal_the_whole() -> None:
+    x = np.arange(10).reshape(5, 2)
+    whole, transform = np.concatenate([x, x[:1], x[:1], x[:1]]), RepeatFirstRow(5, 8)
+    for start in range(8):
+        for stop in range(start + 1, 9):
+            np.testing.assert_array_equal(transform.rows([lambda a, b: x[a:b]], start, stop), whole[start:stop])
+            assert transform.locate(start, stop) == ((0, start) if stop <= 5 else None)
+    assert transform.shape((5, 2)) == (8, 2)
+    for wrong, shape in ((transform, (6, 2)), (transform, (5,)), (RepeatFirstRow(9, 8), (9, 2))):
+        with pytest.raises(FormatError, match="rows was expected"):
+            wrong.shape(shape)
 
 
 @pytest.mark.parametrize(

@@ -170,13 +170,16 @@ NEMOTRON_SUPER_120B = NEMOTRON_NANO_30B | {
     "moe_intermediate_size": 2688, "moe_shared_expert_intermediate_size": 5376, "mamba_num_heads": 128,
     "routed_scaling_factor": 5.0,
 }  # fmt: skip
+GEMMA3N_E4B = {
+    "architectures": ["Gemma3nForConditionalGeneration"], "text_config": {"model_type": "gemma3n_text"},
+}  # fmt: skip
 FULL_SIZE: dict[str, dict[str, Any]] = {
     "deepseek32": DEEPSEEK_V32, "glm-dsa": GLM_5, "mimo2": MIMO_V2_FLASH,
     "gpt-oss": GPT_OSS_20B, "gemma3": GEMMA3_27B, "glm4moe": GLM45_AIR, "minimax-m2": MINIMAX_M2,
     "hunyuan-moe": HUNYUAN_A13B, "bitnet-b1.58": BITNET_2B, "bitnet": FIRST_BITNET_3B, "mistral3": MINISTRAL3_8B,
     "ernie4_5-moe": ERNIE_21B, "deepseek2": configs.DEEPSEEK_V3, "qwen3moe": configs.QWEN3_235B,
-    "qwen35": configs.QWEN35_27B, "gemma4": GEMMA4_26B, "step35": STEP_35_FLASH, "bailingmoe2": LING_1T,
-    "nemotron_h": NEMOTRON_NANO_9B, "nemotron_h_moe": NEMOTRON_NANO_30B,
+    "qwen35": configs.QWEN35_27B, "gemma4": GEMMA4_26B, "gemma3n": GEMMA3N_E4B, "step35": STEP_35_FLASH,
+    "bailingmoe2": LING_1T, "nemotron_h": NEMOTRON_NANO_9B, "nemotron_h_moe": NEMOTRON_NANO_30B,
     "kimi-linear": KIMI_LINEAR_48B, "longcat-flash": LONGCAT_FLASH, "mistral-large4": MISTRAL_LARGE_4,
 }  # fmt: skip
 
@@ -272,8 +275,8 @@ def test_other_ratios_of_every_architecture(name: str, tmp_path: Path) -> None:
     check(written(tmp_path / "m.gguf", name, **(OTHERS[name] | whole)), limit, **one_form(name))
 
 
-SOME = ("gpt-oss", "gemma3", "gemma4", "step35", "hunyuan-moe", "minimax-m2", "bitnet-b1.58", "mistral3", "cohere2",
-        "cohere2_moe", "gemma2", "llama4", "nemotron", "nemotron_h", "nemotron_h_moe", "phi3", "apertus",
+SOME = ("gpt-oss", "gemma3", "gemma3n", "gemma4", "step35", "hunyuan-moe", "minimax-m2", "bitnet-b1.58", "mistral3",
+        "cohere2", "cohere2_moe", "gemma2", "llama4", "nemotron", "nemotron_h", "nemotron_h_moe", "phi3", "apertus",
         "kimi-linear", "longcat-flash", "mistral-large4", "deepseek4")  # fmt: skip
 
 
@@ -315,7 +318,7 @@ def test_per_layer_embeddings_of_quantized_weights(kind: str, limit: float, tmp_
     check(rewrite(written(tmp_path / "m.gguf", "gemma4", **GEMMA_E), tmp_path / "q.gguf", kind), limit)
 
 
-@pytest.mark.parametrize("name", ["gpt-oss", "gemma3", "gemma4", "gemma2", "llama4"])
+@pytest.mark.parametrize("name", ["gpt-oss", "gemma3", "gemma3n", "gemma4", "gemma2", "llama4"])
 def test_plain_attention(name: str, tmp_path: Path) -> None:
     check(written(tmp_path / "m.gguf", name), flash_attention=False)
 
@@ -382,7 +385,9 @@ def test_biases_of_experts(used: int, fused: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["q8_0", "f16"])
-@pytest.mark.parametrize("name", ["gpt-oss", "gemma3", "gemma4", "bitnet-b1.58", "bitnet", "cohere2", "phi3"])
+@pytest.mark.parametrize(
+    "name", ["gpt-oss", "gemma3", "gemma3n", "gemma4", "bitnet-b1.58", "bitnet", "cohere2", "phi3"]
+)
 def test_quantized_weights(name: str, kind: str, tmp_path: Path) -> None:
     # all experts, so that rounding changes no choice
     options = {"gpt-oss": {"num_experts_per_tok": 8}, "gemma4": {"top_k_experts": 8}}.get(name, {})

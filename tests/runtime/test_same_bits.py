@@ -77,7 +77,7 @@ def test_a_few_types(isa: str, tiny: Path, moe: Path, tmp_path: Path) -> None:
 def test_features_of_architectures(isa: str, tmp_path: Path) -> None:
     """Each operation that some architectures need, over weights of Q8_0; heads are alike, to compile them once."""
     paths = []
-    for name in ("gpt-oss", "gemma3", "gemma4", "hunyuan-moe", "minimax-m2", "mistral3", "bitnet-b1.58"):
+    for name in ("gpt-oss", "gemma3", "gemma3n", "gemma4", "hunyuan-moe", "minimax-m2", "mistral3", "bitnet-b1.58"):
         heads = {"num_attention_heads": 2, "num_key_value_heads": 1} if name == "bitnet-b1.58" else {"head_dim": 32}
         source = written(tmp_path / f"{name}-f32.gguf", name, **heads)
         paths.append(rewrite(source, tmp_path / f"{name}.gguf", "q8_0"))

@@ -103,7 +103,7 @@ def test_within_a_tenth(which: str, kind: str, request: pytest.FixtureRequest, t
         ("gpt-oss", {}), ("gemma3", {}), ("gemma4", {}), ("bitnet-b1.58", {}), ("minimax-m2", {}), ("mistral3", {}),
         ("glm4moe", {"n_shared_experts": 2}), ("hunyuan-moe", {}), ("ernie4_5-moe", {}), ("llama", {"head_dim": 24}),
         ("lfm2", {}), ("lfm2moe", {}), ("apertus", {}), ("kimi-linear", {}), ("longcat-flash", {}),
-        ("mistral-large4", {}), ("gemma4", GEMMA_E), ("deepseek4", {}),
+        ("mistral-large4", {}), ("gemma4", GEMMA_E), ("gemma3n", {}), ("deepseek4", {}),
         ("deepseek4", {"compress_ratios": [0, 4, 0, 4], "index_topk": 3}),
     ],
 )  # fmt: skip

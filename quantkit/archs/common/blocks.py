@@ -76,7 +76,7 @@ class Linear:
 
     With `half`, W is the first (0) or second (1) half of the rows of each matrix of `weight`, and of its bias: gate or
     up of experts that are fused in one tensor. With `rows`, W and bias are these rows, first to last + 1, of larger
-    tensors.
+    tensors. With `number`, W is this matrix of a stack [matrices, rows, columns].
     """
 
     weight: str
@@ -85,6 +85,7 @@ class Linear:
     factor: float = 1.0
     half: int | None = None
     rows: tuple[int, int] | None = None
+    number: int | None = None
 
     @property
     def is_scaled(self) -> bool:
@@ -547,6 +548,9 @@ class FeedForward:
 
     Where gate and up are one matrix, the feed-forward has no gate, and its activation is act(z) z with z = up(y), or
     `Xielu` of z, which is never gated.
+
+    With a `cutoff` c (activation sparsity), max(0, gate(y) - mean - c std) stands for gate(y), with the mean and the
+    standard deviation of all elements of gate(y).
     """
 
     norm: Norm | None
@@ -562,6 +566,7 @@ class FeedForward:
     ff: int | None = None  # rows of gate and up; None: the model's n_ff
     sub_norm: Norm | None = None  # of the input of `down`
     limit: float | None = None  # L, of "swiglu": act(gate(y)) is at most L, up(y) within -L … L
+    cutoff: float | None = None
 
 
 @dataclass(frozen=True)
@@ -672,6 +677,17 @@ class LayerInput:
     norm: Norm | None = None  # the gate reads x itself
 
 
+@dataclass(frozen=True)
+class Laurel:
+    """A learned augmented residual of low rank (LAuReL): x + y + post_norm(right(left(y))) with y = norm(x)."""
+
+    norm: Norm
+    left: Linear  # [rank, n_embd]
+    right: Linear  # [n_embd, rank]
+    post_norm: Norm
+    rank: int
+
+
 Part = (
     Attention
     | LatentAttention
@@ -683,6 +699,7 @@ Part = (
     | FeedForward
     | Experts
     | LayerInput
+    | Laurel
 )
 
 
@@ -722,6 +739,43 @@ class StreamHead:
 
 
 @dataclass(frozen=True)
+class AltUp:
+    """Alternating updates of `streams` residual streams x_i, float32[n_embd] each, of which a block computes the first.
+
+    The parts of the block are Laurel, Attention, FeedForward and LayerInput. With m(x) = tanh(router(router_norm(x))),
+    float32[n]:
+
+        p_i     x_i + sum over j of P_ij x_j with P = predict m(x_0), n rows of n
+        z       2^-1/2 (p_0 + what Laurel and attention make of p_0); then z + what the feed-forward makes of it
+        x_i     becomes p_i + (1 + correct m(z))_i (z - p_0)
+        x_i     for i > 0: and what the LayerInput makes of correct_scale x_0, added
+    """
+
+    router: Linear  # [n, n_embd]
+    router_norm: Norm
+    predict: str  # tensor float32[n * n, n]
+    correct: str  # tensor float32[n, n]
+    correct_scale: str  # tensor float32[n_embd]
+    streams: int
+
+
+@dataclass(frozen=True)
+class AltUpHead:
+    """The streams of AltUp before the first block and after the last. With r(x) = sqrt(mean(x^2)), at least `least`:
+
+        before  x_0 is the embedding, x_i = p r(x_0) / r(p) with p = project_i(x_0)
+        after   the mean of x_0 and of u r(x_0) / r(u), with u = merge_i(x_i), enters the last norm
+
+    r(x_0) has no bound.
+    """
+
+    project: tuple[Linear, ...]  # [n_embd, n_embd], of all streams but the first
+    merge: tuple[Linear, ...]
+    streams: int
+    least: float
+
+
+@dataclass(frozen=True)
 class Block:
     """One layer: its number and its parts, in the order in which they are computed.
 
@@ -729,7 +783,7 @@ class Block:
     leaves the block is multiplied by `out_scale`, a tensor float32[1].
 
     With `hyper`, one for each part, the block gets and gives streams float32[tokens, streams * n_embd], and what a part
-    adds to the stream that it reads is given to all of them instead.
+    adds to the stream that it reads is given to all of them instead. With `altup` it gets and gives streams too.
     """
 
     layer: int
@@ -737,6 +791,7 @@ class Block:
     parallel: bool = False
     out_scale: str | None = None
     hyper: tuple[HyperConnection, ...] = ()
+    altup: AltUp | None = None
     layers: tuple[int, ...] = ()  # of each part, whose cache it uses, where a block spans several; else all are `layer`
 
     @property
@@ -749,7 +804,7 @@ class Block:
 class Head:
     """Embedding, final norm and output matrix. If the two matrices are tied, `output` names the embedding.
 
-    With `streams`, each stream of the first block is the embedding.
+    With a StreamHead, each stream of the first block is the embedding.
     """
 
     embedding: str
@@ -758,7 +813,7 @@ class Head:
     embedding_scale: float = 1.0  # factor of the rows of the embedding
     embedding_factor: str | None = None  # tensor float32[1], another one: the scale of an NVFP4 embedding
     softcap: float | None = None  # c: logits x become c tanh(x / c)
-    streams: StreamHead | None = None
+    streams: StreamHead | AltUpHead | None = None
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ checked by archs/common/validate.py.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -26,16 +27,20 @@ class Bound(Protocol):
 
 @dataclass(frozen=True)
 class Count:
-    """A whole number. `per_layer` also allows a list of one for each layer, in which 0 means none."""
+    """A whole number. `per_layer` also allows a list of one for each layer, in which 0 means none, `real` a number of
+    type float that is whole."""
 
     minimum: int
     maximum: int
     per_layer: bool = False
+    real: bool = False
 
     def holds(self, value: object) -> bool:
         """Whether a value is within the bounds."""
         if self.per_layer and isinstance(value, (list, tuple)) and value:
             return all(type(v) is int and 0 <= v <= self.maximum for v in value)
+        if self.real and isinstance(value, float) and value.is_integer():
+            value = int(value)
         return type(value) is int and self.minimum <= value <= self.maximum
 
     def __str__(self) -> str:
@@ -178,9 +183,13 @@ _TABLE: tuple[tuple[str, str, Bound], ...] = (
      "rope.dimension_count", Count(1, 1 << 16, per_layer=True)),
     ("num_global_key_value_heads global_head_dim", "attention.key_length_swa attention.value_length_swa "
      "rope.dimension_count_swa", Count(1, 1 << 16)),
-    ("hidden_size_per_layer_input num_kv_shared_layers", "embedding_length_per_layer_input attention.shared_kv_layers",
-     Count(0, 1 << 24)),
-    ("vocab_size", "vocab_size", _TOKENS),
+    ("hidden_size_per_layer_input num_kv_shared_layers", "embedding_length_per_layer_input", Count(0, 1 << 24)),
+    ("", "attention.shared_kv_layers", Count(0, 1 << 12, real=True)),  # gguf 0.17 wrote a float
+    ("altup_num_inputs", "altup.num_inputs", Count(2, 64)),
+    ("altup_active_idx", "altup.active_idx", Count(0, 63)),
+    ("laurel_rank", "", _WIDTH),
+    ("", "activation_sparsity_scale", Numbers(Real(-math.inf, 100))),
+    ("vocab_size vocab_size_per_layer_input", "vocab_size", _TOKENS),
     ("max_position_embeddings model_max_length",
      "context_length rope.scaling.original_context_length attention.temperature_length",
      _POSITIONS),

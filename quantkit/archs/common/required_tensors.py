@@ -30,7 +30,10 @@ def required(
     for name in (block.out_scale for block in parts):
         if name:
             yield name, (1,)
-    if (streams := head.streams) is not None:
+    if isinstance(head.streams, blocks.AltUpHead):
+        for linear in (*head.streams.project, *head.streams.merge):
+            yield linear.weight, (head.streams.streams - 1, hp.n_embd, hp.n_embd)
+    elif (streams := head.streams) is not None:
         yield from _linear(streams.fn, streams.streams, streams.streams * hp.n_embd)
         yield streams.base, (streams.streams,)
         yield streams.scale, (1,)
@@ -39,6 +42,8 @@ def required(
         yield from _linear(connection.fn, (2 + n) * n, n * hp.n_embd)
         yield connection.base, ((2 + n) * n,)
         yield connection.scale, (3,)
+    for altup in (block.altup for block in parts):
+        yield from _altup(altup, hp.n_embd)
     for part in (part for block in parts for part in block.parts):
         yield from _norm(part.norm, hp.n_embd)
         if isinstance(part, blocks.Attention):
@@ -57,6 +62,8 @@ def required(
             yield from _short_conv(part, hp.n_embd)
         elif isinstance(part, blocks.LayerInput):
             yield from _layer_input(part, hp, parts)
+        elif isinstance(part, blocks.Laurel):
+            yield from _laurel(part, hp)
         elif isinstance(part, blocks.Experts):
             yield from _experts(part, hp)
         else:
@@ -209,6 +216,23 @@ def _layer_input(part: blocks.LayerInput, hp: blocks.HParams, parts: Sequence[bl
     yield from _linear(part.gate, part.width, hp.n_embd)
     yield from _linear(part.out, hp.n_embd, part.width)
     yield from _norm(part.post_norm, hp.n_embd)
+
+
+def _laurel(part: blocks.Laurel, hp: blocks.HParams) -> Shapes:
+    yield from _linear(part.left, part.rank, hp.n_embd)
+    yield from _linear(part.right, hp.n_embd, part.rank)
+    yield from _norm(part.post_norm, hp.n_embd)
+
+
+def _altup(part: blocks.AltUp | None, n_embd: int) -> Shapes:
+    if part is None:
+        return
+    n = part.streams
+    yield from _linear(part.router, n, n_embd)
+    yield from _norm(part.router_norm, n_embd)
+    yield part.predict, (n * n, n)
+    yield part.correct, (n, n)
+    yield part.correct_scale, (n_embd,)
 
 
 def _experts(part: blocks.Experts, hp: blocks.HParams) -> Shapes:

@@ -171,7 +171,8 @@ OVERLAPPING_RATE = 4  # tokens of a window whose entry overlaps with the one bef
 # Tensors that converters store in float32 although they are matrices.
 _FLOAT32 = (
     "_norm.weight", "ffn_gate_inp.weight", "ssm_conv1d", "shortconv.conv.weight", "_compressor_ape.weight",
-    "hc_attn_fn.weight", "hc_ffn_fn.weight", "output_hc_fn.weight", "ple_conv1d",
+    "hc_attn_fn.weight", "hc_ffn_fn.weight", "output_hc_fn.weight", "ple_conv1d", "altup_predict_coef",
+    "altup_correct_coef",
 )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from quantkit.archs.common.tensors import ReadRows, Shape, Transform
+from quantkit.archs.common.tensors import COPY, ReadRows, Shape, Transform
 from quantkit.errors import FormatError
 
 
@@ -80,6 +80,30 @@ class FoldVector(Transform):
 
     def inverse(self) -> Transform:
         return FoldVector(self.columns, not self.to_matrix)
+
+
+class RepeatFirstRow(Transform):
+    """Append copies of the first row to a matrix of `count` rows until it has `rows`. The inverse keeps all of them."""
+
+    def __init__(self, count: int, rows: int):
+        self.count, self.total = count, rows
+
+    def shape(self, *sources: Shape) -> Shape:
+        if len(sources[0]) != 2 or sources[0][0] != self.count or self.count > self.total:
+            raise FormatError(f"a tensor of shape {sources[0]}; a matrix of {self.count} rows was expected")
+        return (self.total, sources[0][1])
+
+    def rows(self, sources: Sequence[ReadRows], start: int, stop: int) -> np.ndarray:
+        parts = [sources[0](start, min(stop, self.count))] if start < self.count else []
+        if stop > self.count:
+            parts.append(np.repeat(sources[0](0, 1), stop - max(start, self.count), axis=0))
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def locate(self, start: int, stop: int) -> tuple[int, int] | None:
+        return (0, start) if stop <= self.count else None
+
+    def inverse(self) -> Transform:
+        return COPY
 
 
 class SqueezeMiddle(Transform):

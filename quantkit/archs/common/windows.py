@@ -49,3 +49,16 @@ def layers_of_keys(keys: Keys, every: int) -> tuple[bool, ...]:
 def config(windowed: tuple[bool, ...]) -> dict[str, Any]:
     """The layer_types of config.json."""
     return {"layer_types": [_LOCAL if local else _GLOBAL for local in windowed]}
+
+
+def kv_sources(arch: str, local: tuple[bool, ...], shared: int) -> tuple[int, ...]:
+    """The layer whose keys and values each layer attends to: of the last `shared` ones, the last other of its kind."""
+    first = len(local) - shared
+    if not shared:
+        return tuple(range(len(local)))
+    if first < 2 or local[first - 2 : first] != (True, False):
+        raise UnsupportedError(
+            f"{arch}.attention.shared_kv_layers = {shared} of {len(local)} layers: of the layers before, the last but "
+            "one has to have a sliding window and the last one none, as llama.cpp reads them"
+        )
+    return (*range(first), *(first - 2 if local[i] else first - 1 for i in range(first, len(local))))

@@ -16,6 +16,7 @@ from quantkit.codegen import jit
 from quantkit.errors import DataError, UnsupportedError
 from quantkit.formats.gguf import Tensor
 from quantkit.runtime.blocks import (
+    altup,
     compressed_attention,
     experts,
     float_attention,
@@ -80,6 +81,8 @@ class BlockRunner:
         """float32[tokens, n_embd] that leaves a block."""
         if block.hyper:
             return hyper_connections.run(self, block, x, spans)
+        if block.altup is not None:
+            return altup.run(self, block, x, spans)
         out, deferred = x, []
         for layer, part in block.numbered_parts:
             added = self.run_part(part, layer, x if block.parallel else out, spans)
@@ -111,6 +114,8 @@ class BlockRunner:
             return layer_input.layer_input(self, part, x, spans)
         if isinstance(part, blocks.Experts):
             return self._experts(part, x, spans)
+        if isinstance(part, blocks.Laurel):
+            return altup.laurel(self, part, x)
         return self.gated(part, self._norm_before(part.norm, x))
 
     def _attention(self, part: blocks.Attention, layer: int, x: np.ndarray, spans: list[Span]) -> np.ndarray:
@@ -198,6 +203,8 @@ class BlockRunner:
         """The gated feed-forward of y, which is normed: down(act(gate y) * (up y))."""
         up, *gates = self.linears([part.up] if part.gate == part.up else [part.up, part.gate], y)
         gate = gates[0] if gates else up
+        if part.cutoff is not None:
+            gate = altup.largest_gates(gate, part.cutoff)
         y = self._post_norm(part.sub_norm, self.activate(part.activation, gate, up, part.limit))
         return self._post_norm(part.post_norm, self.linear(part.down, y))
 
@@ -342,7 +349,9 @@ class BlockRunner:
 
     def linear(self, linear: blocks.Linear, x: np.ndarray) -> np.ndarray:
         """float32[tokens, rows]: the product with a weight matrix, its bias and scale, and the non-finite check."""
-        if linear.rows is None or linear.rows[0] == 0:  # once for all matrices in a tensor
+        if linear.number is not None:
+            self.observe(linear.weight, x, linear.number, self.weights[linear.weight].shape[0])
+        elif linear.rows is None or linear.rows[0] == 0:  # once for all matrices in a tensor
             self.observe(linear.weight, x)
         y = self._weight(linear)(x)
         self.check(linear.weight, y)

@@ -28,8 +28,10 @@ Weights = Mapping[str, Tensor]
 
 
 def matrix(tensors: Mapping[str, Tensor], linear: blocks.Linear) -> Tensor:
-    """The matrix of a product: a tensor, or some rows of one."""
+    """The matrix of a product: a tensor, some rows of one, or a matrix of a stack."""
     tensor = tensors[linear.weight]
+    if linear.number is not None:
+        return tensor_shards.matrix(tensor, linear.number)
     return tensor if linear.rows is None else tensor_shards.part(tensor, 0, *linear.rows)
 
 

@@ -10,7 +10,8 @@ Operations per block, with barriers where | stands:
     feed-forward    norm, gate, up, activation | down, add to x |
     experts         norm, router | select, gate, up, activation | down, add to x | (norm, add | norm, add to x |)
 
-With hyper-connections there are operations before and after each part; see hyper_connections.py.
+With hyper-connections there are operations before and after each part; see hyper_connections.py. Of blocks with AltUp
+see altup.py.
 In parallel blocks both parts take one norm, of the layer's input.
 With latents, experts have latent_down beside the router, and latent_up, add to x | after down.
 A shared expert runs as a feed-forward before the routed ones, on the same norm. A norm of a block's result has a
@@ -30,6 +31,7 @@ from quantkit.archs.common import blocks
 from quantkit.placement import kernel_sizes
 from quantkit.placement.kernel_sizes import activation_bytes, whole_lines
 from quantkit.runtime.compiled import (
+    altup,
     compressed,
     delta_net,
     hyper_connections,
@@ -53,6 +55,7 @@ from quantkit.runtime.compiled.plan_base import (
     rope_fields,
 )
 from quantkit.runtime.kernels.cpu import decode_experts, decode_norms, decode_ops, gates
+from quantkit.runtime.kernels.cpu.altup import TokenGatesParameters, largest_gates_token
 from quantkit.runtime.kernels.cpu.op_list import Buffers
 from quantkit.runtime.kv.cache import Cache
 
@@ -232,6 +235,9 @@ def add_blocks(ops: DecodeOps, rows: layer_input.LayerRows, shape: PlannedCaches
     ops.keep(rows.rows)
     layer_input.add_projections(ops, layer_input.of_model(ops.model))
     head = ops.model.head.streams
+    if isinstance(head, blocks.AltUpHead):
+        _add_altup_blocks(ops, altup.TokenStreams(ops, head), rows, shape)
+        return
     streams = hyper_connections.TokenStreams(ops, head.streams) if head else None
     for block in ops.model.block_list:
         normed = ops.norm(block.parts[0].norm) if block.parallel else None
@@ -250,6 +256,29 @@ def add_blocks(ops: DecodeOps, rows: layer_input.LayerRows, shape: PlannedCaches
             ops.scale_residual(block.out_scale)
     if streams is not None and head is not None:
         streams.end(head)
+
+
+def _add_altup_blocks(
+    ops: DecodeOps, streams: altup.TokenStreams, rows: layer_input.LayerRows, shape: PlannedCaches
+) -> None:
+    """As `add_blocks`, of blocks with AltUp."""
+    for block in ops.model.block_list:
+        laurel, attention, feed_forward, embedding = block.parts
+        assert block.altup is not None
+        assert isinstance(laurel, blocks.Laurel)
+        assert isinstance(attention, blocks.Attention)
+        assert isinstance(feed_forward, blocks.FeedForward)
+        assert isinstance(embedding, blocks.LayerInput)
+        streams.predict(block.altup)
+        normed = ops.norm(laurel.norm)
+        streams.project(laurel, normed)
+        add_attention(ops, block.layer, attention, shape, normed)
+        streams.add_laurel(laurel, normed)
+        add_gated(ops, feed_forward, ops.norm(feed_forward.norm))
+        streams.correct(block.altup)
+        layer_input.add_decode(ops, embedding, rows.address(embedding))
+        streams.add()
+    streams.end()
 
 
 def add_part(
@@ -420,6 +449,11 @@ def add_gated(
             multiple=SPLIT_ROWS,
         )
         ops.add(gates.gate_shared, gate_shared)
+    if part.cutoff is not None:
+        ops.add_barrier()
+        every, gate = gate, ops.buffer("largest gates", 4 * n_ff)
+        largest = TokenGatesParameters(every, n_ff, ops.constant(part.cutoff), SPLIT_ROWS, gate)
+        ops.add(largest_gates_token, largest)
     hidden = Activations(ops.buffer("hidden", activation_bytes(n_ff)), 0)
     gated = decode_ops.GatedParameters(
         activation=ops.activation(part.activation, part.limit),

@@ -293,7 +293,7 @@ class TokenOps(PlanOps, ABC):
     position: int  # address of an int64
     n_embd: int
     x: int  # float32[n_embd], to which parts add
-    entering: int  # float32[n_embd], which parts read: x, except with hyper-connections
+    entering: int  # float32[n_embd], which parts read: x, except with several streams
 
     @abstractmethod
     def norm(self, norm: blocks.Norm | None) -> Activations:
@@ -322,7 +322,7 @@ class BatchOps(PlanOps, ABC):
     token_count: int  # address of the number of tokens
     n_embd: int
     x: int  # float32[tokens, n_embd], to which parts add
-    entering: int  # float32[tokens, n_embd], which parts read: x, except with hyper-connections
+    entering: int  # float32[tokens, n_embd], which parts read: x, except with several streams
 
     @abstractmethod
     def floats(self, name: str, n: int) -> int:

@@ -10,7 +10,8 @@ Operations per block, with barriers where | stands:
     feed-forward    norm | gate, up | activation | down, add to x |
     experts         norm | router | route | group | gather | gate, up, activation | down, add to x | (norms, add to x |)
 
-With hyper-connections there are operations before and after each part; see hyper_connections.py.
+With hyper-connections there are operations before and after each part; see hyper_connections.py. Of blocks with AltUp
+see altup.py.
 With latents, experts have latent_down beside the router, and latent_up, add to x | after down.
 A shared expert runs as a feed-forward after the routed ones, on the same norm.
 """
@@ -29,6 +30,7 @@ from quantkit.placement import kernel_sizes
 from quantkit.placement.kernel_sizes import BATCH_TOKENS, activation_bytes, whole_lines
 from quantkit.runtime.blocks.spans import Span
 from quantkit.runtime.compiled import (
+    altup,
     compressed,
     delta_net,
     hyper_connections,
@@ -52,6 +54,7 @@ from quantkit.runtime.compiled.plan_base import (
 )
 from quantkit.runtime.kernels import dispatch
 from quantkit.runtime.kernels.cpu import gates, gemm, prefill_experts, prefill_norms, prefill_ops
+from quantkit.runtime.kernels.cpu.altup import BatchGatesParameters, largest_gates_batch
 from quantkit.runtime.kernels.cpu.expert_panels import ExpertKernels, expert_kernels
 from quantkit.runtime.kernels.cpu.float_gemm import MultiplyParameters
 from quantkit.runtime.kernels.cpu.op_list import Buffers
@@ -222,6 +225,9 @@ def add_blocks(ops: PrefillOps, rows: layer_input.LayerRows, shape: PlannedCache
     ops.keep(rows.rows)
     embedded = int(ops.keep(rows.x).ctypes.data)
     head = ops.model.head.streams
+    if isinstance(head, blocks.AltUpHead):
+        _add_altup_blocks(ops, altup.BatchStreams(ops, head), embedded, rows, shape)
+        return
     streams = hyper_connections.BatchStreams(ops, head.streams) if head else None
     for block in ops.model.block_list:
         normed = ops.norm(block.parts[0].norm, ()).floats if block.parallel else 0
@@ -240,6 +246,29 @@ def add_blocks(ops: PrefillOps, rows: layer_input.LayerRows, shape: PlannedCache
             ops.scale_residual(block.out_scale)
     if streams is not None and head is not None:
         streams.end(head)
+
+
+def _add_altup_blocks(
+    ops: PrefillOps, streams: altup.BatchStreams, embedded: int, rows: layer_input.LayerRows, shape: PlannedCaches
+) -> None:
+    """As `add_blocks`, of blocks with AltUp; `embedded` is the address of the embedding."""
+    for block in ops.model.block_list:
+        laurel, attention, feed_forward, embedding = block.parts
+        assert block.altup is not None
+        assert isinstance(laurel, blocks.Laurel)
+        assert isinstance(attention, blocks.Attention)
+        assert isinstance(feed_forward, blocks.FeedForward)
+        assert isinstance(embedding, blocks.LayerInput)
+        streams.predict(block.altup)
+        normed = ops.norm(laurel.norm, (laurel.left,))
+        streams.project(laurel, normed)
+        add_attention(ops, block.layer, attention, shape, normed.floats)
+        streams.add_laurel(laurel, normed)
+        add_gated(ops, feed_forward, ops.norm(feed_forward.norm, (feed_forward.gate, feed_forward.up)))
+        streams.correct(block.altup)
+        layer_input.add_prefill(ops, embedding, embedded, rows.address(embedding))
+        streams.add()
+    streams.end()
 
 
 def add_part(ops: PrefillOps, layer: int, part: blocks.Part, shape: PlannedCaches, normed: int = 0) -> None:
@@ -379,6 +408,9 @@ def add_gated(
             tokens=ops.token_count, x=normed.floats, weight=ops.vector(shared_gate), n=ops.n_embd, up=up, rows=n_ff
         )
         ops.add(gates.gate_batch_shared, gate_shared)
+    if part.cutoff is not None:
+        largest = BatchGatesParameters(ops.state, gate, n_ff, ops.constant(part.cutoff))
+        ops.add(largest_gates_batch, largest)  # of the thread's own tokens, as the next one
     gated = prefill_ops.GatedParameters(
         state=ops.state, activation=ops.activation(part.activation, part.limit), gate=gate, up=up, n=n_ff, out=gate,
         numbers=ops.activation_numbers(part.activation),

@@ -21,12 +21,19 @@ def unsupported_feature(weights: Weights, parts: Sequence[blocks.Block], head: b
 
 def unsupported_in_head(weights: Weights, head: blocks.Head) -> str | None:
     """As `unsupported_feature`, of the head."""
-    return _in_matrices(weights, [head.output, *([] if head.streams is None else [head.streams.fn])])
+    streams = head.streams
+    of_streams: Sequence[blocks.Linear] = ()
+    if isinstance(streams, blocks.AltUpHead):
+        of_streams = *streams.project, *streams.merge
+    elif streams is not None:
+        of_streams = (streams.fn,)
+    return _in_matrices(weights, [head.output, *of_streams])
 
 
 def unsupported_in_blocks(weights: Weights, parts: Sequence[blocks.Block]) -> str | None:
     """As `unsupported_feature`, of blocks without the head."""
     linears = [connection.fn for block in parts for connection in block.hyper]
+    linears += [block.altup.router for block in parts if block.altup is not None]
     for part in (part for block in parts for part in block.parts):
         reason = _in_part(part)
         if reason is not None:
@@ -78,6 +85,8 @@ def _linears(part: blocks.Part) -> list[blocks.Linear]:
         found = part.in_proj, part.out
     elif isinstance(part, blocks.LayerInput):
         found = part.project, part.gate, part.out
+    elif isinstance(part, blocks.Laurel):
+        found = part.left, part.right
     elif isinstance(part, blocks.Experts):
         found = part.gate, part.up, part.down, part.router, part.latent_down, part.latent_up
         if part.shared is not None:

@@ -37,6 +37,11 @@ def part(tensor: Tensor, axis: int, first: int, stop: int) -> Tensor:
     return _RowsOfEach(tensor, shape, first, stop)
 
 
+def matrix(tensor: Tensor, number: int) -> Tensor:
+    """A matrix of a stack [matrices, rows, columns], where it is."""
+    return _Rows(tensor, tensor.shape[1:], number * tensor.shape[1])
+
+
 def ranges(tensor: Tensor, axis: int, bounds: Sequence[tuple[int, int]]) -> Tensor:
     """Several ranges of an axis, one after another."""
     pieces = [part(tensor, axis, first, stop) for first, stop in bounds if stop > first]

@@ -118,7 +118,10 @@ def _described(
             return None
         parts = [part for block in arch.blocks(hparams) for part in block.parts]
         shared = (part for part in parts if isinstance(part, blocks.Attention))
-        return None if any(part.heads % part.kv_heads for part in shared) else (parts, arch.head(hparams).streams)
+        streams = arch.head(hparams).streams
+        if any(part.heads % part.kv_heads for part in shared) or isinstance(streams, blocks.StreamMixer):
+            return None
+        return parts, streams
     except QuantkitError:
         return None
 

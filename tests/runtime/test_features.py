@@ -193,7 +193,7 @@ def reason(config: dict[str, Any]) -> str | None:
     return unsupported_feature(weights, arch.blocks(hparams), arch.head(hparams))  # type: ignore[arg-type]  # no data
 
 
-NAMES = [arch.name for arch in archs.all()]
+NAMES = [arch.name for arch in archs.all() if arch.name != "qwen4exp"]  # which has no operations yet
 
 
 @pytest.mark.parametrize("name", NAMES)

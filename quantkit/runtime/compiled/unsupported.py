@@ -21,12 +21,13 @@ def unsupported_feature(weights: Weights, parts: Sequence[blocks.Block], head: b
 
 def unsupported_in_head(weights: Weights, head: blocks.Head) -> str | None:
     """As `unsupported_feature`, of the head."""
-    return _in_matrices(weights, [head.output, *([] if head.streams is None else [head.streams.fn])])
+    return _in_matrices(weights, [head.output, *(() if head.streams is None else head.streams.matrices)])
 
 
 def unsupported_in_blocks(weights: Weights, parts: Sequence[blocks.Block]) -> str | None:
     """As `unsupported_feature`, of blocks without the head."""
-    linears = [connection.fn for block in parts for connection in block.hyper]
+    connections = [connection for block in parts for connection in block.hyper if connection is not None]
+    linears = [linear for connection in connections for linear in connection.matrices]
     for part in (part for block in parts for part in block.parts):
         reason = _in_part(part)
         if reason is not None:
@@ -51,6 +52,8 @@ def _in_part(part: blocks.Part) -> str | None:
         return _in_compressed_attention(part)
     if isinstance(part, blocks.LayerInput):
         return _in_layer_input(part)
+    if isinstance(part, blocks.NGrams):
+        return f"no operation looks up n-grams ({part.table})"
     return _in_experts(part) if isinstance(part, blocks.Experts) else None
 
 

@@ -180,7 +180,10 @@ class Model(BlockRunner, Locked):
         if repack:
             self.weights, self.repacked = repacking.repack(self.weights, placement, self.threads)
         self._of_each_file = {tensor.path: tensor for tensor in self.weights.values()}.values()
-        self._scales = ScaleChecks(self.weights if tripwire != "off" else {}, self.threads)
+        lookups = (part for block in self.blocks for part in block.parts if isinstance(part, blocks.NGrams))
+        unread = {part.table for part in lookups}  # of most rows; the check would read all of them
+        checked = {name: t for name, t in self.weights.items() if name not in unread}
+        self._scales = ScaleChecks(checked if tripwire != "off" else {}, self.threads)
         self.split: Split | None = None
         if profile or not placement.is_cpu_only:
             if self.head.streams is not None:

@@ -844,6 +844,9 @@ class StreamHead:
         return (self.fn,)
 
 
+Connection = HyperConnection | StreamHead | StreamMixer  # what reads residual streams
+
+
 @dataclass(frozen=True)
 class Block:
     """One layer: its number and its parts, in the order in which they are computed.

@@ -52,8 +52,6 @@ def _in_part(part: blocks.Part) -> str | None:
         return _in_compressed_attention(part)
     if isinstance(part, blocks.LayerInput):
         return _in_layer_input(part)
-    if isinstance(part, blocks.NGrams):
-        return f"no operation looks up n-grams ({part.table})"
     return _in_experts(part) if isinstance(part, blocks.Experts) else None
 
 
@@ -62,6 +60,8 @@ def _linears(part: blocks.Part) -> list[blocks.Linear]:
     found: Sequence[blocks.Linear | None]
     if isinstance(part, blocks.Attention):
         found = part.q, part.k, part.v, part.out, part.head_gate
+        if isinstance(part.indexer, blocks.PooledIndexer):
+            found = *found, part.indexer.q, part.indexer.k
     elif isinstance(part, blocks.LatentAttention):
         found = part.q_a, part.q, part.kv_a, part.kv_b, part.k_b, part.v_b, part.out
         if part.indexer is not None:
@@ -81,6 +81,8 @@ def _linears(part: blocks.Part) -> list[blocks.Linear]:
         found = part.in_proj, part.out
     elif isinstance(part, blocks.LayerInput):
         found = part.project, part.gate, part.out
+    elif isinstance(part, blocks.NGrams):
+        found = part.key, part.value
     elif isinstance(part, blocks.Experts):
         found = part.gate, part.up, part.down, part.router, part.latent_down, part.latent_up
         if part.shared is not None:
@@ -98,6 +100,8 @@ def _in_matrices(weights: Weights, linears: Sequence[blocks.Linear]) -> str | No
 def _in_attention(part: blocks.Attention) -> str | None:
     if min(part.head_dim_k, part.head_dim_v) < MIN_HEAD_DIM:
         return f"heads of {part.head_dim_k} and {part.head_dim_v} elements: kernels need at least {MIN_HEAD_DIM}"
+    if isinstance(part.indexer, blocks.PooledIndexer) and part.indexer.dim % 32:
+        return f"an indexer of {part.indexer.dim} elements, not a multiple of 32 ({part.indexer.k.weight})"
     return None
 
 

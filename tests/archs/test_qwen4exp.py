@@ -24,12 +24,13 @@ from quantkit.formats import gguf
 from quantkit.formats.safetensors import CheckpointSpec, CheckpointWriter, open_checkpoint
 from quantkit.pipelines.conversion.convert import convert_checkpoint
 from quantkit.pipelines.export import export_gguf
+from quantkit.pipelines.prune import plan_prune
 from quantkit.placement import kv_size
 from quantkit.recipe import from_config
 from quantkit.runtime.blocks import ngrams, pooled_indexer
 from quantkit.runtime.blocks.spans import Span
 from tests.archs.checkpoints import loaded, log_probabilities, tiny
-from tests.archs.files import changed
+from tests.archs.files import changed, written
 
 ARCH = archs.get("qwen4exp")
 TOKENS = np.random.default_rng(3).integers(2, 320, 200)
@@ -304,6 +305,20 @@ def test_compiled_plans_against_transformers(files: Path) -> None:
     assert np.abs(log_probabilities(steps) - wanted[90:]).max() < 1e-4
 
 
+def test_layers_and_experts_are_pruned(tmp_path: Path) -> None:
+    """Whole periods without the layer of n-grams, which is found under its new number; lists of other things stay."""
+    path = written(tmp_path / "m.gguf", "qwen4exp", num_hidden_layers=6, full_attention_interval=2, ple_layer_ids=[3])
+    keep = {layer: [0, 2, 3, 5] for layer in range(6)}
+    plan_prune(gguf.open(path), keep, [0, 1]).write(tmp_path / "p.gguf")
+    file = gguf.open(tmp_path / "p.gguf")
+    assert file.metadata["qwen4exp.ple.layers"] == [0]
+    assert file.metadata["qwen4exp.attention.compress_ratios"] == [0, 4, 0, 4]
+    assert len(file.metadata["qwen4exp.ple.head_offsets"]) == 6
+    assert np.isfinite(quantkit.load(tmp_path / "p.gguf").logits(TOKENS[:40])).all()
+    with pytest.raises(UnsupportedError, match=r"blk\.2 looks up n-grams in a table of its own"):
+        plan_prune(gguf.open(path), None, [2, 3])
+
+
 def test_devices_are_refused(files: Path) -> None:
     with pytest.raises(UnsupportedError, match=r"hyper-connections .* run on the CPU alone"):
         quantkit.load(files / "m.gguf", devices="cpu:0,cpu:1")
@@ -359,6 +374,32 @@ def test_the_table_in_one_piece_or_in_shards(files: Path, tmp_path: Path) -> Non
     hf = rewritten(files / "hf", tmp_path / "odd", {shards[5]: ("F32", table[:1])})
     with pytest.raises(FormatError, match="shards have the same rows"):
         convert_checkpoint(hf, tmp_path / "odd.gguf", "f32")
+
+
+def test_the_form_of_published_checkpoints(files: Path, tmp_path: Path) -> None:
+    """Names of a language model in a multimodal one, with image encoder and MTP layers; the file is the same."""
+    (target := tmp_path / "hf").mkdir()
+    for path in (files / "hf").iterdir():
+        if path.suffix != ".safetensors":
+            (target / path.name).write_bytes(path.read_bytes())
+    text = json.loads((files / "hf" / "config.json").read_text())
+    del text["architectures"]
+    outer = {"architectures": ["Qwen4ExpForConditionalGeneration"], "model_type": "qwen4_exp",
+             "text_config": text | {"mtp_num_hidden_layers": 1}, "tie_word_embeddings": False}  # fmt: skip
+    (target / "config.json").write_text(json.dumps(outer))
+    stored = open_checkpoint(files / "hf").tensors
+    names = {n: n.replace("model.", "model.language_model.", 1) for n in stored}
+    extra = ["model.visual.patch_embed.proj.weight", "mtp.fc.weight"]
+    specs = [CheckpointSpec(names[n], t.shape, t.dtype) for n, t in stored.items()]
+    with CheckpointWriter(target, specs + [CheckpointSpec(name, (64,), "F32") for name in extra]) as writer:
+        for name, tensor in stored.items():
+            writer.write(names[name], tensor.raw())
+        for name in extra:
+            writer.write(name, np.zeros(256, np.uint8))
+    convert_checkpoint(target, tmp_path / "m.gguf", "f32")
+    ours, theirs = gguf.open(tmp_path / "m.gguf"), gguf.open(files / "m.gguf")
+    assert list(ours.tensors) == list(theirs.tensors)
+    assert all(np.array_equal(t.data, theirs.tensors[name].data) for name, t in ours.tensors.items())
 
 
 def test_numbers_of_hashes_in_a_checkpoint_are_those_of_its_config(files: Path, tmp_path: Path) -> None:

@@ -27,14 +27,12 @@ sections of the multimodal RoPE have the same position, so it is ordinary RoPE.
 
 from __future__ import annotations
 
-import functools
-import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from quantkit.archs.common import hybrid
+from quantkit.archs.common import hybrid, ngrams
 from quantkit.archs.common.base import EMBEDDING_RULES, Config, Keys, need, refuse, rope_parameters
 from quantkit.archs.common.blocks import (
     TABLE_MULTIPLE,
@@ -52,22 +50,18 @@ from quantkit.archs.common.blocks import (
 )
 from quantkit.archs.common.experts import routed
 from quantkit.archs.common.hybrid import HybridMoE, is_attention, norm_rule, require_tensors
+from quantkit.archs.common.ngrams import EMBEDDING, NGramNumbers
 from quantkit.archs.common.shapes import Sizes
-from quantkit.archs.common.tensors import LazyTensor, Piece, Shape, Stack, TensorRule, Transform, fill_name
+from quantkit.archs.common.tensors import LazyTensor, Piece, Shape, TensorRule, Transform, fill_name
 from quantkit.archs.common.transforms import GatherRows, SqueezeMiddle
 from quantkit.archs.qwen35 import MROPE_SECTIONS, RECURRENT_RULES
 from quantkit.errors import FormatError, UnsupportedError
 from quantkit.formats.gguf.metadata import Entries
 from quantkit.formats.safetensors import CheckpointTensor
-from quantkit.inputs.settings import integer, sequence
+from quantkit.inputs.settings import sequence
 
-_MASK64, _GAMMA = (1 << 64) - 1, 0x9E3779B97F4A7C15  # of splitmix64
-_SEEDS = 1 << 16  # export looks for a seed below it
-_MAX_VOCAB = 1 << 24  # float32 states hold tokens
-_EMBEDDING = "ple.ple_embedding"
-_SHARD = re.compile(rf"(.*\.{_EMBEDDING}\.ngram_embedding)\.shard_([0-9]+)(\.weight)")
 _BUFFERS = re.compile(
-    rf"\.{_EMBEDDING}\.(layer_multipliers|ngram_heads_vocab_sizes|ngram_heads_offsets)$"
+    rf"\.{EMBEDDING}\.(layer_multipliers|ngram_heads_vocab_sizes|ngram_heads_offsets)$"
 )  # they follow from config.json
 _OF_BUFFER = {
     "layer_multipliers": "layer_multipliers",
@@ -86,13 +80,7 @@ class Qwen4ExpHParams(HParams):
     index_dim: int
     index_rate: int
     index_top_k: int
-    ngram_layers: tuple[int, ...]
-    ngram_kernel: int
-    ngram_width: int
-    ngram_end: int
-    multipliers: tuple[int, ...]
-    ngram_sizes: tuple[int, ...]
-    ngram_offsets: tuple[int, ...]
+    ngrams: NGramNumbers
 
     def block_index_dim(self, layer: int) -> int:
         return 0 if layer in self.recurrent else self.index_dim
@@ -101,14 +89,12 @@ class Qwen4ExpHParams(HParams):
         return None if layer in self.recurrent else EntrySizes(self.index_rate, 0, self.index_dim)
 
     def further_states(self) -> dict[int, StateShapes]:
-        """The last inputs of the convolution of n-grams, and the last tokens, each plus 1; 0 for none."""
-        longest = len(self.multipliers)
-        shapes = StateShapes(((self.ngram_kernel - 1) * longest, self.streams * self.n_embd), (1, 1, longest - 1))
-        return {self.n_layer + i: shapes for i in range(len(self.ngram_layers))}
+        shapes = self.ngrams.state_shapes(self.streams * self.n_embd)
+        return {self.n_layer + i: shapes for i in range(len(self.ngrams.layers))}
 
 
 def _has_ngrams(hp: Qwen4ExpHParams, layer: int) -> bool:
-    return layer in hp.ngram_layers
+    return layer in hp.ngrams.layers
 
 
 def _mixer_rules(ours: str, theirs: str, inject: bool = True) -> tuple[TensorRule, ...]:
@@ -159,14 +145,7 @@ def _ngram_rules() -> tuple[TensorRule, ...]:
     )
 
 
-class _Joined(Stack):
-    """The rows of several sources, which have as many, one below the other."""
-
-    def shape(self, *sources: Shape) -> Shape:
-        return (len(sources) * sources[0][0], sources[0][1])
-
-
-_TABLE = TensorRule("per_layer_token_embd", f"model.layers.N.{_EMBEDDING}.ngram_embedding", layers=_has_ngrams,
+_TABLE = TensorRule("per_layer_token_embd", f"model.layers.N.{EMBEDDING}.ngram_embedding", layers=_has_ngrams,
                     to_gguf_only=True)  # fmt: skip
 
 
@@ -205,7 +184,7 @@ class Qwen4Exp(HybridMoE):
     shape_overrides: ClassVar[Mapping[str, str]] = {"per_layer_token_embd.weight": "ngram_rows layer_input"}
     size_overrides: ClassVar[dict[str, Callable[[Sizes], int]]] = {
         **HybridMoE.size_overrides,
-        "ngram_rows": lambda s: _rows(s),
+        "ngram_rows": ngrams.table_rows,
     }
 
     EXAMPLE: ClassVar[dict[str, Any]] = {
@@ -267,7 +246,7 @@ class Qwen4Exp(HybridMoE):
 
     def with_mtp(self, config: Config, policy: str, names: Collection[str] | None = None) -> dict[str, Any]:
         if policy in ("keep", "only"):
-            raise UnsupportedError(f"--mtp {policy}: this version does not plan the MTP layers of {self.name}")
+            raise UnsupportedError(f"--mtp {policy}: this version does not convert the MTP layers of {self.name}")
         return super().with_mtp(config, policy, names)
 
     def dropped_tensors(self, config: Config, names: Collection[str]) -> dict[str, list[str]]:
@@ -291,13 +270,14 @@ class Qwen4Exp(HybridMoE):
 
     def to_gguf(self, config: Config, shapes: Mapping[str, Shape]) -> list[Piece]:
         """As `Arch.to_gguf`; the shards of the table are joined, and it comes after the embedding."""
-        joined, shards = _join_shards(shapes)
+        joined, shards = ngrams.join_shards(shapes)
         found = super().to_gguf(config, joined)
         tables = [piece for piece in found if piece.name == f"{_TABLE.gguf}.weight"]
         others = [piece for piece in found if piece not in tables]
         if shards:
             tables = [
-                replace(piece, sources=shards, transform=_joined([shapes[x][0] for x in shards])) for piece in tables
+                replace(piece, sources=shards, transform=ngrams.joined([shapes[x][0] for x in shards]))
+                for piece in tables
             ]
         return [*others[:1], *tables, *others[1:]]
 
@@ -315,7 +295,7 @@ class Qwen4Exp(HybridMoE):
             name = f"model.layers.{i}.self_attn.indexer.index_qk_proj.weight"
             found.append(Piece(name, transform.shape(shapes[q], shapes[k]), (q, k), transform, False))
         table = f"{_TABLE.gguf}.weight"
-        for i in hparams.ngram_layers:
+        for i in hparams.ngrams.layers:
             require_tensors((table,), shapes)
             rows, width = shapes[table][0] // TABLE_MULTIPLE, shapes[table][1]
             stem = fill_name(_TABLE.hf, i)
@@ -342,7 +322,7 @@ class Qwen4Exp(HybridMoE):
             "hyper_connection.count": (need(config, "hc_count"), "u32"),
             "hyper_connection.low_rank": (need(config, "hc_lowrank"), "u32"),
             **_indexer(config, [(i + 1) % every == 0 for i in range(layers)]),
-            **_ngrams(config, [(i + 1) % every != 0 for i in range(layers)]),
+            **ngrams.entries(config, [(i + 1) % every != 0 for i in range(layers)]),
         }
         return found | {f"{self.name}.{key}": entry for key, entry in own.items()}
 
@@ -354,7 +334,7 @@ class Qwen4Exp(HybridMoE):
         sections = [int(n) for n in keys.get("rope.dimension_sections", MROPE_SECTIONS)]
         parameters = {"rope_type": "default"} | found.pop("rope_scaling", {})
         parameters |= {key: found.pop(key) for key in ("rope_theta", "partial_rotary_factor")}
-        return found | _ngram_config(hp, metadata) | {
+        return found | ngrams.settings(self.name, hp.n_vocab, hp.ngrams, metadata) | {
             "rope_parameters": parameters | {"mrope_section": sections[:3], "mrope_interleaved": True},
             "norm_topk_prob": True,
             "hc_count": hp.streams,
@@ -385,22 +365,23 @@ class Qwen4Exp(HybridMoE):
             raise FormatError(
                 f"{self.name}.rope.dimension_count = {found['rope'].dim}, but an indexer's key has {dim} elements"
             )
-        return found | _ngram_numbers(keys, found) | {
+        return found  | {
             "streams": keys.number("hyper_connection.count"),
             "low_rank": keys.number("hyper_connection.low_rank"),
             "index_heads": keys.number("attention.indexer.head_count"),
             "index_dim": dim,
             "index_rate": rate,
             "index_top_k": top_k,
+            "ngrams": ngrams.numbers(keys, found["n_vocab"], found["recurrent"]),
         }  # fmt: skip
 
     def block(self, hp: HParams, i: int) -> Block:
         assert isinstance(hp, Qwen4ExpHParams)
         parts: tuple[Part, ...] = (self.mixer(hp, i), self.feed_forward(hp, i))
         mixers = tuple(_mixer(hp, f"blk.{i}.hc_{part}") for part in ("attn", "ffn"))
-        if i not in hp.ngram_layers:
+        if i not in hp.ngrams.layers:
             return Block(i, parts, hyper=mixers)
-        state = hp.n_layer + hp.ngram_layers.index(i)
+        state = hp.n_layer + hp.ngrams.layers.index(i)
         return Block(i, (_lookup(hp, i), *parts), hyper=(None, *mixers), layers=(state, i, i))
 
     def delta_net(self, hp: HParams, i: int) -> DeltaNet:
@@ -431,31 +412,6 @@ class Qwen4Exp(HybridMoE):
         return replace(super().head(hp), norm=None, streams=_mixer(hp, "output_hc", inject=False))
 
 
-def _join_shards(shapes: Mapping[str, Shape]) -> tuple[dict[str, Shape], tuple[str, ...]]:
-    """The shapes with one table in place of its shards, and the shards in order. FormatError unless they fit."""
-    numbered = {int(found[2]): name for name in shapes if (found := _SHARD.fullmatch(name))}
-    if not numbered:
-        return dict(shapes), ()
-    shards = tuple(name for _, name in sorted(numbered.items()))
-    if sorted(numbered) != list(range(len(shards))):
-        raise FormatError(f"{len(shards)} shards of the table of n-grams, the last one is {shards[-1]}; one is missing")
-    first, *_, last = [shapes[name] for name in (shards[0], *shards)]
-    for name in shards:
-        if len(shapes[name]) != 2 or shapes[name][1] != first[1] or (shapes[name] != first and name != shards[-1]):
-            raise FormatError(f"tensor {name} is {shapes[name]}, {shards[0]} {first}; shards have the same rows")
-    found = _SHARD.fullmatch(shards[0])
-    assert found is not None
-    others = {name: shape for name, shape in shapes.items() if name not in numbered.values()}
-    return others | {f"{found[1]}{found[3]}": ((len(shards) - 1) * first[0] + last[0], first[1])}, shards
-
-
-def _joined(rows: Sequence[int]) -> Transform:
-    """The transform that joins shards of so many rows."""
-    if len({*rows}) == 1:
-        return _Joined(rows[0])
-    return GatherRows((i, 0, count) for i, count in enumerate(rows))
-
-
 def _mixer(hp: Qwen4ExpHParams, stem: str, inject: bool = True) -> StreamMixer:
     part = 1 / hp.streams
     return StreamMixer(
@@ -473,19 +429,19 @@ def _lookup(hp: Qwen4ExpHParams, i: int) -> NGrams:
     stem = f"blk.{i}.ple"
     return NGrams(
         table=f"{_TABLE.gguf}.weight",
-        width=hp.ngram_width,
+        width=hp.ngrams.width,
         key=hp.linear(f"{stem}_key"),
         value=hp.linear(f"{stem}_value"),
         key_norm=hp.norm(f"{stem}_norm_key"),
         query_norm=hp.norm(f"{stem}_norm_query"),
         conv_norm=hp.norm(f"{stem}_norm_conv"),
         conv=f"{stem}_conv1d.weight",
-        kernel=hp.ngram_kernel,
+        kernel=hp.ngrams.kernel,
         streams=hp.streams,
-        multipliers=hp.multipliers,
-        sizes=hp.ngram_sizes,
-        offsets=hp.ngram_offsets,
-        end=hp.ngram_end,
+        multipliers=hp.ngrams.multipliers,
+        sizes=hp.ngrams.sizes,
+        offsets=hp.ngrams.offsets,
+        end=hp.ngrams.end,
     )
 
 
@@ -530,141 +486,3 @@ def _indexer(config: Config, attends: list[bool]) -> Entries:
         "attention.indexer.top_k": (budget, "u32"),
         "attention.compress_ratios": ([ratio if here else 0 for here in attends], "u32"),
     }
-
-
-def _ngrams(config: Config, recurs: list[bool]) -> Entries:
-    """The keys of the n-grams, given which layers are recurrent; none where no layer looks them up."""
-    given = sequence(config, "ple_layer_ids")
-    if not given:
-        return {}
-    number = given[0]
-    if len(given) > 1 or type(number) is not int or not 1 <= number <= len(recurs) or not recurs[number - 1]:
-        raise UnsupportedError(
-            f"config.json: ple_layer_ids = {given!r:.80}; one recurrent layer of {len(recurs)} may have n-grams, as in "
-            "llama.cpp"
-        )
-    size, each = integer(config, "ngram_size"), integer(config, "heads_per_ngram")
-    heads, width = (size - 1) * each, integer(config, "ple_embed_dim") or int(need(config, "hidden_size"))
-    if width % heads:
-        raise FormatError(f"config.json: ple_embed_dim = {width} is not a multiple of the {heads} hashes of a token")
-    ends = need(config, "eos_token_id")
-    ends = ends if isinstance(ends, list) else [ends]
-    if len(ends) != 1 or type(ends[0]) is not int or ends[0] < 0:
-        raise UnsupportedError(
-            f"config.json: eos_token_id = {ends!r:.80}; of several, transformers resets n-grams at the first, "
-            "llama.cpp at the last"
-        )
-    primes = _primes(integer(config, "ngram_vocab_size_base"), heads)
-    return {
-        "ple.layers": ([number - 1], "u32"),
-        "ple.ngram_size": (size, "u32"),
-        "ple.heads_per_ngram": (each, "u32"),
-        "ple.conv_kernel": (need(config, "ple_conv_kernel_size"), "u32"),
-        "ple.eos_token_id": (ends[0], "u32"),
-        "embedding_length_per_layer_input": (width // heads, "u32"),
-        "ple.layer_multipliers": (_multipliers(need(config, "vocab_size"), size, integer(config, "seed")), "u64"),
-        "ple.head_offsets": ([sum(primes[:i]) for i in range(heads)], "u64"),
-        "ple.head_vocab_sizes": (list(primes), "u64"),
-    }
-
-
-def _ngram_numbers(keys: Keys, found: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of HParams of n-grams."""
-    layers = tuple(keys.get("ple.layers", []))
-    if not layers:
-        fields = ("ngram_kernel", "ngram_width", "ngram_end")
-        return dict.fromkeys(fields, 0) | dict.fromkeys(
-            ("ngram_layers", "multipliers", "ngram_sizes", "ngram_offsets"), ()
-        )
-    size, each = keys.number("ple.ngram_size"), keys.number("ple.heads_per_ngram")
-    lists = [tuple(keys.need(f"ple.{key}")) for key in ("layer_multipliers", "head_vocab_sizes", "head_offsets")]
-    hashes = (size - 1) * each
-    if [len(each) for each in lists] != [size, hashes, hashes]:
-        raise FormatError(
-            f"{keys.arch}.ple.layer_multipliers, head_vocab_sizes and head_offsets have "
-            f"{', '.join(str(len(entries)) for entries in lists)} entries; ngram_size and heads_per_ngram make it "
-            f"{size}, {hashes} and {hashes}"
-        )
-    multipliers, sizes, offsets = lists
-    if len(layers) > 1 or layers[0] not in found["recurrent"]:
-        raise UnsupportedError(
-            f"{keys.arch}.ple.layers = {layers}; one recurrent layer may have n-grams, as in llama.cpp"
-        )
-    vocab, end = found["n_vocab"], keys.number("ple.eos_token_id")
-    if max(vocab, end + 1) >= _MAX_VOCAB or max(multipliers) * max(vocab, end + 1) >= 1 << 63:
-        raise UnsupportedError(
-            f"{keys.arch}: hashes of a vocabulary of {vocab} with ple.layer_multipliers up to {max(multipliers)} do "
-            "not fit 63 bits, or a token not 24"
-        )
-    if list(offsets) != [sum(sizes[:i]) for i in range(hashes)]:
-        raise FormatError(f"{keys.arch}.ple.head_offsets are not the sums of {keys.arch}.ple.head_vocab_sizes before")
-    return {
-        "ngram_layers": layers,
-        "ngram_kernel": keys.number("ple.conv_kernel"),
-        "ngram_width": keys.number("embedding_length_per_layer_input"),
-        "ngram_end": end,
-        "multipliers": multipliers,
-        "ngram_sizes": sizes,
-        "ngram_offsets": offsets,
-    }
-
-
-def _ngram_config(hp: Qwen4ExpHParams, metadata: Mapping[str, object]) -> dict[str, Any]:
-    """The settings of n-grams in config.json. UnsupportedError where transformers would compute other hashes."""
-    if not hp.ngram_layers:
-        return {"ple_layer_ids": []}
-    if metadata.get("tokenizer.ggml.eos_token_id", hp.ngram_end) != hp.ngram_end:
-        raise UnsupportedError(
-            f"{hp.arch}.ple.eos_token_id = {hp.ngram_end}, tokenizer.ggml.eos_token_id = "
-            f"{metadata['tokenizer.ggml.eos_token_id']}; config.json has one number for both"
-        )
-    count, size = len(hp.ngram_sizes), len(hp.multipliers)
-    seed = next((n for n in range(_SEEDS) if _multipliers(hp.n_vocab, size, n) == list(hp.multipliers)), None)
-    if seed is None or hp.ngram_sizes != _primes(hp.ngram_sizes[0], count):
-        raise UnsupportedError(
-            f"{hp.arch}.ple.layer_multipliers and head_vocab_sizes follow from no seed below {_SEEDS} and no first "
-            "prime, which config.json has in their place"
-        )
-    return {
-        "ple_layer_ids": [i + 1 for i in hp.ngram_layers],
-        "ple_embed_dim": hp.ngram_width * count,
-        "ple_conv_kernel_size": hp.ngram_kernel,
-        "ngram_size": size,
-        "heads_per_ngram": count // (size - 1),
-        "ngram_vocab_size_base": hp.ngram_sizes[0],
-        "split_ngram_parts": TABLE_MULTIPLE,
-        "seed": seed,
-        "eos_token_id": hp.ngram_end,
-    }
-
-
-def _rows(sizes: Sizes) -> int:
-    """Rows of the table of all hashes."""
-    vocabularies = sizes.metadata[f"{sizes.arch}.ple.head_vocab_sizes"]
-    assert isinstance(vocabularies, list)
-    return -(-int(sum(vocabularies)) // TABLE_MULTIPLE) * TABLE_MULTIPLE
-
-
-@functools.cache
-def _primes(start: int, count: int) -> tuple[int, ...]:
-    """The first `count` primes from `start` on."""
-    found: list[int] = []
-    n = max(2, start)
-    while len(found) < count:
-        if n == 2 or (n % 2 and all(n % d for d in range(3, math.isqrt(n) + 1, 2))):
-            found.append(n)
-        n += 1
-    return tuple(found)
-
-
-def _multipliers(vocab: int, count: int, seed: int) -> list[int]:
-    """Odd factors of a token's number, of each place in an n-gram, from splitmix64; products are below 2^63."""
-    bound = max(1, ((1 << 63) - 1) // vocab // 2)
-    return [2 * (_splitmix64(seed + _GAMMA * (i + 1)) % bound) + 1 for i in range(count)]
-
-
-def _splitmix64(state: int) -> int:
-    x = (state + _GAMMA) & _MASK64
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & _MASK64
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & _MASK64
-    return x ^ (x >> 31)

@@ -341,6 +341,16 @@ OTHERS: dict[str, dict[str, Any]] = {
         "linear_num_key_heads": 4, "linear_num_value_heads": 4, "num_experts": 12, "num_experts_per_tok": 5,
         "moe_intermediate_size": 64, "shared_expert_intermediate_size": 32,
     },
+    "qwen4exp": {
+        "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 1, "head_dim": 64, "num_hidden_layers": 5,
+        "full_attention_interval": 2, "linear_num_key_heads": 3, "linear_num_value_heads": 9, "hc_count": 2,
+        "hc_lowrank": 64, "num_experts": 12, "num_experts_per_tok": 5, "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 32, "linear_conv_kernel_dim": 3, "indexer_n_heads": 12,
+        "indexer_head_dim": 64, "indexer_budget": 60, "indexer_compress_ratio": 6, "ple_layer_ids": [3],
+        "ple_conv_kernel_size": 3, "ngram_size": 4, "heads_per_ngram": 2, "ngram_vocab_size_base": 90,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25,
+                            "mrope_section": [4, 2, 2]},
+    },
     "qwen3moe": {
         "hidden_size": 96, "num_attention_heads": 3, "num_key_value_heads": 3, "num_hidden_layers": 3, "head_dim": 64,
         "num_experts": 9, "num_experts_per_tok": 4, "moe_intermediate_size": 64, "intermediate_size": 160,
@@ -355,7 +365,7 @@ MIXTRAL = {
 NOT_IN_WHEEL = frozenset((
     "apertus", "cohere2_moe", "deepseek32", "deepseek4", "exaone4", "gemma3n", "glm-dsa", "granitemoe", "hunyuan-dense",
     "hy_v3", "kimi-linear", "lfm2", "lfm2moe", "llama4", "longcat-flash", "minimax-m3", "mistral-large4", "nemotron",
-    "nemotron_h", "nemotron_h_moe", "olmo2", "olmoe",
+    "nemotron_h", "nemotron_h_moe", "olmo2", "olmoe", "qwen4exp",
 ))  # fmt: skip
 
 

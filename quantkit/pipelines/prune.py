@@ -24,6 +24,8 @@ from quantkit.errors import DataError, FormatError, UnsupportedError
 from quantkit.formats.gguf import GGUF, Metadata, Tensor
 from quantkit.pipelines.rewrite import Rewrite, RewrittenTensor, by_shard, copied, selected
 
+_NGRAMS = "ple.layers"  # the key that lists layers with n-grams
+_NOT_OF_LAYERS = ("ple.", "rope.dimension_sections")  # keys whose lists have no entry for each layer
 _OF_EXPERTS = re.compile(r"blk\.\d+\.(ffn_\w+_exps|ffn_gate_inp|exp_probs_b)\.(weight|bias|scale|input_scale)")
 
 
@@ -59,7 +61,7 @@ def plan_prune(
     """
     described = validate.describe(source.metadata, source.tensors, source.path)
     hp = described.hparams
-    if any(block.layers for block in described.blocks):
+    if any(layer < hp.n_layer and layer != block.layer for block in described.blocks for layer in block.layers):
         raise UnsupportedError(
             f"{source.path}: a layer of {hp.arch} is two blocks, whose experts are in the first one; prune does not "
             "handle such files"
@@ -148,9 +150,14 @@ def _metadata(source: Metadata, hp: blocks.HParams, stay: Sequence[int], keep: M
     ):
         if key == "block_count" or f"{a}.{key}" in metadata:
             metadata.set(f"{a}.{key}", number, "u32")
+    if numbers := source.get(f"{a}.{_NGRAMS}"):
+        if lost := [layer for layer in numbers if layer not in stay]:
+            raise UnsupportedError(f"blk.{lost[0]} looks up n-grams in a table of its own; it has to stay")
+        metadata.set(f"{a}.{_NGRAMS}", [stay.index(layer) for layer in numbers], source.kind(f"{a}.{_NGRAMS}"))
     scalars = {scalar.key for scalar in archs.get(a).layer_scalars}
     for key, value in source.items():
-        if (key.startswith(f"{a}.") or key in scalars) and isinstance(value, list) and len(value) == hp.n_layer:
+        own = key.startswith(f"{a}.") and not key.removeprefix(f"{a}.").startswith(_NOT_OF_LAYERS)
+        if (own or key in scalars) and isinstance(value, list) and len(value) == hp.n_layer:
             metadata.set(key, [value[layer] for layer in stay], source.kind(key))
     return metadata
 

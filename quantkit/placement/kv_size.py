@@ -13,9 +13,9 @@
                   of what it reads, and its indexer's, in the value type (blocks.CompressedAttention.kept); of the
                   entries and of the indexer's keys, n_ctx / ratio rows in float32 (runtime/kv/entries.py)
     blocks        in recurrent models, attention.compress_ratios: as attention, and n_ctx rows of the indexer's
-                  attention.indexer.key_length in the value type
+                  attention.indexer.key_length in the value type, n_ctx / ratio rows in float32 (runtime/kv/entries.py)
     n-grams       beside the state of layers in ple.layers, (ple.conv_kernel - 1) * ple.ngram_size columns of
-                  hyper_connection.count * embedding_length in float32
+                  hyper_connection.count * embedding_length in float32, and ple.ngram_size - 1 tokens
     convolution   shortconv.l_cache - 1 columns of embedding_length in float32
 
 In a model with ssm keys, all layers are recurrent except those that full_attention_interval selects and the MTP layers.
@@ -101,10 +101,11 @@ def of_layers(
             own = "_swa" if is_listed and number(pattern, layer) else "_mla"
             k = number(f"attention.key_length{own}") or number("attention.key_length") or width
             v = number(f"attention.value_length{own}") or number("attention.value_length") or width
-            row = kv_heads * (_row(keys, k) + _row(values, v))
-            if number("attention.compress_ratios", layer):
+            row, of_blocks = kv_heads * (_row(keys, k) + _row(values, v)), 0
+            if ratio := number("attention.compress_ratios", layer):
                 row += _row(values, number("attention.indexer.key_length"))
-            found.append(n_ctx * row)
+                of_blocks = 4 * entry_rows(n_ctx, ratio) * number("attention.indexer.key_length")
+            found.append(n_ctx * row + of_blocks)
     return found
 
 
@@ -136,9 +137,10 @@ def _state(number: Callable[[str], int]) -> int:
 
 
 def _ngrams(number: Callable[[str], int]) -> int:
-    """Number of float32 values that the dilated convolution of a layer with n-grams keeps."""
-    columns = (number("ple.conv_kernel") - 1) * number("ple.ngram_size")
-    return columns * number("hyper_connection.count") * number("embedding_length")
+    """Number of float32 values that a layer with n-grams keeps: for its dilated convolution, and the last tokens."""
+    longest = number("ple.ngram_size")
+    columns = (number("ple.conv_kernel") - 1) * longest
+    return columns * number("hyper_connection.count") * number("embedding_length") + longest - 1
 
 
 def _row(kind: QuantType, n: int) -> int:

@@ -72,6 +72,8 @@ def work_bytes(
     for part in parts:
         if isinstance(part, blocks.Attention):
             _attention(prompt, step, tensors, part, threads)
+            if isinstance(part.indexer, blocks.PooledIndexer):
+                _pooled_indexer(prompt, step, tensors, part.indexer, threads, n_ctx)
             tables.add((part.rope, 8 * (part.rope.dim // 2)))
             tables.add((part.temperature, 4 if part.temperature else 0))
         elif isinstance(part, blocks.LatentAttention):
@@ -94,6 +96,8 @@ def work_bytes(
             _layer_input(prompt, step, tensors, part, threads)
         elif isinstance(part, blocks.Laurel):
             _laurel(prompt, step, tensors, part, threads)
+        elif isinstance(part, blocks.NGrams):
+            _ngrams(prompt, step, tensors, part, threads)
         elif isinstance(part, blocks.Experts):
             _experts(prompt, step, tensors, part, threads)
         elif isinstance(part, blocks.FeedForward):
@@ -102,6 +106,8 @@ def work_bytes(
             return None
     if isinstance(streams, blocks.AltUpHead):
         _altup(prompt, step, tensors, streams, embd, threads)
+    elif isinstance(streams, blocks.StreamMixer):
+        _mixers(prompt, step, tensors, streams, embd, threads)
     elif streams is not None:
         _streams(prompt, step, tensors, streams, embd, threads)
     return sum(prompt.values()) + sum(step.values()) + 2 * n_ctx * sum(nbytes for _, nbytes in tables)
@@ -109,7 +115,7 @@ def work_bytes(
 
 def _described(
     tensors: Mapping[str, TensorInfo], metadata: Mapping[str, Any]
-) -> tuple[list[blocks.Part], blocks.StreamHead | blocks.AltUpHead | None] | None:
+) -> tuple[list[blocks.Part], blocks.StreamHead | blocks.StreamMixer | blocks.AltUpHead | None] | None:
     """The parts of all blocks, whose matrices are all in `tensors`, and the residual streams if there are several.
 
     None if they are not or cannot be known.
@@ -216,7 +222,7 @@ def _recurrent(
         prompt.add(name, 4 * BATCH_TOKENS * width)
         step.add(name, 4 * width)
     readers = [linear for linear in (part.qkv, part.gate, *rates.values()) if linear is not None]
-    prompt.add("normed", 4 * BATCH_TOKENS * embd)
+    prompt.add("normed", 4 * BATCH_TOKENS * embd if part.norm else 0)
     _read(prompt, [tensors[linear.weight] for linear in readers], embd, threads)
     _read(prompt, [tensors[part.out.weight]], sizes.inner, threads)
     prompt.private("chunk", kernel_sizes.delta_chunk_bytes(sizes.head_dim_k, sizes.head_dim_v), threads)
@@ -441,7 +447,7 @@ def _altup(
         for name, width in (("streams", n * embd), ("products", n * embd), ("router", n), ("entering", embd)):
             buffers.add(name, 4 * tokens * width)
         buffers.private("stream weights", kernel_sizes.altup_record_bytes(n), threads)
-    _read(prompt, [tensors[linear.weight] for linear in (*head.project, *head.merge)], embd, threads)
+    _read(prompt, [tensors[linear.weight] for linear in head.matrices], embd, threads)
 
 
 def _laurel(
@@ -453,6 +459,54 @@ def _laurel(
     step.private("laurel quantized", activation_bytes(part.rank), threads)
     _read(prompt, [left], left.shape[1], threads)
     _read(prompt, [right], part.rank, threads)
+
+
+def _mixers(
+    prompt: _Buffers, step: _Buffers, tensors: Mapping[str, TensorInfo], head: blocks.StreamMixer, embd: int,
+    threads: int,
+) -> None:  # fmt: skip
+    """The residual streams that gates of low rank mix, their norms and gates."""
+    wide = head.streams * embd
+    widths = {"streams": wide, "entering": embd, "low rank": head.rank, "stream gates": wide,
+              "stream shares": head.streams}  # fmt: skip
+    for buffers, tokens in ((prompt, BATCH_TOKENS), (step, 1)):
+        for name, width in widths.items():
+            buffers.add(name, 4 * tokens * width)
+    prompt.add("streams normed", 4 * BATCH_TOKENS * wide)
+    _read(prompt, [tensors[head.down.weight]], wide, threads)
+    _read(prompt, [tensors[head.up.weight]], head.rank, threads)
+    step.private("streams normed", activation_bytes(wide), threads)
+    step.add("low rank activated", activation_bytes(head.rank))
+
+
+def _ngrams(
+    prompt: _Buffers, step: _Buffers, tensors: Mapping[str, TensorInfo], part: blocks.NGrams, threads: int
+) -> None:
+    """Embeddings of n-grams and their products."""
+    (embd, width), wide = tensors[part.value.weight].shape, tensors[part.key.weight].shape[0]
+    for buffers, tokens in ((prompt, BATCH_TOKENS), (step, 1)):
+        for name, n in (("ngram rows", width), ("ngram keys", wide), ("ngram value", embd)):
+            buffers.add(name, 4 * tokens * n)
+    _read(prompt, [tensors[linear.weight] for linear in (part.key, part.value)], width, threads)
+    step.private("ngrams", activation_bytes(width), threads)
+
+
+def _pooled_indexer(
+    prompt: _Buffers, step: _Buffers, tensors: Mapping[str, TensorInfo], part: blocks.PooledIndexer, threads: int,
+    n_ctx: int,
+) -> None:  # fmt: skip
+    """Keys, queries and scores of an indexer of blocks, and what it selects."""
+    embd, room = tensors[part.q.weight].shape[1], max(4, kernel_sizes.entry_rows(n_ctx, part.rate))
+    _read(prompt, [tensors[linear.weight] for linear in (part.q, part.k)], embd, threads)
+    for buffers, tokens in ((prompt, BATCH_TOKENS), (step, 1)):
+        buffers.add("index key", 4 * tokens * part.dim)
+        buffers.add("index q", 4 * tokens * part.heads * part.dim)
+        buffers.add("selection", tokens * kernel_sizes.selection_bytes(part.top_blocks))
+        buffers.private("index rows", 4 * part.rate * part.dim, threads)
+        buffers.private("index ranks", 4 * room, threads)
+        buffers.private("index products", 4 * part.heads * kernel_sizes.INDEX_BLOCK, threads)
+    step.add("index scores", 4 * room)
+    prompt.private("index scores", 4 * room * kernel_sizes.INDEX_GROUP, threads)
 
 
 def _latent_heads(prompt: _Buffers, step: _Buffers, part: blocks.LatentAttention, threads: int) -> None:

@@ -167,7 +167,8 @@ class Model(BlockRunner, Locked):
         self._cached = latent.cached(self.hparams, self.blocks, self.mla)
         n_ctx = None if n_ctx is None else arguments.integer(n_ctx, "the context (-c)", 0)
         indexers = [part.indexer for block in self.blocks for part in block.parts if isinstance(part, blocks.Attention)]
-        self._max_positions = min((x.max_positions for x in indexers if x is not None), default=sys.maxsize)
+        bounds = (x.max_positions for x in indexers if isinstance(x, blocks.BlockIndexer))
+        self._max_positions = min(bounds, default=sys.maxsize)
         self.n_ctx = n_ctx or min(self.hparams.n_ctx_train, self._max_positions)
         self._tokenizer = tokenizer
         if tripwire not in TRIPWIRES:
@@ -179,13 +180,17 @@ class Model(BlockRunner, Locked):
         if repack:
             self.weights, self.repacked = repacking.repack(self.weights, placement, self.threads)
         self._of_each_file = {tensor.path: tensor for tensor in self.weights.values()}.values()
-        self._scales = ScaleChecks(self.weights if tripwire != "off" else {}, self.threads)
+        lookups = (part for block in self.blocks for part in block.parts if isinstance(part, blocks.NGrams))
+        unread = {part.table for part in lookups}  # of most rows; the check would read all of them
+        checked = {name: t for name, t in self.weights.items() if name not in unread}
+        self._scales = ScaleChecks(checked if tripwire != "off" else {}, self.threads)
         self.split: Split | None = None
         if profile or not placement.is_cpu_only:
             if self.head.streams is not None:
+                matrix = self.head.streams.matrices[0].weight
                 raise UnsupportedError(
-                    f"{file.path}: {self.hparams.arch} has several residual streams (hyper-connections or AltUp), "
-                    "which run on the CPU alone and are not profiled: leave out -ngl, -ot and --profile"
+                    f"{file.path}: {self.hparams.arch} has several residual streams ({matrix}), which run on the CPU "
+                    "alone and are not profiled: leave out -ngl, -ot and --profile"
                 )
             from quantkit.runtime.parallel import workers
             from quantkit.runtime.parallel.split import Split

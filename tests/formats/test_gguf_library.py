@@ -172,6 +172,11 @@ LATER_OF = {  # keys of architectures that this gguf does not know
         "hyper_connection.sinkhorn_iterations",
     },
     "longcat-flash": {"expert_zero_count"},
+    "qwen4exp": {
+        "attention.compress_ratios", "hyper_connection.count", "hyper_connection.low_rank",
+        *(f"ple.{key}" for key in ("layers", "ngram_size", "heads_per_ngram", "conv_kernel", "eos_token_id",
+                                   "layer_multipliers", "head_offsets", "head_vocab_sizes")),
+    },
     "mistral-large4": {"rope.dimension_count_per_layer"},
 }  # fmt: skip
 

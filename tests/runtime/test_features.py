@@ -31,6 +31,7 @@ from tests.archs.files import written
 from tests.archs.test_kimi_linear import KIMI_LINEAR_48B
 from tests.archs.test_longcat_flash import LONGCAT_FLASH
 from tests.archs.test_mistral_large4 import MISTRAL_LARGE_4
+from tests.archs.test_qwen4exp import FLASH_NEXT as QWEN4_FLASH_NEXT
 from tests.recipe import configs
 from tests.runtime.conftest import rewrite
 from tests.runtime.test_step import TOKENS, by_steps, changed, spread
@@ -181,6 +182,7 @@ FULL_SIZE: dict[str, dict[str, Any]] = {
     "qwen35": configs.QWEN35_27B, "gemma4": GEMMA4_26B, "gemma3n": GEMMA3N_E4B, "step35": STEP_35_FLASH,
     "bailingmoe2": LING_1T, "nemotron_h": NEMOTRON_NANO_9B, "nemotron_h_moe": NEMOTRON_NANO_30B,
     "kimi-linear": KIMI_LINEAR_48B, "longcat-flash": LONGCAT_FLASH, "mistral-large4": MISTRAL_LARGE_4,
+    "qwen4exp": QWEN4_FLASH_NEXT,
 }  # fmt: skip
 
 

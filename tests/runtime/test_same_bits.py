@@ -83,6 +83,7 @@ def test_features_of_architectures(isa: str, tmp_path: Path) -> None:
         paths.append(rewrite(source, tmp_path / f"{name}.gguf", "q8_0"))
     paths.append(written(tmp_path / "heads.gguf", "llama", head_dim=40, num_key_value_heads=1))
     paths.append(written(tmp_path / "entries.gguf", "deepseek4", index_topk=5))
+    paths.append(written(tmp_path / "blocks.gguf", "qwen4exp", indexer_budget=8))
     check(paths, isa)
 
 

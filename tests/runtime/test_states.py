@@ -26,9 +26,13 @@ ARCHS: dict[str, dict[str, Any]] = {  # with changes of their EXAMPLE
     "lfm2moe": {},
     "kimi-linear": {},
     "qwen35": {"num_hidden_layers": 5, "full_attention_interval": 3},
+    "qwen4exp": {"indexer_budget": 16},
 }
 # With quantized activations every expert is used: near ties of two would be selected apart.
-ALL_EXPERTS = {"lfm2moe": {"num_experts_per_tok": 8}, "kimi-linear": {"num_experts_per_token": 8}}
+ALL_EXPERTS = {
+    "lfm2moe": {"num_experts_per_tok": 8}, "kimi-linear": {"num_experts_per_token": 8},
+    "qwen4exp": {"num_experts_per_tok": 8, "indexer_budget": 256},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("isa", [name for name in CPUS if name != "avx512"])
@@ -39,7 +43,7 @@ def test_other_cpus(isa: str) -> None:
 
 @pytest.mark.parametrize(("arch", "kind"), [
     ("lfm2", "f32"), ("lfm2", "q8_0"), ("lfm2", "q4_0"), ("lfm2moe", "f32"), ("lfm2moe", "q8_0"),
-    ("kimi-linear", "f32"), ("kimi-linear", "q8_0"), ("kimi-linear", "q4_0"),
+    ("kimi-linear", "f32"), ("kimi-linear", "q8_0"), ("kimi-linear", "q4_0"), ("qwen4exp", "q8_0"),
 ])  # fmt: skip
 @pytest.mark.parametrize("threads", [1, 2])
 def test_plans_agree_with_layer_by_layer(arch: str, tmp_path: Path, kind: str, threads: int) -> None:

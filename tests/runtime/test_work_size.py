@@ -105,6 +105,7 @@ def test_within_a_tenth(which: str, kind: str, request: pytest.FixtureRequest, t
         ("lfm2", {}), ("lfm2moe", {}), ("apertus", {}), ("kimi-linear", {}), ("longcat-flash", {}),
         ("mistral-large4", {}), ("gemma4", GEMMA_E), ("gemma3n", {}), ("deepseek4", {}),
         ("deepseek4", {"compress_ratios": [0, 4, 0, 4], "index_topk": 3}),
+        ("qwen4exp", {}), ("qwen4exp", {"ple_layer_ids": [], "indexer_budget": 8}),
     ],
 )  # fmt: skip
 def test_float_matrices_are_predicted_exactly(arch: str, change: dict[str, Any], tmp_path: Path) -> None:

@@ -134,6 +134,30 @@ class BlockIndexer:
 
 
 @dataclass(frozen=True)
+class PooledIndexer:
+    """Selects whole blocks of `rate` positions that a token attends to, the `top_blocks` ones with the largest scores.
+
+    With y the normed input: q = q_norm(q(y)) split into heads, k = k(y), which the cache holds. The key of a block is
+    k_norm(mean of its k). RoPE is that of the attention: of queries at the token's position, of a key at its block's
+    first one. The score of a block is
+
+        sum over h of max(0, q_h . key)
+
+    A token sees the blocks that end at it or before, and selects among them. It attends to all positions after the last
+    of these too. Of equal scores the earlier block comes first.
+    """
+
+    q: Linear  # [heads * dim, n_embd]
+    k: Linear  # [dim, n_embd]
+    q_norm: Norm  # of each head; weight float32[dim]
+    k_norm: Norm  # weight float32[dim]
+    heads: int
+    dim: int
+    rate: int
+    top_blocks: int
+
+
+@dataclass(frozen=True)
 class Attention:
     """x + out(attention(q, k, v of norm(x))); causal, query head i reads key/value head i * kv_heads // heads.
 
@@ -169,11 +193,18 @@ class Attention:
     gated: bool = False
     head_gate: Linear | None = None  # [heads, n_embd]: the output of head h is multiplied by sigmoid(head_gate(y)[h])
     sub_norm: Norm | None = None  # of the output of the heads, before `out`; weight float32[heads * head_dim_v]
-    indexer: BlockIndexer | None = None
+    indexer: BlockIndexer | PooledIndexer | None = None
     temperature: Temperature | None = None
     softcap: float | None = None  # c: scores s become c tanh(s / c) before softmax
     chunk: int | None = None  # a token attends to those before it in its own chunk of so many positions
     source: int | None = None  # a layer before this one
+
+
+class StateShapes(NamedTuple):
+    """The shapes of a state (runtime/kv/saved_state.py): of the last inputs of a convolution, and of the heads."""
+
+    inputs: tuple[int, int]
+    heads: tuple[int, int, int]
 
 
 @dataclass(frozen=True)
@@ -204,6 +235,11 @@ class Recurrence:
         """Channels of the convolution: queries, keys and values; of Mamba-2 x, B and C."""
         return 2 * self.keys + self.inner
 
+    @property
+    def state_shapes(self) -> StateShapes:
+        """The shapes of a layer's state."""
+        return StateShapes((self.kernel - 1, self.channels), (self.value_heads, self.head_dim_k, self.head_dim_v))
+
     @classmethod
     def of_convolution(cls, kernel: int, channels: int) -> Recurrence:
         """Of layers whose state is that of the convolution alone: without keys, no head has a state."""
@@ -220,14 +256,14 @@ class DeltaNet:
         q, k      each head divided by its norm, sqrt(sum(q^2) + 1e-6); q also by sqrt(head_dim_k)
         b, g      sigmoid(beta(y)), a * softplus(alpha(y) + dt): one of each per value head, a < 0
         S         S e^g; then S + k (b (v - S^T k))^T
-        o         S^T q; then out_norm(o) * silu(gate(y)) per head
+        o         S^T q; then out_norm(o) * silu(gate(y)) per head, or sigmoid for silu
 
     Value head h reads key head h * key_heads // value_heads, or h % key_heads with `tiled`. `ba` is beta and alpha in
     one matrix: for each key head, the betas of its value heads and then their alphas. If `gate` is None, the output of
     qkv holds, for each key head, query, key, the values and the gates of its value heads.
     """
 
-    norm: Norm
+    norm: Norm | None
     qkv: Linear
     gate: Linear | None
     ba: Linear | None
@@ -240,6 +276,7 @@ class DeltaNet:
     out: Linear
     sizes: Recurrence
     tiled: bool
+    gating: str = "swiglu"  # silu(gate(y)) * …; "sigmoid"
 
 
 @dataclass(frozen=True)
@@ -571,7 +608,7 @@ class FeedForward:
 
 @dataclass(frozen=True)
 class Experts:
-    """Mixture of experts: x + sum over e of w_e * down_e(act(gate_e(y)) * up_e(y)) with y = norm(x).
+    """Mixture of experts: x + sum over e of w_e * down_e(act(gate_e(y)) * up_e(y)) with y = norm(x), or y = x.
 
     Of `count` experts the router selects the `used` ones with the largest p = gating(router(y)), which is a softmax
     over all or the sigmoid of each. Their weights are w_e = p_e * scale; with `normalise`, p_e is first divided by the
@@ -600,7 +637,7 @@ class Experts:
     table         tensor int32[n_vocab, used]: the experts of a token follow from its number, their weights from p
     """
 
-    norm: Norm
+    norm: Norm | None
     router: Linear
     gate: Linear
     up: Linear
@@ -688,6 +725,56 @@ class Laurel:
     rank: int
 
 
+TABLE_MULTIPLE = 128  # rows of a table of n-grams; files have no key for it
+
+
+@dataclass(frozen=True)
+class NGrams:
+    """Embeddings of n-grams, added to all residual streams: x + v + silu(f), x float32[streams * n_embd].
+
+    A hash of a token's n-gram is (t_0 m_0 xor … xor t_(n-1) m_(n-1)) mod size, where t_j is the token j places before
+    and m are the `multipliers`. Where there is none, or one of t_1 … t_j is `end`, t_j is `end` itself. The hashes are
+    of n = 2 to `longest` tokens, as many of each. With e the rows of the table at hash + offset, one after another:
+
+        g    for each stream, s = key_norm(key(e)) . query_norm(x) / sqrt(n_embd); sigmoid(sign(s) sqrt(max(|s|, 1e-6)))
+        v    g value(e), of each stream
+        f    sum over j of conv[:, j] * conv_norm(v)[t - (kernel - 1 - j) longest]
+
+    The three norms are RMS norms of each stream, with a weight float32[streams * n_embd].
+    """
+
+    table: str  # tensor [rows, width]
+    width: int
+    key: Linear  # [streams * n_embd, hashes * width]
+    value: Linear  # [n_embd, hashes * width]
+    key_norm: Norm
+    query_norm: Norm
+    conv_norm: Norm
+    conv: str  # tensor float32[streams * n_embd, kernel]
+    kernel: int
+    streams: int
+    multipliers: tuple[int, ...]  # of each place in an n-gram
+    sizes: tuple[int, ...]  # of each hash
+    offsets: tuple[int, ...]
+    end: int
+    norm: Norm | None = None  # the streams have norms of their own
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest n-gram."""
+        return len(self.multipliers)
+
+    @property
+    def past(self) -> int:
+        """Tokens before the current one that the convolution reads, not all of them."""
+        return (self.kernel - 1) * self.longest
+
+    @property
+    def rows(self) -> int:
+        """Rows of the table that hashes name."""
+        return max(offset + size for offset, size in zip(self.offsets, self.sizes))
+
+
 Part = (
     Attention
     | LatentAttention
@@ -700,6 +787,7 @@ Part = (
     | Experts
     | LayerInput
     | Laurel
+    | NGrams
 )
 
 
@@ -725,6 +813,36 @@ class HyperConnection:
     iterations: int
     eps: float
 
+    @property
+    def matrices(self) -> tuple[Linear, ...]:
+        """All of them."""
+        return (self.fn,)
+
+
+@dataclass(frozen=True)
+class StreamMixer:
+    """What a part of a block reads of n residual streams x_i, and what it writes, by a gate of low rank.
+
+    With y_i = x_i / sqrt(mean(x_i^2) + eps) times the weight's part of stream i, and y all of them as one vector:
+
+        the part gets   1/n sum over i of sigmoid(up(silu(down(y)))_i) y_i
+        x_k becomes     x_k + 2 sigmoid(inject(y)_k) * what the part makes of it
+
+    Without `inject` it is what the output matrix gets of the streams. down and inject have the factor 1/n.
+    """
+
+    norm: Norm  # weight float32[n * n_embd]
+    down: Linear  # [rank, n * n_embd]
+    up: Linear  # [n * n_embd, rank]
+    inject: Linear | None  # [n, n * n_embd]
+    streams: int
+    rank: int
+
+    @property
+    def matrices(self) -> tuple[Linear, ...]:
+        """All of them."""
+        return (self.down, self.up) if self.inject is None else (self.down, self.up, self.inject)
+
 
 @dataclass(frozen=True)
 class StreamHead:
@@ -736,6 +854,14 @@ class StreamHead:
     norm: Norm
     streams: int
     eps: float
+
+    @property
+    def matrices(self) -> tuple[Linear, ...]:
+        """All of them."""
+        return (self.fn,)
+
+
+Connection = HyperConnection | StreamHead | StreamMixer  # what reads residual streams
 
 
 @dataclass(frozen=True)
@@ -774,6 +900,11 @@ class AltUpHead:
     streams: int
     least: float
 
+    @property
+    def matrices(self) -> tuple[Linear, ...]:
+        """All of them."""
+        return (*self.project, *self.merge)
+
 
 @dataclass(frozen=True)
 class Block:
@@ -783,14 +914,15 @@ class Block:
     leaves the block is multiplied by `out_scale`, a tensor float32[1].
 
     With `hyper`, one for each part, the block gets and gives streams float32[tokens, streams * n_embd], and what a part
-    adds to the stream that it reads is given to all of them instead. With `altup` it gets and gives streams too.
+    adds to the stream that it reads is given to all of them instead; None: the part reads and adds to all streams. With
+    `altup` it gets and gives streams too.
     """
 
     layer: int
     parts: tuple[Part, ...]
     parallel: bool = False
     out_scale: str | None = None
-    hyper: tuple[HyperConnection, ...] = ()
+    hyper: tuple[HyperConnection | StreamMixer | None, ...] = ()
     altup: AltUp | None = None
     layers: tuple[int, ...] = ()  # of each part, whose cache it uses, where a block spans several; else all are `layer`
 
@@ -804,16 +936,17 @@ class Block:
 class Head:
     """Embedding, final norm and output matrix. If the two matrices are tied, `output` names the embedding.
 
-    With a StreamHead, each stream of the first block is the embedding.
+    With a StreamHead or a StreamMixer, each stream of the first block is the embedding. Without a norm, the output
+    matrix gets what the streams become.
     """
 
     embedding: str
-    norm: Norm
+    norm: Norm | None
     output: Linear
     embedding_scale: float = 1.0  # factor of the rows of the embedding
     embedding_factor: str | None = None  # tensor float32[1], another one: the scale of an NVFP4 embedding
     softcap: float | None = None  # c: logits x become c tanh(x / c)
-    streams: StreamHead | AltUpHead | None = None
+    streams: StreamHead | StreamMixer | AltUpHead | None = None
 
 
 @dataclass(frozen=True)
@@ -835,7 +968,7 @@ class MtpLayer:
     hnorm: Norm
     projection: Linear  # [n_embd, 2 n_embd]
     block: Block
-    norm: Norm
+    norm: Norm | None
     output: Linear
     embedding_scale: float = 1.0
     embedding_factor: str | None = None  # as in Head
@@ -896,8 +1029,16 @@ class HParams:
         return (dim, dim) if dim else (self.head_dim_k, self.head_dim_v)
 
     def entry_sizes(self, layer: int) -> EntrySizes | None:
-        """The sizes of a layer's entries; None without compressed attention."""
+        """The sizes of a layer's entries; None without compressed attention, and without blocks that it selects."""
         return None
+
+    def block_index_dim(self, layer: int) -> int:
+        """Elements of a token's key for the indexer of a layer, beside its keys and values; 0 without one."""
+        return 0
+
+    def further_states(self) -> dict[int, StateShapes]:
+        """States beside those of recurrent layers, by their number in caches, from `n_layer` on."""
+        return {}
 
     @property
     def has_own_head_dim(self) -> bool:

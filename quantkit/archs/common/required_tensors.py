@@ -30,14 +30,21 @@ def required(
     for name in (block.out_scale for block in parts):
         if name:
             yield name, (1,)
-    if isinstance(head.streams, blocks.AltUpHead):
-        for linear in (*head.streams.project, *head.streams.merge):
-            yield linear.weight, (head.streams.streams - 1, hp.n_embd, hp.n_embd)
-    elif (streams := head.streams) is not None:
+    if isinstance(streams := head.streams, blocks.AltUpHead):
+        for linear in streams.matrices:
+            yield linear.weight, (streams.streams - 1, hp.n_embd, hp.n_embd)
+    elif isinstance(streams, blocks.StreamMixer):
+        yield from _mixer(streams, hp.n_embd)
+    elif streams is not None:
         yield from _linear(streams.fn, streams.streams, streams.streams * hp.n_embd)
         yield streams.base, (streams.streams,)
         yield streams.scale, (1,)
     for connection in (connection for block in parts for connection in block.hyper):
+        if connection is None:
+            continue
+        if isinstance(connection, blocks.StreamMixer):
+            yield from _mixer(connection, hp.n_embd)
+            continue
         n = connection.streams
         yield from _linear(connection.fn, (2 + n) * n, n * hp.n_embd)
         yield connection.base, ((2 + n) * n,)
@@ -64,6 +71,8 @@ def required(
             yield from _layer_input(part, hp, parts)
         elif isinstance(part, blocks.Laurel):
             yield from _laurel(part, hp)
+        elif isinstance(part, blocks.NGrams):
+            yield from _ngrams(part, hp.n_embd)
         elif isinstance(part, blocks.Experts):
             yield from _experts(part, hp)
         else:
@@ -233,6 +242,25 @@ def _altup(part: blocks.AltUp | None, n_embd: int) -> Shapes:
     yield part.predict, (n * n, n)
     yield part.correct, (n, n)
     yield part.correct_scale, (n_embd,)
+
+
+def _mixer(part: blocks.StreamMixer, n_embd: int) -> Shapes:
+    wide = part.streams * n_embd
+    yield from _norm(part.norm, wide)
+    yield from _linear(part.down, part.rank, wide)
+    yield from _linear(part.up, wide, part.rank)
+    if part.inject is not None:
+        yield from _linear(part.inject, part.streams, wide)
+
+
+def _ngrams(part: blocks.NGrams, n_embd: int) -> Shapes:
+    wide, embedded = part.streams * n_embd, len(part.sizes) * part.width
+    yield part.table, (-(-part.rows // blocks.TABLE_MULTIPLE) * blocks.TABLE_MULTIPLE, part.width)
+    yield from _linear(part.key, wide, embedded)
+    yield from _linear(part.value, n_embd, embedded)
+    for norm in (part.key_norm, part.query_norm, part.conv_norm):
+        yield from _norm(norm, wide)
+    yield part.conv, (wide, part.kernel)
 
 
 def _experts(part: blocks.Experts, hp: blocks.HParams) -> Shapes:

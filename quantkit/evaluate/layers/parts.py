@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from quantkit.archs.common.blocks import NGrams
 from quantkit.codegen import blas
 from quantkit.formats.gguf import Tensor
 from quantkit.runtime.blocks.spans import Span
@@ -55,8 +56,12 @@ def parts(model: Model, tokens: np.ndarray) -> Iterator[Part]:
     for name in model.weights:
         names.setdefault(layer_of(name), []).append(name)
     steps: list[tuple[int | None, list[str], Run]] = [(None, [head.embedding], lambda _: model.embed(ids.reshape(-1)))]
-    steps += [(block.layer, names[block.layer], _block_runner(model, block, ids)) for block in model.blocks]
-    steps += [(None, [head.norm.weight, head.output.weight], lambda x: model.project(model.merge_streams(x)))]
+    for block in model.blocks:
+        tables = [part.table for part in block.parts if isinstance(part, NGrams)]
+        steps.append((block.layer, names[block.layer] + tables, _block_runner(model, block, ids)))
+    last = [linear.weight for linear in (*(head.streams.matrices if head.streams else ()), head.output)]
+    last += [] if head.norm is None else [head.norm.weight]
+    steps += [(None, last, lambda x: model.project(model.merge_streams(x)))]
     for layer, weights, run in steps:
         part = Part(layer, weights, model, run, x)
         yield part

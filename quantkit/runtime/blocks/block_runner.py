@@ -27,6 +27,8 @@ from quantkit.runtime.blocks import (
     latent,
     layer_input,
     mamba2,
+    ngrams,
+    pooled_indexer,
     recurrent,
 )
 from quantkit.runtime.blocks.float_attention import AttentionOptions, Heads
@@ -95,7 +97,7 @@ class BlockRunner:
         return out if block.out_scale is None else out * self.vector(block.out_scale)
 
     def run_part(self, part: blocks.Part, layer: int, x: np.ndarray, spans: list[Span]) -> np.ndarray:
-        """float32[tokens, n_embd] that a part of a block adds to x."""
+        """float32[tokens, n_embd] that a part of a block adds to x; of n-grams, what is added to all streams."""
         if isinstance(part, blocks.Attention):
             return self._attention(part, layer, x, spans)
         if isinstance(part, blocks.LatentAttention):
@@ -112,19 +114,23 @@ class BlockRunner:
             return self.short_conv(part, layer, x, spans)
         if isinstance(part, blocks.LayerInput):
             return layer_input.layer_input(self, part, x, spans)
+        if isinstance(part, blocks.NGrams):
+            return ngrams.ngrams(self, part, layer, x, spans)
         if isinstance(part, blocks.Experts):
             return self._experts(part, x, spans)
         if isinstance(part, blocks.Laurel):
             return altup.laurel(self, part, x)
-        return self.gated(part, self._norm_before(part.norm, x))
+        return self.gated(part, self.norm(part.norm, x))
 
     def _attention(self, part: blocks.Attention, layer: int, x: np.ndarray, spans: list[Span]) -> np.ndarray:
-        y = self._norm_before(part.norm, x)
+        y = self.norm(part.norm, x)
         own = part.source is None
         spans = self.hold(y, [part.q, part.k, part.v] if own else [part.q], spans)
         projected, *key_value = self.linears([part.q, part.k, part.v] if own and part.k != part.v else [part.q], y)
         k, v = self._keys_and_values(part, y, *key_value) if own else (None, None)
         gates = None if part.head_gate is None else self.linear(part.head_gate, y)
+        if isinstance(part.indexer, blocks.PooledIndexer):
+            spans = pooled_indexer.select(self, part.indexer, part.rope, layer, y, spans)
         q = self.without_gates(projected, part.heads) if part.gated else projected
         q = self._rotated(part, part.q_norm, q, spans)
         k = None if k is None else self._rotated(part, part.k_norm, k, spans)
@@ -137,7 +143,7 @@ class BlockRunner:
         if gates is not None:
             y = (y.reshape(len(y), part.heads, -1) * self.sigmoid(gates)[:, :, None]).reshape(y.shape)
         self.check(f"attention of blk.{layer} over a cache of {spans[0].cache.cache_type}", y)
-        return self._post_norm(part.post_norm, self.linear(part.out, self._post_norm(part.sub_norm, y)))
+        return self.norm(part.post_norm, self.linear(part.out, self.norm(part.sub_norm, y)))
 
     def _keys_and_values(
         self, part: blocks.Attention, y: np.ndarray, *projected: np.ndarray
@@ -185,11 +191,6 @@ class BlockRunner:
         """The matrices between latents and heads."""
         return latent.HeadProjections(part, self.weights, self.threads)
 
-    def _norm_before(self, norm: blocks.Norm | None, x: np.ndarray) -> np.ndarray:
-        return x if norm is None else self.norm(norm, x)
-
-    _post_norm = _norm_before
-
     def apply_rope(self, x: np.ndarray, rope: blocks.Rope, dim: int, spans: list[Span]) -> None:
         """Apply RoPE to heads of `dim` elements, in place."""
         if not rope.dim:
@@ -205,8 +206,8 @@ class BlockRunner:
         gate = gates[0] if gates else up
         if part.cutoff is not None:
             gate = altup.largest_gates(gate, part.cutoff)
-        y = self._post_norm(part.sub_norm, self.activate(part.activation, gate, up, part.limit))
-        return self._post_norm(part.post_norm, self.linear(part.down, y))
+        y = self.norm(part.sub_norm, self.activate(part.activation, gate, up, part.limit))
+        return self.norm(part.post_norm, self.linear(part.down, y))
 
     def _experts(self, part: blocks.Experts, x: np.ndarray, spans: list[Span]) -> np.ndarray:
         y = self.norm(part.norm, x)
@@ -219,11 +220,11 @@ class BlockRunner:
             chosen, weights = self.route(part, logits)
         out = self.run_experts(part, self._through(part.latent_down, y), chosen, weights)
         self.check(part.down.weight, out)
-        out = self._post_norm(part.routed_norm, self._through(part.latent_up, out))
+        out = self.norm(part.routed_norm, self._through(part.latent_up, out))
         if part.shared is not None:
-            y = y if part.shared.norm == part.norm else self._norm_before(part.shared.norm, x)
+            y = y if part.shared.norm == part.norm else self.norm(part.shared.norm, x)
             out = out + self._shared(part.shared, part.shared_gate, y)
-        return self._post_norm(part.post_norm, out)
+        return self.norm(part.post_norm, out)
 
     def _through(self, linear: blocks.Linear | None, x: np.ndarray) -> np.ndarray:
         return x if linear is None else self.linear(linear, x)
@@ -339,8 +340,10 @@ class BlockRunner:
             x = self.norm(norm, x.reshape(-1, dim)).reshape(x.shape)
         return x
 
-    def norm(self, norm: blocks.Norm, x: np.ndarray) -> np.ndarray:
-        """`rms_norm` with the tensors that a block names, and the non-finite check."""
+    def norm(self, norm: blocks.Norm | None, x: np.ndarray) -> np.ndarray:
+        """`rms_norm` with the tensors that a block names, and the non-finite check; x itself without a norm."""
+        if norm is None:
+            return x
         y = self.rms_norm(self.centre(x) if norm.centred else x, norm)
         if norm.bias:
             y += self.vector(norm.bias)

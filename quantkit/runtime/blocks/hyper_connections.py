@@ -1,11 +1,12 @@
 """Hyper-connections, layer by layer in float32: residual streams that parts of blocks read and write.
 
-`archs.common.blocks.HyperConnection` and `StreamHead` have the formulas. Streams are float32[tokens, n * n_embd], one
-after another.
+`archs.common.blocks.HyperConnection`, `StreamHead` and `StreamMixer` have the formulas. Streams are float32[tokens,
+n * n_embd], one after another.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -15,11 +16,8 @@ from quantkit.runtime.blocks.float_ops import ignore_nonfinite, sigmoid
 from quantkit.runtime.blocks.spans import Span
 
 
-class HyperRun(Protocol):
-    """What this module needs of a BlockRunner."""
-
-    def linear(self, linear: blocks.Linear, x: np.ndarray) -> np.ndarray:
-        """The product with a weight matrix."""
+class NormRun(Protocol):
+    """What norms of streams need of a BlockRunner."""
 
     def norm(self, norm: blocks.Norm, x: np.ndarray) -> np.ndarray:
         """RMS norm."""
@@ -27,16 +25,32 @@ class HyperRun(Protocol):
     def vector(self, name: str) -> np.ndarray:
         """A vector by its name."""
 
+
+class HyperRun(NormRun, Protocol):
+    """What this module needs of a BlockRunner."""
+
+    def linear(self, linear: blocks.Linear, x: np.ndarray) -> np.ndarray:
+        """The product with a weight matrix."""
+
     def run_part(self, part: blocks.Part, layer: int, x: np.ndarray, spans: list[Span]) -> np.ndarray:
         """What a part of a block makes of x float32[tokens, n_embd]."""
 
 
 def run(runner: HyperRun, block: blocks.Block, x: np.ndarray, spans: list[Span]) -> np.ndarray:
     """The streams float32[tokens, n * n_embd] that leave a block."""
-    for part, connection in zip(block.parts, block.hyper, strict=True):
+    for (layer, part), connection in zip(block.numbered_parts, block.hyper, strict=True):
+        if connection is None:
+            x = x + runner.run_part(part, layer, x, spans)
+            continue
         streams = x.reshape(len(x), connection.streams, -1)
+        if isinstance(connection, blocks.StreamMixer):
+            mixed, shares = mix(runner, connection, x)
+            made = runner.run_part(part, layer, mixed, spans)
+            with ignore_nonfinite():
+                x = (streams + shares[:, :, None] * made[:, None]).reshape(x.shape)
+            continue
         pre, post, mixing = weights(runner, connection, x)
-        made = runner.run_part(part, block.layer, _weighted(pre, streams), spans)
+        made = runner.run_part(part, layer, _weighted(pre, streams), spans)
         with ignore_nonfinite():
             x = (post[:, :, None] * made[:, None] + mixing.transpose(0, 2, 1) @ streams).reshape(x.shape)
     return x
@@ -65,8 +79,32 @@ def doubly_stochastic(logits: np.ndarray, part: blocks.HyperConnection) -> np.nd
     return c
 
 
-def collapse(runner: HyperRun, head: blocks.StreamHead, x: np.ndarray) -> np.ndarray:
-    """float32[tokens, n_embd] that enters the last norm, of streams float32[tokens, n * n_embd]."""
+def mix(runner: HyperRun, part: blocks.StreamMixer, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """What a part reads, float32[tokens, n_embd], and what streams get of its output, float32[tokens, n].
+
+    Without `inject` the latter has no columns.
+    """
+    normed = norm_streams(runner, part.norm, x, part.streams)
+    low = runner.linear(part.down, normed)
+    with ignore_nonfinite():
+        gates = sigmoid(runner.linear(part.up, low * sigmoid(low)))
+        mixed = (gates * normed).reshape(len(x), part.streams, -1).mean(1)
+        shares = x[:, :0] if part.inject is None else 2 * sigmoid(runner.linear(part.inject, normed))
+    return np.ascontiguousarray(mixed), shares
+
+
+def norm_streams(runner: NormRun, norm: blocks.Norm, x: np.ndarray, streams: int) -> np.ndarray:
+    """The RMS norm of each stream of float32[tokens, streams * n_embd], with a weight float32[streams * n_embd]."""
+    normed = runner.norm(replace(norm, weight=""), x.reshape(len(x) * streams, -1)).reshape(x.shape)
+    with ignore_nonfinite():
+        weighted: np.ndarray = normed * runner.vector(norm.weight)
+    return weighted
+
+
+def collapse(runner: HyperRun, head: blocks.StreamHead | blocks.StreamMixer, x: np.ndarray) -> np.ndarray:
+    """float32[tokens, n_embd] that the last norm or the output matrix gets, of streams float32[tokens, n * n_embd]."""
+    if isinstance(head, blocks.StreamMixer):
+        return mix(runner, head, x)[0]
     logits = runner.linear(head.fn, runner.norm(head.norm, x))
     with ignore_nonfinite():
         read = sigmoid(logits * runner.vector(head.scale) + runner.vector(head.base)) + np.float32(head.eps)

@@ -46,8 +46,8 @@ class RecurrentRun(Protocol):
     def linear(self, linear: blocks.Linear, x: np.ndarray) -> np.ndarray:
         """The product with a weight matrix."""
 
-    def norm(self, norm: blocks.Norm, x: np.ndarray) -> np.ndarray:
-        """RMS norm."""
+    def norm(self, norm: blocks.Norm | None, x: np.ndarray) -> np.ndarray:
+        """RMS norm; x itself without one."""
 
     def vector(self, name: str) -> np.ndarray:
         """A tensor with one dimension, decoded."""
@@ -71,7 +71,7 @@ def delta_net(run: RecurrentRun, part: blocks.DeltaNet, layer: int, x: np.ndarra
         attend(part, qkv, g[rows], beta[rows], before.heads, after.heads, out[rows], run.threads)
     run.check(f"delta rule of blk.{layer}", out)
     normed = run.norm(part.out_norm, out.reshape(-1, sizes.head_dim_v)).reshape(out.shape)
-    return run.linear(part.out, float_ops.activate("swiglu", gates, normed, run.threads))
+    return run.linear(part.out, float_ops.activate(part.gating, gates, normed, run.threads))
 
 
 def short_conv(run: RecurrentRun, part: blocks.ShortConv, layer: int, x: np.ndarray, spans: list[Span]) -> np.ndarray:

@@ -15,6 +15,7 @@ from quantkit.runtime.blocks.spans import Span, batches
 from quantkit.runtime.compiled import decode_plan, prefill_plan
 from quantkit.runtime.compiled.decode_plan import DecodeOps
 from quantkit.runtime.compiled.layer_input import LayerRows
+from quantkit.runtime.compiled.ngrams import NGramRows
 from quantkit.runtime.compiled.plan_base import Array, CompiledPlan, GivenExperts, ModelParts, PlannedCaches, PlanOps
 from quantkit.runtime.compiled.prefill_plan import PrefillOps
 from quantkit.runtime.kernels.cpu.op_list import Buffers
@@ -57,7 +58,7 @@ class _TokenBlocks(CompiledPlan):
 
     def _build(self, shape: PlannedCaches) -> PlanOps:
         ops = DecodeOps(self.model, GivenExperts(self.model, 1), self._x, self._position, self._buffers)
-        decode_plan.add_blocks(ops, LayerRows(self.model, 1), shape)
+        decode_plan.add_blocks(ops, LayerRows(self.model, 1), NGramRows(self.model, 1), shape)
         return ops
 
     @property
@@ -93,7 +94,7 @@ class _BatchBlocks(CompiledPlan):
     def _build(self, shape: PlannedCaches) -> PlanOps:
         self._x = np.zeros((BATCH_TOKENS, self.model.n_embd), np.float32)
         ops = PrefillOps(self.model, GivenExperts(self.model, BATCH_TOKENS), self._x, self._state, self._buffers)
-        prefill_plan.add_blocks(ops, LayerRows(self.model, BATCH_TOKENS), shape)
+        prefill_plan.add_blocks(ops, LayerRows(self.model, BATCH_TOKENS), NGramRows(self.model, BATCH_TOKENS), shape)
         return ops
 
     @property

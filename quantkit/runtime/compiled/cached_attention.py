@@ -11,6 +11,7 @@ from typing import NamedTuple
 from quantkit.placement import kernel_sizes
 from quantkit.placement.kernel_sizes import activation_bytes
 from quantkit.runtime.compiled.plan_base import Activations, BatchOps, PlannedCaches, TokenOps
+from quantkit.runtime.compiled.pooled_indexer import Selection
 from quantkit.runtime.kernels.cpu import decode_attention, prefill_attention, prefill_ops
 from quantkit.runtime.kernels.cpu.kv_rows import KernelHeads
 
@@ -26,6 +27,7 @@ class Projected(NamedTuple):
     sinks       address of float32[heads], or 0
     head_gates  address of float32[heads] by whose sigmoid the results of a token's heads are multiplied, or 0
     softcap     c: scores s become c tanh(s / c) before softmax; or None
+    selection   the blocks of positions that tokens attend to; None: all
     """
 
     heads: KernelHeads
@@ -40,6 +42,7 @@ class Projected(NamedTuple):
     sinks: int = 0
     softcap: float | None = None
     head_gates: int = 0
+    selection: Selection | None = None
 
     @property
     def query_heads(self) -> int:
@@ -66,6 +69,8 @@ def attend_token(ops: TokenOps, shape: PlannedCaches, x: Projected) -> Activatio
         scratch=scratch,
         private_stride=stride,
         softcap=0 if x.softcap is None else ops.constant(x.softcap),
+        selection=x.selection.address if x.selection else 0,
+        rate=x.selection.rate if x.selection else 1,
         **x.rope,
     )
     ops.add(decode_attention.attention(heads), attention, barrier=True)
@@ -113,5 +118,8 @@ def attend_batch(ops: BatchOps, shape: PlannedCaches, x: Projected, out: int) ->
         private_stride=stride,
         sinks=x.sinks,
         softcap=0 if x.softcap is None else ops.constant(x.softcap),
+        selection=x.selection.address if x.selection else 0,
+        selection_bytes=x.selection.nbytes if x.selection else 0,
+        rate=x.selection.rate if x.selection else 1,
     )
     ops.add(prefill_attention.attention(heads, tokens), attention, barrier=True)

@@ -30,6 +30,7 @@ import numpy as np
 from quantkit.archs.common import blocks
 from quantkit.placement import kernel_sizes
 from quantkit.placement.kernel_sizes import activation_bytes, whole_lines
+from quantkit.runtime.blocks.spans import Span
 from quantkit.runtime.compiled import (
     altup,
     compressed,
@@ -39,7 +40,10 @@ from quantkit.runtime.compiled import (
     latent,
     layer_input,
     mamba2,
+    ngrams,
+    pooled_indexer,
     short_conv,
+    stream_mixers,
 )
 from quantkit.runtime.compiled.cached_attention import Projected, attend_token
 from quantkit.runtime.compiled.plan_base import (
@@ -70,6 +74,7 @@ class DecodePlan(CompiledPlan):
         self._x, self._logits = self._head.x, self._head.logits
         self._rows = layer_input.LayerRows(model, 1)
         self._given = GivenExperts(model, 1)
+        self._ngrams = ngrams.NGramRows(model, 1)
 
     def __call__(self, token: int, cache: Cache) -> Array:
         """A fresh array. The caller makes sure that the cache has room."""
@@ -79,6 +84,7 @@ class DecodePlan(CompiledPlan):
         embedded = self.model.embed(tokens)
         self._x[:] = embedded[0]
         self._rows.look_up(tokens, embedded)
+        self._ngrams.look_up(tokens, [Span(0, 1, cache)])
         self._position[0] = cache.length
         ops.run()
         cache.extend(1)
@@ -90,13 +96,15 @@ class DecodePlan(CompiledPlan):
 
     def _build(self, shape: PlannedCaches) -> PlanOps:
         ops = DecodeOps(self.model, self._given, self._x, self._position)
-        add_blocks(ops, self._rows, shape)
+        add_blocks(ops, self._rows, self._ngrams, shape)
         add_head(ops, self._logits)
         return ops
 
     @property
     def work_bytes(self) -> int:
-        own = self._head.own_bytes + self._position.nbytes + self._rows.nbytes + self._given.nbytes
+        own = (
+            self._head.own_bytes + self._position.nbytes + self._rows.nbytes + self._given.nbytes + self._ngrams.nbytes
+        )
         return super().work_bytes + own
 
 
@@ -230,18 +238,22 @@ class DecodeOps(TokenOps):
 # --------------------------------------------------------------------------------------------------------------- blocks
 
 
-def add_blocks(ops: DecodeOps, rows: layer_input.LayerRows, shape: PlannedCaches) -> None:
-    """Append the operations of all blocks of the model; `rows` are those of its per-layer embeddings."""
+def add_blocks(ops: DecodeOps, rows: layer_input.LayerRows, lookups: ngrams.NGramRows, shape: PlannedCaches) -> None:
+    """Append the operations of all blocks of the model, with the rows of its per-layer embeddings and n-grams."""
     ops.keep(rows.rows)
     layer_input.add_projections(ops, layer_input.of_model(ops.model))
     head = ops.model.head.streams
     if isinstance(head, blocks.AltUpHead):
         _add_altup_blocks(ops, altup.TokenStreams(ops, head), rows, shape)
         return
-    streams = hyper_connections.TokenStreams(ops, head.streams) if head else None
+    streams = _streams(ops)
     for block in ops.model.block_list:
         normed = ops.norm(block.parts[0].norm) if block.parallel else None
         for (layer, part), connection in itertools.zip_longest(block.numbered_parts, block.hyper):
+            if isinstance(part, blocks.NGrams):
+                assert streams is not None, f"{part.table}: n-grams are added to streams"
+                ngrams.add_decode(ops, layer, part, lookups, streams.streams)
+                continue
             if streams is not None:
                 streams.read(connection)
             if isinstance(part, blocks.LayerInput):
@@ -279,6 +291,14 @@ def _add_altup_blocks(
         layer_input.add_decode(ops, embedding, rows.address(embedding))
         streams.add()
     streams.end()
+
+
+def _streams(ops: DecodeOps) -> hyper_connections.TokenStreams | stream_mixers.TokenMixers | None:
+    """The residual streams of hyper-connections, if there are several."""
+    head = ops.model.head.streams
+    if isinstance(head, blocks.StreamMixer):
+        return stream_mixers.TokenMixers(ops, head)
+    return hyper_connections.TokenStreams(ops, head.streams) if head else None
 
 
 def add_part(
@@ -335,7 +355,12 @@ def add_attention(
         _add_keys_and_values(ops, part, normed, k, v, view)
     else:
         k = v = 0
+    selection = None
+    if isinstance(part.indexer, blocks.PooledIndexer):
+        pooled_indexer.add_decode_products(ops, part.indexer, normed)
     ops.add_barrier()
+    if isinstance(part.indexer, blocks.PooledIndexer):
+        selection = pooled_indexer.add_decode(ops, layer, part.indexer, part.rope, shape)
     if part.norms_across_heads:
         assert part.source is None, f"{part.q.weight}: norms over all heads, and keys of an earlier layer"
         q = _norm_across_heads(ops, part.q, part.q_norm, q, "q normed")
@@ -344,7 +369,7 @@ def add_attention(
     projected = Projected(
         shape.heads(part), part.kv_heads, q, k, v, part.scale, view,
         rope_fields(part, is_applied=part.norms_after_rope), query_gates, ops.vector(part.sinks),
-        part.softcap, head_gates,
+        part.softcap, head_gates, selection,
     )  # fmt: skip
     merged = attend_token(ops, shape, projected)
     width = part.heads * part.head_dim_v

@@ -61,7 +61,7 @@ def add_decode(ops: TokenOps, layer: int, part: blocks.DeltaNet) -> None:
         out=buffers.out,
     )
     ops.add(delta_net.update, update)
-    hidden = gate_token(ops, sizes, part.out_norm, "swiglu", buffers.gates, buffers.out)
+    hidden = gate_token(ops, sizes, part.out_norm, part.gating, buffers.gates, buffers.out)
     ops.add_to_residual(part.out, hidden)
 
 
@@ -96,7 +96,7 @@ def add_prefill(ops: BatchOps, layer: int, part: blocks.DeltaNet) -> None:
         private_stride=stride,
     )
     ops.add(delta_net.attend, attend, barrier=True)
-    gate_batch(ops, sizes, part.out_norm, "swiglu", buffers.gates, buffers.out)
+    gate_batch(ops, sizes, part.out_norm, part.gating, buffers.gates, buffers.out)
     ops.add_to_residual(part.out, ops.quantize(buffers.out, sizes.inner, (part.out,)))
 
 

@@ -23,19 +23,20 @@ class TokenStreams:
 
     def __init__(self, ops: TokenOps, n: int):
         self._ops, self._wide = ops, n * ops.n_embd
-        self._streams, self._logits = ops.buffer("streams", 4 * self._wide), ops.buffer("mixing", 4 * (2 + n) * n)
+        self.streams, self._logits = ops.buffer("streams", 4 * self._wide), ops.buffer("mixing", 4 * (2 + n) * n)
         ops.entering = ops.buffer("entering", 4 * ops.n_embd)
         weights = ops.private_buffer("stream weights", stream_record_bytes(n))
         record = hyper_connections.Streams(
-            self._streams, n, ops.n_embd, ops.x, ops.entering, self._logits, *weights
+            self.streams, n, ops.n_embd, ops.x, ops.entering, self._logits, *weights
         )  # fmt: skip
         self._parameters = TokenParameters(streams=ops.record(record).address, mixing=0, multiple=SPLIT_ROWS)
         ops.add(hyper_connections.spread_token, self._parameters, barrier=True)
 
-    def read(self, part: blocks.HyperConnection | blocks.StreamHead) -> None:
+    def read(self, part: blocks.Connection | None) -> None:
         """Append what a part reads of the streams, and x = 0; or what the last norm reads, which x becomes."""
+        assert isinstance(part, (blocks.HyperConnection, blocks.StreamHead)), "streams are mixed in one way"
         ops = self._ops
-        normed = ops.norm_of(part.norm, Activations(self._streams, 0), self._wide, "streams normed")
+        normed = ops.norm_of(part.norm, Activations(self.streams, 0), self._wide, "streams normed")
         ops.matvec(part.fn, normed, self._logits, barrier=True, multiple=max(4, ops.tensor(part.fn).type.interleave))
         ops.add(hyper_connections.read_token, self._parameters._replace(mixing=_mixing(ops, part)), barrier=True)
 
@@ -43,7 +44,7 @@ class TokenStreams:
         """Append what the part that was read for, which is x, does to the streams."""
         self._ops.add(hyper_connections.write_token, self._parameters, barrier=True)
 
-    def end(self, head: blocks.StreamHead) -> None:
+    def end(self, head: blocks.Connection) -> None:
         """Append x = what the last norm reads."""
         self.read(head)
         self._ops.entering = self._ops.x
@@ -54,20 +55,21 @@ class BatchStreams:
 
     def __init__(self, ops: BatchOps, n: int):
         self._ops, self._wide = ops, n * ops.n_embd
-        self._streams, self._logits = ops.floats("streams", self._wide), ops.floats("mixing", (2 + n) * n)
+        self.streams, self._logits = ops.floats("streams", self._wide), ops.floats("mixing", (2 + n) * n)
         ops.entering = ops.floats("entering", ops.n_embd)
         nbytes = stream_record_bytes(n)
         weights = ops.buffer("stream weights", BATCH_TOKENS * nbytes)
         record = hyper_connections.Streams(
-            self._streams, n, ops.n_embd, ops.x, ops.entering, self._logits, weights, nbytes
+            self.streams, n, ops.n_embd, ops.x, ops.entering, self._logits, weights, nbytes
         )  # fmt: skip
         self._parameters = BatchParameters(state=ops.state, streams=ops.record(record).address, mixing=0)
         ops.add(hyper_connections.spread_batch, self._parameters, barrier=True)
 
-    def read(self, part: blocks.HyperConnection | blocks.StreamHead) -> None:
+    def read(self, part: blocks.Connection | None) -> None:
         """As `TokenStreams.read`."""
+        assert isinstance(part, (blocks.HyperConnection, blocks.StreamHead)), "streams are mixed in one way"
         ops, normed = self._ops, self._ops.floats("streams normed", self._wide)
-        ops.norm_of(part.norm, self._streams, self._wide, normed)
+        ops.norm_of(part.norm, self.streams, self._wide, normed)
         ops.multiply(part.fn, ops.quantize(normed, self._wide, (part.fn,)), self._logits, barrier=True)
         ops.add(hyper_connections.read_batch, self._parameters._replace(mixing=_mixing(ops, part)), barrier=True)
 
@@ -75,7 +77,7 @@ class BatchStreams:
         """As `TokenStreams.write`."""
         self._ops.add(hyper_connections.write_batch, self._parameters, barrier=True)
 
-    def end(self, head: blocks.StreamHead) -> None:
+    def end(self, head: blocks.Connection) -> None:
         """As `TokenStreams.end`."""
         self.read(head)
         self._ops.entering = self._ops.x

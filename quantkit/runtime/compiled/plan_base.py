@@ -72,13 +72,16 @@ class ModelParts:
         parts = [part for block in self.block_list for part in block.parts]
         sparse = any(part.sparse for part in parts if isinstance(part, blocks.LatentAttention))
         selects = any(part.indexer is not None for part in parts if isinstance(part, blocks.CompressedAttention))
-        return self.attends_plainly or sparse or selects
+        pools = any(
+            isinstance(part.indexer, blocks.PooledIndexer) for part in parts if isinstance(part, blocks.Attention)
+        )
+        return self.attends_plainly or sparse or selects or pools
 
     @property
     def recurrent(self) -> list[int]:
         """The layers of the blocks that have a state."""
         parts = (numbered for block in self.block_list for numbered in block.numbered_parts)
-        return [layer for layer, part in parts if isinstance(part, blocks.RECURRENT)]
+        return [layer for layer, part in parts if isinstance(part, (*blocks.RECURRENT, blocks.NGrams))]
 
     @property
     def vocab(self) -> int:
@@ -173,6 +176,7 @@ class PlanOps(OpList):
         self.model, self.given_experts = model, given_experts
         self.views: list[tuple[int, AnyAttention, StoredRecord]] = []  # a LayerView per attention layer
         self.states_views: list[tuple[int, StoredRecord]] = []  # a StatesView per recurrent layer
+        self.index_views: list[tuple[int, blocks.Rope, StoredRecord]] = []  # a LayerView per indexer of blocks
 
     def tensor(self, linear: blocks.Linear) -> Tensor:
         """The matrix of a product: a tensor, or some rows of one."""
@@ -280,8 +284,14 @@ class PlanOps(OpList):
         self.views.append((layer, part, view))
         return view.address
 
+    def index_view(self, layer: int, rope: blocks.Rope) -> int:
+        """Address of the LayerView record of an indexer of blocks, of EntryCaches, which `Plan._point_to` fills."""
+        view = self.record(LayerView(cos=0, sin=0, caches=0, window=0))
+        self.index_views.append((layer, rope, view))
+        return view.address
+
     def states_view(self, layer: int) -> int:
-        """Address of the StatesView record of a recurrent layer, which `Plan._point_to` fills."""
+        """Address of the StatesView record of a recurrent layer, or of n-grams, which `Plan._point_to` fills."""
         view = self.record(StatesView(states=0))
         self.states_views.append((layer, view))
         return view.address
@@ -370,10 +380,17 @@ def _record_of(cache: Cache, layer: int) -> LayerCache | EntryCache | LayerState
     if state is not None:
         return LayerStates(state.inputs.ctypes.data, state.heads.ctypes.data)
     rows = LayerCache(cache.k[layer].ctypes.data, cache.v[layer].ctypes.data, cache.n_ctx)
-    if cache.entries is None:
+    if cache.entries is None or cache.index:
         return rows
     entries, keys = (each.ctypes.data for each in cache.entries.arrays(layer))
     return EntryCache(*rows, entries, keys, cache.entries.made.ctypes.data)
+
+
+def _index_of(cache: Cache, layer: int) -> EntryCache:
+    """Where the rows of an indexer of blocks, and the keys of blocks, are in a cache."""
+    assert cache.entries is not None
+    keys, made = cache.entries.arrays(layer)[1].ctypes.data, cache.entries.made.ctypes.data
+    return EntryCache(0, cache.index[layer].ctypes.data, cache.n_ctx, 0, keys, made)
 
 
 class CompiledPlan(ABC):
@@ -387,6 +404,7 @@ class CompiledPlan(ABC):
         self._caches: list[Cache] = []  # that the list points to; none while it is being pointed elsewhere
         self._states: list[LayerState] = []  # of their recurrent layers: `Cache.state` may exchange one
         self._cache_records: list[Array] = []  # per layer, a LayerCache or LayerStates per cache
+        self._index_records: dict[int, Array] = {}  # per indexer of blocks, an EntryCache per cache
         self._rope_tables: dict[blocks.Rope, tuple[Array, Array]] = {}
         self._query_factors: dict[blocks.Temperature | None, Array] = {}  # None: logarithms
 
@@ -415,9 +433,13 @@ class CompiledPlan(ABC):
             self._ops = None
             self._shape = PlannedCaches(caches[0].type, n_ctx)
             ops = self._ops = self._build(self._shape)
+        count = max(len(caches[0].k), 1 + max(caches[0].states, default=-1))
         self._cache_records = [
-            np.array([_record_of(cache, layer) for cache in caches], np.int64) for layer in range(len(caches[0].k))
+            np.array([_record_of(cache, layer) for cache in caches], np.int64) for layer in range(count)
         ]
+        self._index_records = {
+            layer: np.array([_index_of(cache, layer) for cache in caches], np.int64) for layer, *_ in ops.index_views
+        }
         for layer, part, view in ops.views:
             cos, sin = self._tables(part.rope.of_context(n_ctx), n_ctx)
             factors = self._factors(part, n_ctx)
@@ -429,6 +451,9 @@ class CompiledPlan(ABC):
                 query_factors=0 if factors is None else factors.ctypes.data,
                 chunk=(part.chunk or 0) if isinstance(part, blocks.Attention) else 0,
             )
+        for layer, rope, view in ops.index_views:
+            cos, sin = self._tables(rope.of_context(n_ctx), n_ctx)
+            view.set(cos=cos.ctypes.data, sin=sin.ctypes.data, caches=self._index_records[layer].ctypes.data)
         for layer, states_view in ops.states_views:
             states_view.set(states=self._cache_records[layer].ctypes.data)
         self._caches, self._states = caches, states

@@ -38,7 +38,10 @@ from quantkit.runtime.compiled import (
     latent,
     layer_input,
     mamba2,
+    ngrams,
+    pooled_indexer,
     short_conv,
+    stream_mixers,
 )
 from quantkit.runtime.compiled.cached_attention import Projected, attend_batch
 from quantkit.runtime.compiled.plan_base import (
@@ -71,6 +74,7 @@ class PrefillPlan(CompiledPlan):
         self._x = np.zeros((BATCH_TOKENS, model.n_embd), np.float32)
         self._rows = layer_input.LayerRows(model, BATCH_TOKENS)
         self._given = GivenExperts(model, BATCH_TOKENS)
+        self._ngrams = ngrams.NGramRows(model, BATCH_TOKENS)
 
     def __call__(self, tokens: Array, spans: Sequence[Span]) -> Array:
         """At most BATCH_TOKENS tokens; a view that the next call overwrites. All caches have one type."""
@@ -79,6 +83,7 @@ class PrefillPlan(CompiledPlan):
         count = len(tokens)
         self._x[:count] = self.model.embed(tokens)
         self._rows.look_up(tokens, self._x[:count])
+        self._ngrams.look_up(tokens, spans)
         write_state(self._state, count, spans, [span.cache.length for span in spans])
         ops.run()
         for span in spans:
@@ -93,12 +98,13 @@ class PrefillPlan(CompiledPlan):
 
     def _build(self, shape: PlannedCaches) -> PlanOps:
         ops = PrefillOps(self.model, self._given, self._x, self._state)
-        add_blocks(ops, self._rows, shape)
+        add_blocks(ops, self._rows, self._ngrams, shape)
         return ops
 
     @property
     def work_bytes(self) -> int:
-        return super().work_bytes + self._x.nbytes + self._state.nbytes + self._rows.nbytes + self._given.nbytes
+        own = self._x.nbytes + self._state.nbytes + self._rows.nbytes + self._given.nbytes + self._ngrams.nbytes
+        return super().work_bytes + own
 
 
 def new_state(sequences: int) -> Array:
@@ -220,18 +226,22 @@ class PrefillOps(BatchOps):
 # --------------------------------------------------------------------------------------------------------------- blocks
 
 
-def add_blocks(ops: PrefillOps, rows: layer_input.LayerRows, shape: PlannedCaches) -> None:
-    """Append the operations of all blocks of the model; `rows` are those of its per-layer embeddings."""
+def add_blocks(ops: PrefillOps, rows: layer_input.LayerRows, lookups: ngrams.NGramRows, shape: PlannedCaches) -> None:
+    """Append the operations of all blocks of the model, with the rows of its per-layer embeddings and n-grams."""
     ops.keep(rows.rows)
     embedded = int(ops.keep(rows.x).ctypes.data)
     head = ops.model.head.streams
     if isinstance(head, blocks.AltUpHead):
         _add_altup_blocks(ops, altup.BatchStreams(ops, head), embedded, rows, shape)
         return
-    streams = hyper_connections.BatchStreams(ops, head.streams) if head else None
+    streams = _streams(ops)
     for block in ops.model.block_list:
         normed = ops.norm(block.parts[0].norm, ()).floats if block.parallel else 0
         for (layer, part), connection in itertools.zip_longest(block.numbered_parts, block.hyper):
+            if isinstance(part, blocks.NGrams):
+                assert streams is not None, f"{part.table}: n-grams are added to streams"
+                ngrams.add_prefill(ops, layer, part, lookups, streams.streams)
+                continue
             if streams is not None:
                 streams.read(connection)
             if isinstance(part, blocks.LayerInput):
@@ -271,6 +281,14 @@ def _add_altup_blocks(
     streams.end()
 
 
+def _streams(ops: PrefillOps) -> hyper_connections.BatchStreams | stream_mixers.BatchMixers | None:
+    """The residual streams of hyper-connections, if there are several."""
+    head = ops.model.head.streams
+    if isinstance(head, blocks.StreamMixer):
+        return stream_mixers.BatchMixers(ops, head)
+    return hyper_connections.BatchStreams(ops, head.streams) if head else None
+
+
 def add_part(ops: PrefillOps, layer: int, part: blocks.Part, shape: PlannedCaches, normed: int = 0) -> None:
     """Append the operations of a part of a block; `normed`, if given, is the address of its input's norm."""
     if isinstance(part, blocks.Attention):
@@ -306,7 +324,9 @@ def add_attention(
     """Append attention with its norm: projections, RoPE, caches, softmax, output; the result is added to x."""
     head_gates = ops.floats("head gates", part.heads) if part.head_gate is not None else 0
     own = (part.k, part.v) if part.source is None else ()
-    readers = (part.q, *own, *((part.head_gate,) if part.head_gate is not None else ()))
+    indexer = part.indexer if isinstance(part.indexer, blocks.PooledIndexer) else None
+    of_indexer = (indexer.q, indexer.k) if indexer is not None else ()
+    readers = (part.q, *own, *((part.head_gate,) if part.head_gate is not None else ()), *of_indexer)
     normed = _normed(ops, part.norm, normed_at, readers)
     width_q = part.heads * part.head_dim_k
     q, k, v = (ops.floats(name, n) for name, n in zip("qkv", (width_q, ops.rows(part.k), ops.rows(part.v))))
@@ -316,6 +336,8 @@ def add_attention(
     ops.multiply(part.q, normed, projected)
     if part.head_gate is not None:
         ops.multiply(part.head_gate, normed, head_gates)
+    if indexer is not None:
+        pooled_indexer.add_prefill_products(ops, indexer, normed)
     if part.source is None:
         ops.multiply(part.k, normed, k, barrier=part.v == part.k)
         if part.v != part.k:
@@ -325,6 +347,7 @@ def add_attention(
     else:
         k = v = 0
         ops.add_barrier()
+    selection = pooled_indexer.add_prefill(ops, layer, indexer, part.rope, shape) if indexer is not None else None
     if part.gated:
         split = gates.SplitQueriesParameters(
             tokens=ops.token_count,
@@ -345,7 +368,7 @@ def add_attention(
     attending = Projected(
         shape.heads(part), part.kv_heads, q, k, v, part.scale, view,
         rope_fields(part, is_applied=part.norms_after_rope), sinks=ops.vector(part.sinks),
-        softcap=part.softcap,
+        softcap=part.softcap, selection=selection,
     )  # fmt: skip
     attend_batch(ops, shape, attending, out)
     if part.gated:

@@ -21,18 +21,13 @@ def unsupported_feature(weights: Weights, parts: Sequence[blocks.Block], head: b
 
 def unsupported_in_head(weights: Weights, head: blocks.Head) -> str | None:
     """As `unsupported_feature`, of the head."""
-    streams = head.streams
-    of_streams: Sequence[blocks.Linear] = ()
-    if isinstance(streams, blocks.AltUpHead):
-        of_streams = *streams.project, *streams.merge
-    elif streams is not None:
-        of_streams = (streams.fn,)
-    return _in_matrices(weights, [head.output, *of_streams])
+    return _in_matrices(weights, [head.output, *(() if head.streams is None else head.streams.matrices)])
 
 
 def unsupported_in_blocks(weights: Weights, parts: Sequence[blocks.Block]) -> str | None:
     """As `unsupported_feature`, of blocks without the head."""
-    linears = [connection.fn for block in parts for connection in block.hyper]
+    connections = [connection for block in parts for connection in block.hyper if connection is not None]
+    linears = [linear for connection in connections for linear in connection.matrices]
     linears += [block.altup.router for block in parts if block.altup is not None]
     for part in (part for block in parts for part in block.parts):
         reason = _in_part(part)
@@ -66,6 +61,8 @@ def _linears(part: blocks.Part) -> list[blocks.Linear]:
     found: Sequence[blocks.Linear | None]
     if isinstance(part, blocks.Attention):
         found = part.q, part.k, part.v, part.out, part.head_gate
+        if isinstance(part.indexer, blocks.PooledIndexer):
+            found = *found, part.indexer.q, part.indexer.k
     elif isinstance(part, blocks.LatentAttention):
         found = part.q_a, part.q, part.kv_a, part.kv_b, part.k_b, part.v_b, part.out
         if part.indexer is not None:
@@ -87,6 +84,8 @@ def _linears(part: blocks.Part) -> list[blocks.Linear]:
         found = part.project, part.gate, part.out
     elif isinstance(part, blocks.Laurel):
         found = part.left, part.right
+    elif isinstance(part, blocks.NGrams):
+        found = part.key, part.value
     elif isinstance(part, blocks.Experts):
         found = part.gate, part.up, part.down, part.router, part.latent_down, part.latent_up
         if part.shared is not None:
@@ -104,6 +103,8 @@ def _in_matrices(weights: Weights, linears: Sequence[blocks.Linear]) -> str | No
 def _in_attention(part: blocks.Attention) -> str | None:
     if min(part.head_dim_k, part.head_dim_v) < MIN_HEAD_DIM:
         return f"heads of {part.head_dim_k} and {part.head_dim_v} elements: kernels need at least {MIN_HEAD_DIM}"
+    if isinstance(part.indexer, blocks.PooledIndexer) and part.indexer.dim % 32:
+        return f"an indexer of {part.indexer.dim} elements, not a multiple of 32 ({part.indexer.k.weight})"
     return None
 
 

@@ -80,8 +80,8 @@ class GpuContext(Protocol):
     def scale_and_bias(self, linear: blocks.Linear) -> tuple[float, torch.Tensor | None]:
         """The factor of products, and float32[rows] that is added then."""
 
-    def norm(self, norm: blocks.Norm, x: Any) -> Any:
-        """x normed, checked."""
+    def norm(self, norm: blocks.Norm | None, x: Any) -> Any:
+        """x normed, checked; x itself without a norm."""
 
     def norm_weight(self, norm: blocks.Norm, n: int) -> Any:
         """float32[n] of a norm."""

@@ -31,7 +31,9 @@ def delta_net(run: GpuContext, part: blocks.DeltaNet, layer: int, x: Any, spans:
     out = torch.cat(outputs)
     run.check(f"delta rule of blk.{layer}", out)
     normed = run.norm(part.out_norm, out.view(-1, sizes.head_dim_v)).reshape(len(x), -1)
-    return run.linear(part.out, run.activate("swiglu", gates, normed))
+    if part.gating == "sigmoid":
+        return run.linear(part.out, normed * run.sigmoid(gates))
+    return run.linear(part.out, run.activate(part.gating, gates, normed))
 
 
 def kimi_delta(run: GpuContext, part: blocks.KimiDelta, layer: int, x: Any, spans: list[Span]) -> Any:

@@ -17,12 +17,19 @@ A row is one head's key or value in the K or V type, rounded as runtime/kernels/
 head follow each other, so that attention reads memory in order. With khad or vhad the rows were rotated before
 (`kv_rounding.rotation`).
 
+Layers with an indexer of blocks (runtime/blocks/pooled_indexer.py) have a third array, of the indexer's keys before
+norm and RoPE, in the V type and never rotated:
+
+    index[layer]   uint8[1, n_ctx, row bytes of the indexer's keys]
+
 With compressed attention (runtime/blocks/compressed_attention.py) v has what compressors read of a token. What they
 make of it is in `entries` (entries.py), which follow from the rows.
 
 A recurrent layer (runtime/blocks/recurrent.py) has a state of one size instead, which holds all positions at once:
 
     states[layer]   LayerState: the last inputs of the convolution, and the state of each value head
+
+A part that looks up n-grams (runtime/blocks/ngrams.py) has a state too, with a number after those of all layers.
 
 Keys and values are truncated by setting `length`. A state cannot be truncated to any position, only to 0, to the last
 `mark()`, or to what `save()` copied:
@@ -36,18 +43,18 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from quantkit import types
-from quantkit.archs.common.blocks import HParams, Recurrence
+from quantkit.archs.common.blocks import HParams, Recurrence, StateShapes
 from quantkit.errors import DataError
 from quantkit.inputs import arguments
 from quantkit.runtime.kv.cache_type import CacheType
 from quantkit.runtime.kv.entries import Entries
-from quantkit.runtime.kv.saved_state import INCOMPLETE, LayerState, State
+from quantkit.runtime.kv.saved_state import INCOMPLETE, LayerState, State, Zeros
 
 _MAX_TOKENS = 1 << 31  # of a cache
 
@@ -64,13 +71,25 @@ class CacheShape(NamedTuple):
     recurrent: frozenset[int]
     recurrence: Recurrence | None
     devices: tuple[Any, ...] = ()
+    further_states: tuple[tuple[int, StateShapes], ...] = ()
+    index_dims: tuple[int, ...] = ()  # of each layer, where some have an indexer of blocks
 
     @classmethod
     def of(cls, hparams: HParams, devices: tuple[Any, ...] = ()) -> CacheShape:
         """The shape of a model's caches."""
         kv_heads = hparams.kv_heads_of or hparams.n_head_kv
         dims = tuple(hparams.head_dims(i) for i in range(hparams.n_layer))
-        return cls(hparams.n_layer, kv_heads, dims, hparams.recurrent, hparams.recurrence, devices)
+        further, index = hparams.further_states(), tuple(hparams.block_index_dim(i) for i in range(hparams.n_layer))
+        return cls(
+            hparams.n_layer, kv_heads, dims, hparams.recurrent, hparams.recurrence, devices,
+            tuple(sorted(further.items())), index if any(index) else (),
+        )  # fmt: skip
+
+    @property
+    def states(self) -> dict[int, StateShapes]:
+        """The shapes of all states, by their number."""
+        found = dict.fromkeys(sorted(self.recurrent), self.recurrence.state_shapes) if self.recurrence else {}
+        return found | dict(self.further_states)
 
     def __str__(self) -> str:
         states = f", {len(self.recurrent)} of them recurrent" if self.recurrent else ""
@@ -94,7 +113,7 @@ class Cache:
     type         CacheType
     shape        CacheShape: a model takes caches of its own shape only
     rotations    of keys and of values of each layer: elements rotated together, 0 for none
-    k, v         tuples of arrays: native code has their addresses, so they are never replaced
+    k, v, index  tuples of arrays: native code has their addresses, so they are never replaced
     entries      Entries of compressed attention; None for other models
     state_bytes  of the states of recurrent layers
     nbytes       of all arrays, without the spare state that the running layer writes
@@ -102,6 +121,7 @@ class Cache:
 
     k: tuple[Any, ...]
     v: tuple[Any, ...]
+    index: tuple[np.ndarray, ...] = ()
     entries: Entries | None = None
 
     def __init__(self, hparams: HParams, n_ctx: int, cache_type: str | CacheType, *, one_layer: bool = False):
@@ -123,22 +143,29 @@ class Cache:
             )
             for side, name in enumerate((self.type.k, self.type.v))
         )
-        self.states: dict[int, LayerState] = {}
-        self._spare: LayerState | None = None
-        self._spare_of: int | None = None
-        self._mark: tuple[int, dict[int, LayerState]] | None = None
-        if hparams.recurrence is not None and hparams.recurrent:
-            first = LayerState.zero(hparams.recurrence)
-            for i in sorted(hparams.recurrent):
-                self.states[i] = first if one_layer else LayerState.zero(hparams.recurrence)
-            self._spare = LayerState.zero(hparams.recurrence)
+        if self.shape.index_dims:
+            kept_rows = [types.layout(self.type.v).row_bytes(dim) for dim in self.shape.index_dims]
+            self.index = _rows([min(n, 1) for n in kept_rows], self.n_ctx, kept_rows, set() if one_layer else None)
+        self._make_states(self.shape.states)
         self.state_bytes = sum(x.nbytes for x in {id(x): x for x in self.states.values()}.values())
-        self.nbytes = self.state_bytes + sum(x.nbytes for x in {id(x): x for x in (*self.k, *self.v)}.values())
+        rows = {id(x): x for x in (*self.k, *self.v, *self.index)}
+        self.nbytes = self.state_bytes + sum(x.nbytes for x in rows.values())
         sizes = {i: hparams.entry_sizes(i) for i in range(hparams.n_layer)}
         compressed = {i: each for i, each in sizes.items() if each is not None}
         if compressed:
             self.entries = Entries(compressed, self.n_ctx)
             self.nbytes += self.entries.nbytes
+
+    def _make_states(self, shapes: Mapping[int, StateShapes], zeros: Zeros = np.zeros) -> None:
+        """States of these shapes before the first token, and one more of each shape for `advance`."""
+        self.states: dict[int, LayerState] = {}
+        self._spares = {each: LayerState.zero(each, zeros) for each in dict.fromkeys(shapes.values())}
+        self._spare_of: dict[StateShapes, int] = {}  # the layer that was advanced last, of each shape
+        self._mark: tuple[int, dict[int, LayerState]] | None = None
+        shared: dict[StateShapes, LayerState] = {}
+        for number, each in shapes.items():
+            state = LayerState.zero(each, zeros) if each not in shared or not self.one_layer else shared[each]
+            self.states[number] = shared[each] = state
 
     def _describe(self, shape: CacheShape, n_ctx: int, kind: CacheType, one_layer: bool = False) -> None:
         """Set all but the arrays. DataError where `n_ctx` is not from 1 to `_MAX_TOKENS`."""
@@ -214,7 +241,8 @@ class Cache:
         if self.one_layer:
             raise DataError("a cache whose layers share their arrays cannot be saved: it holds the last layer only")
         k, v = ([self._copy(x[:, : self.length]) for x in side] for side in (self.k, self.v))
-        return State(self.type, self.length, k, v, {i: copy.deepcopy(self.state(i)) for i in self.states})
+        index = [x[:, : self.length].copy() for x in self.index]
+        return State(self.type, self.length, k, v, {i: copy.deepcopy(self.state(i)) for i in self.states}, index)
 
     def _copy(self, x: np.ndarray) -> np.ndarray:
         return x.copy()
@@ -232,24 +260,23 @@ class Cache:
         if state.length > self.n_ctx:
             raise DataError(f"a state of {state.length} tokens does not fit a cache of {self.n_ctx}; make it larger")
         self.clear()  # until all is there
-        for into, rows in zip((*self.k, *self.v), (*state.k, *state.v)):
+        for into, rows in zip((*self.k, *self.v, *self.index), (*state.k, *state.v, *state.index)):
             into[:, : state.length] = rows
         for i, layer in state.states.items():
             self.states[i].take(layer)
-        self._spare_of = None
+        self._spare_of.clear()
         self.length = state.length
 
     def _fits(self, state: State) -> bool:
         """Whether a state has the arrays that this cache would save at its length."""
-        n, own_arrays, saved_arrays = state.length, (*self.k, *self.v), (*state.k, *state.v)
+        n = state.length
+        own_arrays, saved_arrays = (*self.k, *self.v, *self.index), (*state.k, *state.v, *state.index)
         rows = [(x.shape[0], min(n, x.shape[1]), x.shape[2]) for x in own_arrays]
         if len(state.k) != len(self.k) or n < 0 or (n <= self.n_ctx and rows != [tuple(x.shape) for x in saved_arrays]):
             return False
         pairs = [(self.states[i], state.states.get(i)) for i in self.states]
         return len(state.states) == len(pairs) and all(
-            saved is not None
-            and saved.position == n
-            and (own_arrays.inputs.shape, own_arrays.heads.shape) == (saved.inputs.shape, saved.heads.shape)
+            saved is not None and saved.position == n and own_arrays.shapes == saved.shapes
             for own_arrays, saved in pairs
         )
 
@@ -261,10 +288,10 @@ class Cache:
         DataError where the state is of another length, because the layer was advanced or a pass was interrupted.
         """
         result = self.states[layer]
-        if self.length and result.position != self.length and self._spare_of == layer:
-            assert self._spare is not None
-            self._spare_of = None
-            self.states[layer], self._spare = self._spare, result  # the layer is run once more
+        shapes = result.shapes
+        if self.length and result.position != self.length and self._spare_of.get(shapes) == layer:
+            del self._spare_of[shapes]
+            self.states[layer], self._spares[shapes] = self._spares[shapes], result  # the layer is run once more
             result = self.states[layer]
         if not self.length:
             result.position = INCOMPLETE
@@ -283,7 +310,7 @@ class Cache:
         Until `end_update`, or `extend`, they are states of no length. DataError as `state`.
         """
         found = [self.state(layer) for layer in layers]
-        self._spare_of = None
+        self._spare_of.clear()
         for state in found:
             state.position = INCOMPLETE
         return found
@@ -303,15 +330,15 @@ class Cache:
     def advance(self, layer: int, tokens: int) -> tuple[LayerState, LayerState]:
         """(state now, state to write): advance a layer by `tokens`. The old state stays valid until the next call."""
         before = self.state(layer)
-        after = self._spare
-        assert after is not None
+        shapes = before.shapes
+        after = self._spares[shapes]
         if after is before:  # an interrupt came between two steps of their exchange
             after = copy.deepcopy(before)
         after.position = INCOMPLETE
         if self.one_layer:
-            for i in self.states:
-                self.states[i] = after
-        self.states[layer], self._spare, self._spare_of = after, before, layer
+            for i, state in self.states.items():
+                self.states[i] = after if state is before else state
+        self.states[layer], self._spares[shapes], self._spare_of[shapes] = after, before, layer
         after.position = before.position + tokens
         return before, after
 

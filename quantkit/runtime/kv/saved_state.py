@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from quantkit.archs.common.blocks import Recurrence
+from quantkit.archs.common.blocks import StateShapes
 from quantkit.runtime.kv.cache_type import CacheType
 
 Zeros = Callable[[tuple[int, ...], str], Any]  # of a shape and the name of a type of numbers, an array of a device
@@ -20,7 +20,8 @@ class LayerState:
     """The state of a recurrent layer after the first `position` tokens of a sequence.
 
     inputs   float32[kernel - 1, channels]: inputs of the convolution for the last tokens, zero before the first
-    heads    float32[value_heads, head_dim_k, head_dim_v]
+    heads    float32[value_heads, head_dim_k, head_dim_v]; of n-grams float32[1, 1, n - 1]: the last tokens, each
+             plus 1, and 0 before the first
     """
 
     inputs: np.ndarray
@@ -28,10 +29,16 @@ class LayerState:
     position: int = 0
 
     @classmethod
-    def zero(cls, sizes: Recurrence, zeros: Zeros = np.zeros) -> LayerState:
+    def zero(cls, shapes: StateShapes, zeros: Zeros = np.zeros) -> LayerState:
         """The state before the first token; `zeros` makes its arrays."""
-        shape = (sizes.value_heads, sizes.head_dim_k, sizes.head_dim_v)
-        return cls(zeros((sizes.kernel - 1, sizes.channels), "float32"), zeros(shape, "float32"))
+        return cls(zeros(shapes.inputs, "float32"), zeros(shapes.heads, "float32"))
+
+    @property
+    def shapes(self) -> StateShapes:
+        """The shapes of both arrays."""
+        rows, channels = self.inputs.shape
+        heads, dim_k, dim_v = self.heads.shape
+        return StateShapes((rows, channels), (heads, dim_k, dim_v))
 
     @property
     def nbytes(self) -> int:
@@ -50,7 +57,8 @@ class State:
     """A copy of the sequence in a cache: `Cache.save` makes it, `Cache.restore` copies it back.
 
     k, v     of each layer that attends uint8[n_head_kv, length, row bytes]
-    states   of each recurrent layer
+    states   of each recurrent layer, and of n-grams
+    index    of each layer, where some have indexers of blocks, uint8[1, length, row bytes]
     """
 
     type: CacheType
@@ -58,9 +66,10 @@ class State:
     k: list[np.ndarray]
     v: list[np.ndarray]
     states: dict[int, LayerState]
+    index: list[np.ndarray] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
-        rows = sum(x.nbytes for x in (*self.k, *self.v))
+        rows = sum(x.nbytes for x in (*self.k, *self.v, *self.index))
         return rows + sum(state.nbytes for state in self.states.values())

@@ -18,7 +18,7 @@ from quantkit.errors import DataError, UnsupportedError
 from quantkit.inputs import arguments
 from quantkit.runtime.kv.cache import Cache, CacheShape
 from quantkit.runtime.kv.cache_type import CacheType
-from quantkit.runtime.kv.saved_state import LayerState, State, Zeros
+from quantkit.runtime.kv.saved_state import State, Zeros
 
 
 @dataclass
@@ -137,7 +137,12 @@ class _DeviceCache(Cache):
                 arrays[key] = k, v
             rows.append(arrays[key])
         self.k, self.v = tuple(k for k, _ in rows), tuple(v for _, v in rows)
-        self._make_states(share.recurrent)
+        if len({*share.recurrent.values()}) > 1:
+            raise UnsupportedError(
+                "--max-gpu gives a device other heads of each recurrent layer, which have one size of state here; "
+                "leave it out, or take -sm layer"
+            )
+        self._make_states({i: sizes.state_shapes for i, sizes in sorted(share.recurrent.items())}, self._zeros)
         self.state_bytes = sum(x.nbytes for x in {id(x): x for x in self.states.values()}.values())
         self.nbytes = self.state_bytes + sum(k.nbytes + v.nbytes for k, v in arrays.values())
 
@@ -148,22 +153,6 @@ class _DeviceCache(Cache):
     @length.setter
     def length(self, value: int) -> None:
         """The whole cache sets its own, once for all parts."""
-
-    def _make_states(self, sizes: Mapping[int, Recurrence]) -> None:
-        self.states, self._spare, self._spare_of, self._mark = {}, None, None, None
-        if not sizes:
-            return
-        recurrence, *different = {*sizes.values()}
-        if different:
-            raise UnsupportedError(
-                "--max-gpu gives a device other heads of each recurrent layer, which have one size of state here; "
-                "leave it out, or take -sm layer"
-            )
-        first = LayerState.zero(recurrence, self._zeros)
-        self.states = {
-            layer: first if self.one_layer else LayerState.zero(recurrence, self._zeros) for layer in sorted(sizes)
-        }
-        self._spare = LayerState.zero(recurrence, self._zeros)
 
     def _copy(self, x: Any) -> Any:
         return x.copy() if isinstance(x, np.ndarray) else x.clone()

@@ -127,7 +127,7 @@ class Rank(Worker):
             total = all_reduce.sum(self.rank, partial)
             self.synchronize()
             ledger.spent(name, "waiting", time.perf_counter() - begin)
-            x = x + self._post_norm(getattr(part, "post_norm", None), total)
+            x = x + self.norm(getattr(part, "post_norm", None), total)
         if block.out_scale is not None:
             x = x * self.vector(block.out_scale)
         ledger.spent(name, "other", max(0.0, time.perf_counter() - start - (ledger.total(name) - counted)))

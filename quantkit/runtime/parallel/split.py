@@ -217,7 +217,7 @@ class Split:
 
     def _projects(self, worker: Worker) -> bool:
         """Whether a device computes the logits of the last block's output alone."""
-        names = self.head.output.weight, self.head.norm.weight
+        names = self.head.output.weight, None if self.head.norm is None else self.head.norm.weight
         last = self.placement.of_activations(self._cached.n_layer)
         here = all(name is None or self.placement[name] == worker.device for name in names)
         return here and not self.cuts and last == worker.device

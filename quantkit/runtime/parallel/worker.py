@@ -214,9 +214,9 @@ class Worker(BlockRunner):
             self._split.ledger.read(self.device.name, self.weights[linear.weight].nbytes)
             return super().linear(linear, x)
 
-    def norm(self, norm: blocks.Norm, x: np.ndarray) -> np.ndarray:
+    def norm(self, norm: blocks.Norm | None, x: np.ndarray) -> np.ndarray:
         """As `BlockRunner.norm`, on the device of the norm's weight."""
-        other = self._of(norm.weight) if norm.weight else self
+        other = self._of(norm.weight) if norm is not None and norm.weight else self
         if other is not self:
             return self._run_on(other, lambda x: other.norm(norm, x), x)
         with self._timed("norms"):

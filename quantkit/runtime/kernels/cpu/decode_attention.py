@@ -37,6 +37,7 @@ from quantkit.runtime.kernels.cpu.activations import quantize
 from quantkit.runtime.kernels.cpu.gates import multiply_sigmoid
 from quantkit.runtime.kernels.cpu.kv_rows import KernelHeads, LayerCache, LayerView, rotate, row_floats, store_row
 from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record
+from quantkit.runtime.kernels.cpu.selection import hide_blocks, sees_blocks
 from quantkit.runtime.kernels.reference import exp
 
 MAX_HEADS_AT_ONCE = 8  # query heads for which a key or value is read once; four positions of them fill the registers
@@ -184,6 +185,8 @@ class AttentionParameters(NamedTuple):
     scratch: int  # kernel_sizes.decode_attention_bytes per thread
     private_stride: int
     softcap: int = 0  # address of a float32 that scores are capped by, or 0
+    selection: int = 0  # address of the record of selected blocks, or 0: all positions are seen
+    rate: int = 1  # positions of a block
 
 
 @functools.cache
@@ -224,6 +227,7 @@ def attention(shape: KernelHeads) -> Callback:
         first = max(0, position + 1 - view.window) if view.chunk == 0 else position // view.chunk * view.chunk
         count = position + 1 - first
         begin, end = first + count * thread // threads, first + count * (thread + 1) // threads
+        whole = (position + 1) // p.rate * p.rate
         partial = p.partial + thread * heads * (padded_v + 2) * 4
         out = floats(partial, heads * (padded_v + 2))
         for head in range(heads):
@@ -234,10 +238,16 @@ def attention(shape: KernelHeads) -> Callback:
             head_queries = queries + head * group * padded_k * 4
             for start in range(begin, end, span):
                 count_of_positions, row = min(span, end - start), head * cache.n_ctx + start
+                stop = start + count_of_positions
+                if p.selection != 0 and not sees_blocks(p.selection, p.rate, whole, start, stop):
+                    continue
                 keys, values = cache.k + row * k_bytes, cache.v + row * v_bytes
                 span_scores(head_queries, keys, k_bytes, count_of_positions, group, dim_k, k_type, scores, span * 4)
                 if p.softcap != 0:
                     cap_scores(scores, span * 4, count_of_positions, group, load_float(p.softcap))
+                if p.selection != 0:
+                    for g in range(group):
+                        hide_blocks(p.selection, p.rate, whole, start, stop, scores + g * span * 4)
                 span_softmax(scores, span * 4, count_of_positions, group, padded_v, result)
                 span_values(scores, span * 4, values, v_bytes, count_of_positions, group, dim_v, v_type, result)
 

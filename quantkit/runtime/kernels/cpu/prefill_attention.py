@@ -31,6 +31,7 @@ from quantkit.runtime.kernels.cpu.float_gemm import float_tile, panel_rows, tran
 from quantkit.runtime.kernels.cpu.kv_rows import CACHE_BYTES, KernelHeads, LayerCache, LayerView, rotate, row_floats
 from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record
 from quantkit.runtime.kernels.cpu.prefill_ops import NEXT_PIECE, SPAN_BYTES, STATE_BYTES, BatchState, SpanState
+from quantkit.runtime.kernels.cpu.selection import hide_blocks, sees_blocks
 from quantkit.runtime.kernels.reference import exp
 
 _FLOATS16 = vector(16, F32)
@@ -151,6 +152,19 @@ class AttentionParameters(NamedTuple):
     private_stride: int
     sinks: int = 0  # float32[heads]: an extra score of each head, whose value is 0; or 0
     softcap: int = 0  # address of a float32 that scores are capped by, or 0
+    selection: int = 0  # address of the records of selected blocks, one of each token, or 0: all positions are seen
+    selection_bytes: int = 0  # of a record
+    rate: int = 1  # positions of a block
+
+
+@kernel
+def _any_sees(p, token, tokens, position, start, stop):
+    """Whether one of some tokens, the first at `position`, sees one of the positions start … stop - 1."""
+    for t in range(tokens):
+        whole = (position + t + 1) // p.rate * p.rate
+        if sees_blocks(p.selection + (token + t) * p.selection_bytes, p.rate, whole, start, stop):
+            return True
+    return False
 
 
 @functools.cache
@@ -191,7 +205,9 @@ def attention(shape: KernelHeads, tokens: int) -> Callback:
             used = -(-token_count * group // FLOAT_TILE_TOKENS) * FLOAT_TILE_TOKENS
             seen = max(0, position + 1 - window) if chunk == 0 else position // chunk * chunk
             for start in range(seen // KEY_BLOCK * KEY_BLOCK, position + token_count, step):
-                stop = min(start + step, position + token_count)
+                stop, token = min(start + step, position + token_count), span.start + first
+                if p.selection != 0 and not _any_sees(p, token, token_count, position, start, stop):
+                    continue
                 for block_start in range(start, stop, KEY_BLOCK):
                     block_keys, block_scores = min(KEY_BLOCK, stop - block_start), scores + (block_start - start) * 4
                     decode_keys(
@@ -208,6 +224,10 @@ def attention(shape: KernelHeads, tokens: int) -> Callback:
                         visible_start = max(0, (position + row // group) // chunk * chunk - start)
                     if p.softcap != 0:
                         cap_scores(row_scores, 0, columns, 1, load_float(p.softcap))
+                    if p.selection != 0:
+                        record = p.selection + (token + row // group) * p.selection_bytes
+                        whole = (position + row // group + 1) // p.rate * p.rate
+                        hide_blocks(record, p.rate, whole, start, stop, row_scores)
                     softmax_update(
                         row_scores, columns, visible_start, visible_end, dim_v, result, softmax_states + row * 8
                     )

@@ -32,19 +32,11 @@ def get(name: str) -> Arch:
     return found
 
 
-def from_hf(config: Config, plans: bool = False) -> Arch:
-    """The architecture of a config.json; with `plans` also one that is planned only.
-
-    UnsupportedError lists the classes that quantkit knows.
-    """
+def from_hf(config: Config) -> Arch:
+    """The architecture of a config.json. UnsupportedError lists the classes that quantkit knows."""
     name = _class_named(config)
     if (found := _of_class(name, config)) is not None:
-        if plans or not found.plans_only:
-            return found
-        raise UnsupportedError(
-            f"{name} ({found.name}) is planned from its config.json only: this version does not convert, run or export "
-            "such models"
-        )
+        return found
     known = sorted({name for arch in all() for name in arch.hf})
     raise UnsupportedError(
         f"{name} is not an architecture quantkit converts; it knows {', '.join(known)} "
@@ -70,7 +62,7 @@ def language_model(config: Config) -> dict[str, Any]:
     if text is not None:
         stated = [name for name in _classes(text) if _of_class(name, text)]
         by_type = [found for kind, found in _TYPES.items() if kind == text.get("model_type")]
-        by_type += [arch.hf[0] for arch in _with_planned() if arch.model_type == text.get("model_type")]
+        by_type += [arch.hf[0] for arch in all() if arch.model_type == text.get("model_type")]
         found["architectures"] = stated[:1] or by_type[:1] or _classes(config)
     name = next(iter(_classes(found)), "")
     if (known := _of_class(name, found)) is None:
@@ -83,11 +75,7 @@ _TYPES = {"mistral": "MistralForCausalLM", "mixtral": "MixtralForCausalLM", "kim
 
 
 def _of_class(name: str, config: Config) -> Arch | None:
-    return next((arch for arch in _with_planned() if name in arch.hf and arch.accepts(config)), None)
-
-
-def _with_planned() -> list[Arch]:
-    return [*all(), *base.planned_only().values()]
+    return next((arch for arch in all() if name in arch.hf and arch.accepts(config)), None)
 
 
 def _class_named(config: Config) -> str:

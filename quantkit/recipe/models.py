@@ -68,7 +68,7 @@ def from_config(
     from quantkit.archs.common.mtp import in_head_file
 
     with _errors_name(where):
-        arch = archs.from_hf(config, plans=True)
+        arch = archs.from_hf(config)
         if mtp != "auto":
             config = arch.with_mtp(config, mtp)
         keys, tensors = arch.metadata(config), arch.tensors(config)

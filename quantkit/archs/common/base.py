@@ -38,7 +38,6 @@ from quantkit.inputs.settings import mapping, real
 Config = Mapping[str, object]
 
 _by_name: dict[str, Arch] = {}
-_plans_only: dict[str, Arch] = {}
 
 # Buffers that old checkpoints saved. Every implementation computes them.
 IGNORED_BUFFERS = re.compile(r"\.(rotary_emb\.inv_freq|attention\.bias|attention\.masked_bias)$")
@@ -47,11 +46,6 @@ IGNORED_BUFFERS = re.compile(r"\.(rotary_emb\.inv_freq|attention\.bias|attention
 def registered() -> dict[str, Arch]:
     """Every architecture by its name in `general.architecture`."""
     return _by_name
-
-
-def planned_only() -> dict[str, Arch]:
-    """Architectures of which plans are made from config.json, and nothing else."""
-    return _plans_only
 
 
 class Keys:
@@ -170,8 +164,6 @@ class Arch(ABC):
     | `block` | a layer (abstract) |
     | `head` | embedding and output other than RMS norm and a matrix |
 
-    `plans_only` marks an architecture that is planned from config.json only: no files, no blocks.
-
     Added by `Decoder`:
 
     | override | for |
@@ -190,7 +182,6 @@ class Arch(ABC):
     model_type: ClassVar[str]  # config.json "model_type" of the first class
     rules: ClassVar[tuple[TensorRule, ...]]
     ties_by_default: ClassVar[bool] = False  # what transformers assumes if config.json has no tie_word_embeddings
-    plans_only: ClassVar[bool] = False  # nothing but plans from config.json: such models are not converted or run
     defaults: ClassVar[Mapping[str, object]] = {}  # other settings that config.json may omit
     defaults_of: ClassVar[Mapping[str, Mapping[str, object]]] = {}  # the same for single classes in `hf`
     rotary_fraction: ClassVar[float | None] = None  # default fraction of a head that gets RoPE; None: always all of it
@@ -203,7 +194,7 @@ class Arch(ABC):
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         if "name" in cls.__dict__:
-            (_plans_only if cls.plans_only else _by_name)[cls.name] = cls()
+            _by_name[cls.name] = cls()
 
     def __repr__(self) -> str:
         return f"<arch {self.name}>"

@@ -924,7 +924,7 @@ class Block:
     out_scale: str | None = None
     hyper: tuple[HyperConnection | StreamMixer | None, ...] = ()
     altup: AltUp | None = None
-    layers: tuple[int, ...] = ()  # of each part, whose cache it uses, where a block spans several; else all are `layer`
+    layers: tuple[int, ...] = ()  # of each part, whose cache or state it uses; () where all are `layer`
 
     @property
     def numbered_parts(self) -> tuple[tuple[int, Part], ...]:

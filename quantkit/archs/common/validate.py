@@ -79,9 +79,6 @@ def check_planned(metadata: Mapping[str, object], tensors: Mapping[str, Shaped],
 
     What quantkit converts for other programs but does not run itself is no contradiction.
     """
-    name = metadata["general.architecture"]
-    if name not in _names():  # planned only: nothing describes its blocks
-        return
     try:
         wrong = next(_contradictions(_read(metadata, tensors), metadata, tensors), None)
     except UnsupportedError:

@@ -389,7 +389,8 @@ def _record_of(cache: Cache, layer: int) -> LayerCache | EntryCache | LayerState
 def _index_of(cache: Cache, layer: int) -> EntryCache:
     """Where the rows of an indexer of blocks, and the keys of blocks, are in a cache."""
     assert cache.entries is not None
-    keys, made = cache.entries.arrays(layer)[1].ctypes.data, cache.entries.made.ctypes.data
+    _, keys = (each.ctypes.data for each in cache.entries.arrays(layer))
+    made = cache.entries.made.ctypes.data
     return EntryCache(0, cache.index[layer].ctypes.data, cache.n_ctx, 0, keys, made)
 
 

@@ -33,7 +33,8 @@ def layer_similarity(
         raise UnsupportedError(f"{model.path}: layer similarity is measured on the CPU with exact numerics")
     check_context(model, chunks.n_ctx)
     sums = np.zeros(len(model.blocks))
-    together = max(1, min(n_batch // chunks.n_ctx, IN_MEMORY // (8 * chunks.n_ctx * model.state_width)))
+    of_token = 8 * model.state_width + model.shared_key_bytes  # hidden states of two layers
+    together = max(1, min(n_batch // chunks.n_ctx, IN_MEMORY // (chunks.n_ctx * of_token)))
     for first in range(0, len(chunks), together):
         inputs = chunks.inputs[first : first + together]
         run = LayerRun(model, inputs, chunk_batches(len(inputs), chunks.n_ctx, n_batch))

@@ -250,6 +250,7 @@ class StreamWriter:
             with os_errors(file.temporary, "write the header"):
                 file.reserve(layout.size)  # so padding need not be written
                 file.stream.write(layout.header)
+                file.stream.flush()  # calibration reads tensors of the partial file
         return self._files[number]
 
 

@@ -33,7 +33,7 @@ from quantkit.runtime.blocks.float_attention import AttentionOptions
 from quantkit.runtime.blocks.spans import Span, batches
 from quantkit.runtime.generate import Generated, Sampling, generate
 from quantkit.runtime.kernels.kv_rounding import FLOATS, QUANTIZED
-from quantkit.runtime.kv.cache import Cache, CacheShape
+from quantkit.runtime.kv.cache import Cache, CacheShape, shared_key_bytes
 from quantkit.runtime.kv.cache_type import CacheType
 from quantkit.runtime.locking import Locked, one_at_a_time, restore_lengths
 from quantkit.runtime.repacking import Repacked
@@ -490,17 +490,13 @@ class Model(BlockRunner, Locked):
         """Elements of a token's hidden state between blocks: n_embd, times the residual streams."""
         return self.hparams.n_embd * (1 if self.head.streams is None else self.head.streams.streams)
 
-    def layer_cache(self, n_ctx: int) -> Cache:
-        """An empty cache for one sequence and one layer at a time.
+    @property
+    def shared_key_bytes(self) -> int:
+        """Bytes of a token's keys and values that later layers read, in caches of `layer_cache`."""
+        return shared_key_bytes(self._cached, self._kind(None))
 
-        UnsupportedError where layers read more than what leaves the layer before them.
-        """
-        for part in (part for block in self.blocks for part in block.parts):
-            if isinstance(part, blocks.LayerInput) or (isinstance(part, blocks.Attention) and part.source is not None):
-                raise UnsupportedError(
-                    f"{self.path}: layers of {self.hparams.arch} with per-layer embeddings, or with keys and values of "
-                    "an earlier layer, cannot be run one at a time in this version"
-                )
+    def layer_cache(self, n_ctx: int) -> Cache:
+        """An empty cache for one sequence and one layer at a time. Layers that later ones read keep their rows."""
         return self._empty_cache(n_ctx, self._kind(None), one_layer=True)
 
     @one_at_a_time

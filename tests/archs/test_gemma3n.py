@@ -250,9 +250,7 @@ def test_layers_whose_embeddings_are_side_by_side_are_not_pruned(name: str, chan
         plan_prune(file, drop_layers=[1])
 
 
-def test_what_runs_on_one_device_and_as_a_whole_only(tmp_path: Path) -> None:
+def test_what_runs_on_one_device_only(tmp_path: Path) -> None:
     path = written(tmp_path / "m.gguf", "gemma3n", **SHARED)
     with pytest.raises(UnsupportedError, match="several residual streams"):
         quantkit.load(path, devices="cpu:0,cpu:1")
-    with pytest.raises(UnsupportedError, match="cannot be run one at a time"):
-        quantkit.load(path).layer_cache(32)

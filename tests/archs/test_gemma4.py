@@ -159,9 +159,7 @@ def test_settings_that_are_refused(change: dict[str, Any], message: str, tmp_pat
         from_config(config)
 
 
-def test_what_runs_on_one_device_and_as_a_whole_only(tmp_path: Path) -> None:
+def test_what_runs_on_one_device_only(tmp_path: Path) -> None:
     path = written(tmp_path / "m.gguf", "gemma4", **GEMMA_E)
     with pytest.raises(UnsupportedError, match="one device in this version"):
         quantkit.load(path, devices="cpu:0,cpu:1")
-    with pytest.raises(UnsupportedError, match="cannot be run one at a time"):
-        quantkit.load(path).layer_cache(32)

@@ -27,6 +27,7 @@ BY_LAYER = replace(OPTIONS, by_layer=True)
     ("arch", "changes"),
     [("llama", {"shares": (1, 2), "no_ppl": True, "process_output": False}), ("qwen3moe", {"second_moments": "rank:8"}),
      ("deepseek2", {"second_moments": ""}), ("qwen3next", {}), ("glm-dsa", {}), ("deepseek4", {}),
+     ("gemma4-e", {}), ("gemma3n", {}),
      ("mtp", {"batch_size": 4096})],
 )  # fmt: skip
 @pytest.mark.parametrize("stages", [2, 4])

@@ -14,13 +14,16 @@ from quantkit.errors import OptionError, QuantkitError, UnsupportedError
 from quantkit.evaluate.imatrix import by_layer, saved_run
 from quantkit.evaluate.imatrix.run import ImatrixOptions, ImatrixRun, imatrix
 from quantkit.evaluate.layers import layer_by_layer, saved_states
+from quantkit.evaluate.layers.layer_by_layer import LayerStates
 from quantkit.formats import atomic, gguf
 from quantkit.pipelines.conversion.convert import convert_checkpoint
 from quantkit.runtime.loading import load
 from quantkit.runtime.model import Model
+from tests.archs.checkpoints import GEMMA_E
 from tests.archs.files import written
 from tests.archs.mtp_checkpoints import mtp_checkpoint
 from tests.evaluate import test_imatrix
+from tests.test_architectures import OTHERS
 
 run = test_imatrix.run  # fixture
 CTX = 64  # above the positions that the indexer of glm-dsa selects
@@ -35,6 +38,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (path / "b.txt").write_text("".join(chr(97 + i * i % 23) for i in range(1200)))
     for arch in ("llama", "qwen3moe", "deepseek2", "qwen3next", "glm-dsa", "deepseek4"):
         written(path / f"{arch}.gguf", arch, tokenizer=True)
+    written(path / "gemma4-e.gguf", "gemma4", tokenizer=True, **GEMMA_E)
+    written(path / "gemma3n.gguf", "gemma3n", tokenizer=True, **(OTHERS["gemma3n"] | {"vocab_size": 320}))
     (path / "hf").mkdir()
     convert_checkpoint(
         mtp_checkpoint(path / "hf", "deepseek2", 2, False).directory, path / "mtp.gguf", "f32", mtp="keep"
@@ -47,7 +52,9 @@ def measured(folder: Path, arch: str, out: Path, options: ImatrixOptions, **more
     return imatrix(folder / f"{arch}.gguf", texts, out, options, **more)
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen3moe", "deepseek2", "qwen3next", "glm-dsa", "deepseek4", "mtp"])
+@pytest.mark.parametrize(
+    "arch", ["llama", "qwen3moe", "deepseek2", "qwen3next", "glm-dsa", "deepseek4", "gemma4-e", "gemma3n", "mtp"]
+)
 def test_the_same_bytes(folder: Path, tmp_path: Path, arch: str) -> None:
     runs = [
         measured(folder, arch, tmp_path / f"{name}.gguf", replace(OPTIONS, by_layer=chosen))
@@ -108,12 +115,23 @@ def saves_always(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("saves_always")
 @pytest.mark.parametrize(
     ("arch", "after", "saved"),
-    [("llama", 1, 1), ("qwen3next", 3, 3), ("glm-dsa", 1, 1), ("glm-dsa", 2, 1), ("deepseek4", 2, 2), ("mtp", 2, 2)],
+    [
+        ("llama", 1, 1),
+        ("qwen3next", 3, 3),
+        ("glm-dsa", 1, 1),
+        ("glm-dsa", 2, 1),
+        ("deepseek4", 2, 2),
+        ("gemma4-e", 5, 5),
+        ("gemma3n", 1, 1),
+        ("gemma3n", 4, 4),
+        ("mtp", 2, 2),
+    ],
 )
 def test_an_interrupted_run_resumes(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arch: str, after: int, saved: int
 ) -> None:
-    """Layers whose states are saved do not run again. (Of glm-dsa, the third takes what the second has selected.)"""
+    """Layers whose states are saved do not run again. (Of glm-dsa, the third takes what the second has selected. Of
+    gemma4-e and gemma3n, the last read the keys of layers that have run before.)"""
     whole, out = tmp_path / "whole.gguf", tmp_path / "out.gguf"
     measured(folder, arch, whole, OPTIONS)
     stopped(folder, arch, out, after)
@@ -140,7 +158,7 @@ def test_sums_without_their_states_are_not_measured_again(
     measured(folder, "llama", tmp_path / "whole.gguf", OPTIONS)
     real = saved_states.save_states
     if states == "older":
-        only_first = lambda path, run, layers, hidden: real(path, run, layers, hidden) if layers == 1 else None  # noqa: E731
+        only_first = lambda path, run, layers, states: real(path, run, layers, states) if layers == 1 else None  # noqa: E731
         monkeypatch.setattr(by_layer, "save_states", only_first)
     stopped(folder, "llama", out, 2)
     if states == "missing":
@@ -179,7 +197,10 @@ def test_what_was_measured_is_kept_where_experts_are_missing(folder: Path, tmp_p
     assert out.exists()
 
 
-def test_memory_is_that_of_the_message(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("arch", ["qwen3moe", "gemma4-e"])
+def test_memory_is_that_of_the_message(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arch: str
+) -> None:
     """Hidden states, the largest layer and sums have the printed sizes; weights are released layer by layer."""
     monkeypatch.setattr(layer_by_layer, "IN_MEMORY", 0)
     held: list[set[int]] = []
@@ -198,25 +219,30 @@ def test_memory_is_that_of_the_message(folder: Path, tmp_path: Path, monkeypatch
     monkeypatch.setattr(Model, "run_block_checked", running)
     monkeypatch.setattr(layer_by_layer, "release_block", releasing)
     messages: list[str] = []
-    states: list[np.ndarray] = []
+    states: list[LayerStates] = []
     real = by_layer.LayerSaves.after_layer
     monkeypatch.setattr(
         by_layer.LayerSaves, "after_layer",
-        lambda self, layers, hidden: states.append(hidden) or real(self, layers, hidden),
+        lambda self, layers, now: states.append(now) or real(self, layers, now),
     )  # fmt: skip
     options = replace(OPTIONS, by_layer=True, process_output=False)
-    found = measured(folder, "qwen3moe", tmp_path / "x.gguf", options, on_message=messages.append)
+    found = measured(folder, arch, tmp_path / "x.gguf", options, on_message=messages.append)
     (line,) = (line for line in messages if line.startswith("layer by layer"))
     sizes = [float(n) for n in re.findall(r"([\d.]+) MB", line)]
-    assert "in a temporary file in" in line
-    assert all(isinstance(hidden, np.memmap) for hidden in states)
-    tensors = gguf.open(folder / "qwen3moe.gguf").tensors.values()
-    layers = range(len(load(folder / "qwen3moe.gguf").blocks))
+    hidden, shared = states[0]
+    stored = [hidden, shared] if arch == "gemma4-e" else [hidden]
+    assert ("in temporary files in" if len(stored) > 1 else "in a temporary file in") in line
+    assert all(isinstance(each, np.memmap) for each in stored)
+    tensors = gguf.open(folder / f"{arch}.gguf").tensors.values()
+    model = load(folder / f"{arch}.gguf")
+    cache, sources = model.layer_cache(CTX), {2, 3} if arch == "gemma4-e" else set()
+    assert shared.nbytes == len(hidden) * sum(x[i].nbytes for x in (cache.k, cache.v) for i in sources)
+    layers = range(len(model.blocks))
     weights = max(sum(t.nbytes for t in tensors if t.name.startswith(f"blk.{i}.")) for i in layers)
     moments = {id(m): m for m in found.matrix.second_moments.values()}
     sums = 8 * sum(entry.values.size for entry in found.matrix.entries.values())
     sums += 4 * sum(len(m.tokens) * m.columns**2 for m in moments.values())
-    for printed, wanted in zip(sizes, (states[0].nbytes, weights, 2 * sums), strict=True):
+    for printed, wanted in zip(sizes, (*(each.nbytes for each in stored), weights, 2 * sums), strict=True):
         assert printed == pytest.approx(wanted / 1e6, rel=0.02, abs=0.051)
     assert all(len(now) == 1 for now in held)
 

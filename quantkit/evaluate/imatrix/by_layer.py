@@ -4,7 +4,7 @@ The chunks of all texts run through a layer before the next (`layers.layer_by_la
 observes its batches. A weight's sums are added in the order of chunks, as in a run of whole batches, so the matrix has
 the same bits. Last come the MTP layers, and the output matrix where it is observed or the perplexity is computed.
 
-After a layer the run is saved: the sums of the layers so far, and then the hidden states that they gave. If the run
+After a layer the run is saved: the sums of the layers so far, and then the states that they gave. If the run
 ends between the two, the layers after the saved states run again and are not measured again.
 """
 
@@ -25,10 +25,11 @@ from quantkit.evaluate.imatrix.saved_run import SavedRun
 from quantkit.evaluate.imatrix.second_moments import InputForm, sizes
 from quantkit.evaluate.layers.layer_by_layer import (
     LayerRun,
+    LayerStates,
     chunk_batches,
-    describe_states,
-    hidden_states,
+    layer_states,
     release_block,
+    state_bytes,
     whole_batches,
 )
 from quantkit.evaluate.layers.saved_states import read_states, save_states, saved_layers
@@ -48,30 +49,29 @@ class LayerSaves:
     """Saves a run by layer, and resumes it.
 
     saved    the run, whose `layers` are those with the sums of all chunks
-    path     its file, OUTPUT.resume; `states` is the file of hidden states
+    path     its file, OUTPUT.resume; `states` is the file of what the layers gave (`saved_states`)
     """
 
     def __init__(self, saved: SavedRun, path: Path, states: Path):
         self.saved, self.path, self.states = saved, path, states
         self._next = 0.0  # time of the next save
 
-    def resumed(self, shape: tuple[int, ...]) -> tuple[int, np.ndarray | None]:
-        """The number of layers that need not run again, and the hidden states float32[shape] that they gave."""
-        layers = saved_layers(self.states, self.saved.run, shape)
+    def resumed(self, states: LayerStates) -> int:
+        """The number of layers that need not run again; fills `states` with what they gave."""
+        layers = saved_layers(self.states, self.saved.run, states)
         if not 0 < layers <= self.saved.layers:
-            return 0, None
-        hidden = hidden_states(shape)
-        read_states(self.states, hidden)
-        return layers, hidden
+            return 0
+        read_states(self.states, states)
+        return layers
 
-    def after_layer(self, layers: int, hidden: np.ndarray) -> None:
+    def after_layer(self, layers: int, states: LayerStates) -> None:
         """Note that a layer is measured. Save what there is, unless the last save is too near."""
         self.saved.layers = layers
         begin = time.monotonic()
         if begin < self._next:
             return
         self.saved.save(self.path)
-        save_states(self.states, self.saved.run, layers, hidden)
+        save_states(self.states, self.saved.run, layers, states)
         self._next = time.monotonic() + (1 / _SAVING - 1) * (time.monotonic() - begin)
 
 
@@ -103,15 +103,16 @@ class CollectByLayer:
         """float32[chunks, n_ctx, n_embd] before the output norm, of all texts."""
         model, saves = self._model, self._saves
         inputs = np.concatenate([chunks.inputs for chunks in self._chunk_sets])
-        done, hidden = saves.resumed((*inputs.shape, model.state_width))
-        run = LayerRun(model, inputs, self._of_texts(chunk_batches, n_batch), hidden)
+        states = layer_states(model, *inputs.shape)
+        done = saves.resumed(states)
+        run = LayerRun(model, inputs, self._of_texts(chunk_batches, n_batch), states, embed=not done)
         blocks = list(model.blocks)
         for number, block in enumerate(blocks[done:], done + 1):
             is_new = number > saves.saved.layers
             run.advance(block, observer_of=self._observer_of if is_new else None)
             run.release(block)
             if is_new and not run.has_selections:  # which are not saved
-                saves.after_layer(number, run.hidden)
+                saves.after_layer(number, run.states)
             self._on_layer(number, len(blocks))
         run.finish(self._observer_of)
         if (head := mtp_head(model)) is not None:
@@ -133,10 +134,10 @@ class CollectByLayer:
 
 
 def describe_memory(
-    tensors: Iterable[Tensor], chunk_sets: Sequence[Chunks], width: int, forms: Mapping[str, InputForm] | None,
+    tensors: Iterable[Tensor], chunk_sets: Sequence[Chunks], model: Model, forms: Mapping[str, InputForm] | None,
     here: bool = True,
 ) -> str:  # fmt: skip
-    """What a run takes in this process, or on workers: hidden states of `width` elements a token, weights, sums."""
+    """What a run takes in this process, or on workers: states between layers, weights, sums."""
     of_layer: dict[int, int] = {}
     tensors = list(tensors)
     weights = [tensor for tensor in tensors if layer_of(tensor.name) is not None]
@@ -146,9 +147,9 @@ def describe_memory(
     sums = sum(8 * int(np.prod(t.shape[:-2], dtype=np.int64)) * t.shape[-1] for t in weights if len(t.shape) > 1)
     if forms is not None:
         sums += sizes({tensor.name: tensor.shape for tensor in tensors if tensor.name in forms}, forms)[0]
-    states = 4 * sum(chunks.inputs.size for chunks in chunk_sets) * width
+    states = state_bytes(model, sum(chunks.inputs.size for chunks in chunk_sets))
     of_all = f"sums of all layers, up to {len(chunk_sets) * sums / 1e6:,.1f} MB"
     if not here:
-        return f"layer by layer on workers: hidden states {states / 1e6:,.1f} MB; {of_all}, in this process too"
+        return f"layer by layer on workers: {states}; {of_all}, in this process too"
     largest = max(of_layer.values(), default=0)
-    return f"layer by layer: {describe_states(states)}; weights of one layer, up to {largest / 1e6:,.1f} MB; {of_all}"
+    return f"layer by layer: {states.with_place}; weights of one layer, up to {largest / 1e6:,.1f} MB; {of_all}"

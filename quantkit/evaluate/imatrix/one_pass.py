@@ -7,9 +7,9 @@ With `propagate="original"` the original layer makes the hidden states of the ne
 `imatrix` and `quantize` in turn give. With "quantized" the encoded layer makes them, so that later layers are measured
 on the inputs that they will get, as GPTQ does.
 
-Memory: the sums of one layer, and the hidden states of all chunks, float32[chunks, n_ctx, state width], in a temporary
-file if they are large. A checkpoint's tensors are computed when they are read; its files are fetched then, if it is on
-the Hub. An interrupted run resumes: the finished layers run again, but are not measured.
+Memory: the sums of one layer, and the states of all chunks (`layer_by_layer`), in temporary files if they are large. A
+checkpoint's tensors are computed when they are read; its files are fetched then, if it is on the Hub. An interrupted
+run resumes: the finished layers run again, but are not measured.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from quantkit.evaluate.imatrix.second_moments import (
     sizes,
 )  # fmt: skip
 from quantkit.evaluate.layers.checkpoint_model import CheckpointModel
-from quantkit.evaluate.layers.layer_by_layer import LayerRun, chunk_batches, whole_batches
+from quantkit.evaluate.layers.layer_by_layer import LayerRun, chunk_batches, state_bytes, whole_batches
 from quantkit.evaluate.text import DEFAULT_BATCH, DEFAULT_CONTEXT, Chunks, chunked
 from quantkit.formats import gguf
 from quantkit.formats.imatrix import Imatrix, check_policy, fill_missing
@@ -212,11 +212,11 @@ class _OnePass:
     def announcement(self) -> str:
         """What will be run, and the memory that it takes."""
         chunks, n_ctx = self._chunks.inputs.shape
-        states = 4 * chunks * n_ctx * self._model.state_width
+        states = state_bytes(self._model, chunks * n_ctx)
         sums = max((sizes(self._shapes(layer), forms)[0] for layer, forms in self._forms.items()), default=0)
         return (
-            f"calibrating on {chunks} chunks of {n_ctx} tokens of {self._chunks.source}, layer by layer: hidden states "
-            f"{states / 1e6:,.1f} MB, second moments of a layer up to {sums / 1e6:,.1f} MB"
+            f"calibrating on {chunks} chunks of {n_ctx} tokens of {self._chunks.source}, layer by layer: {states}, "
+            f"second moments of a layer up to {sums / 1e6:,.1f} MB"
         )
 
     @property

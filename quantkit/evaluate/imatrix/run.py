@@ -178,7 +178,7 @@ def imatrix(
     if o.by_layer:
         check_by_layer(model, o.ctx_size, model.numerics)
         here = client is None
-        on_message(describe_memory(opened.tensors.values(), chunk_sets, model.state_width, forms, here))
+        on_message(describe_memory(opened.tensors.values(), chunk_sets, model, forms, here))
     conditions = evaluation_conditions(model, o.ctx_size, sum(map(len, chunk_sets)), ", ".join(map(str, paths)))
     settings = _settings(conditions, o, paths, chunk_sets, forms, drafts, client)
     run = fingerprint([*opened.paths, *paths, *o.in_file], settings)

@@ -64,4 +64,12 @@ class CheckpointModel:
     def of(cls, view: CheckpointView) -> CheckpointModel:
         """A model file of a checkpoint that is open."""
         made: dict[str, Tensor] = {name: ComputedTensor(source) for name, source in view.tensors.items()}
-        return cls(view.paths[0].parent, view.metadata, made, sum(tensor.nbytes for tensor in made.values()))
+        return cls(view.paths[0].parent, _as_read(view.metadata), made, sum(tensor.nbytes for tensor in made.values()))
+
+
+def _as_read(metadata: Metadata) -> Metadata:
+    """Metadata as a file gives them back: its f32 values are rounded, and a model computes with them."""
+    found = metadata.copy()
+    for key in [key for key in found if found.kind(key) == "f32"]:
+        found.set(key, np.asarray(found[key], np.float32).tolist(), "f32")
+    return found

@@ -1,9 +1,10 @@
 """Run a model over many chunks one layer at a time, for models larger than memory.
 
 Every weight is read once, and its memory is released when its layer is done. So a BF16 model larger than memory can
-write a base file or an importance matrix. Between layers only the hidden states of all chunks are stored,
-float32[chunks, n_ctx, state width], in a temporary file if they are large, and the positions that sparse attention has
-selected for layers without an indexer. Chunks run in the same batches as in `chunk_runs.evaluate_chunks`, so the logits
+write a base file or an importance matrix. Per-layer embeddings are looked up again for each layer. Between layers only
+the hidden states of all chunks are stored, float32[chunks, n_ctx, state width], the keys and values that later layers
+read (`shared_keys`), both in temporary files if they are large, and the positions that sparse attention has selected
+for layers without an indexer. Chunks run in the same batches as in `chunk_runs.evaluate_chunks`, so the logits
 are the same to the last bit; except for conversations, whose fill up to the longest is computed here.
 """
 
@@ -12,7 +13,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from quantkit.archs.common import blocks
 from quantkit.codegen import blas
 from quantkit.errors import UnsupportedError
 from quantkit.evaluate.chunk_runs import check_context
+from quantkit.evaluate.layers.shared_keys import SharedKeys
 from quantkit.evaluate.models import ChunkModel
 from quantkit.evaluate.text import DEFAULT_BATCH
 from quantkit.formats.atomic import require_space
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
     from quantkit.runtime.kv.cache import Cache
     from quantkit.runtime.model import Model
 
-IN_MEMORY = 1 << 28  # bytes of hidden states; larger ones go to a file
+IN_MEMORY = 1 << 28  # bytes of states of all chunks; larger ones go to files
 
 # Of a batch: for each sequence, the positions that the last block with an indexer has selected.
 Selections = list[np.ndarray | None]
@@ -95,19 +97,29 @@ class LayerRun:
     """The hidden states of chunks, which run through a model one layer at a time.
 
     hidden   float32[n_chunk, n_ctx, state width]: the input of the next layer; not set for chunks that are in no batch
+    shared   SharedKeys: what later layers read besides, of all chunks
     """
 
-    def __init__(self, model: Model, inputs: np.ndarray, batches: list[slice], hidden: np.ndarray | None = None):
-        """Embed int[n_chunk, n_ctx], or take the `hidden` states that some layers gave. `batches` are those of
-        `chunk_batches`."""
+    def __init__(
+        self,
+        model: Model,
+        inputs: np.ndarray,
+        batches: list[slice],
+        states: LayerStates | None = None,
+        *,
+        embed: bool = True,
+    ):
+        """Embed int[n_chunk, n_ctx], in `states` if given; without `embed` they are what some layers gave. `batches`
+        are those of `chunk_batches`."""
         self._model, self._inputs, self._batches = model, inputs, batches
         self._selections: list[Selections] = [[] for _ in batches]
         n_ctx = inputs.shape[1]
         self._caches = [model.layer_cache(n_ctx) for _ in range(max((b.stop - b.start for b in batches), default=0))]
-        if hidden is not None:
-            self.hidden = hidden
+        self.hidden, shared = states or layer_states(model, *inputs.shape)
+        self.shared = SharedKeys(model.blocks, shared)
+        if not embed:
             return
-        x = self.hidden = hidden_states((*inputs.shape, model.state_width))
+        x = self.hidden
         with blas.single_threaded():
             for batch in batches:
                 x[batch] = model.embed_checked(inputs[batch].reshape(-1)).reshape(x[batch].shape)
@@ -129,7 +141,9 @@ class LayerRun:
                     if observer_of is not None:
                         self._model.observer = observer_of(batch)
                     states = self.hidden[batch]
-                    output = run_sequences(self._model, block, self._inputs[batch], states, self._caches, selections)
+                    output = run_sequences(
+                        self._model, block, self._inputs[batch], states, self._caches, selections, self.shared[batch]
+                    )
                     if not keeps_selections:
                         selections.clear()
                     if keep:
@@ -140,12 +154,13 @@ class LayerRun:
     def finish(self, observer_of: Callable[[slice], Observer | None] | None = None) -> None:
         """Turn what leaves the last block into float32[n_chunk, n_ctx, n_embd] before the output norm, in `hidden`.
 
-        Only residual streams (hyper-connections) differ.
+        Only residual streams (hyper-connections, AltUp) differ.
         """
         model = self._model
         if model.head.streams is None:
             return
-        before, merged = model.observer, hidden_states((*self._inputs.shape, model.hparams.n_embd))
+        before, shape = model.observer, (*self._inputs.shape, model.hparams.n_embd)
+        merged = _zeros(shape, np.float32, _are_mapped(4 * int(np.prod(shape, dtype=np.int64)), "hidden states"))
         try:
             with blas.single_threaded():
                 for batch in self._batches:
@@ -157,8 +172,13 @@ class LayerRun:
         self.hidden = merged
 
     @property
+    def states(self) -> LayerStates:
+        """What the next layers need, but for selections."""
+        return LayerStates(self.hidden, self.shared.rows)
+
+    @property
     def has_selections(self) -> bool:
-        """Whether the next layers need more than the hidden states: the positions that a layer has selected."""
+        """Whether the next layers need more than `states`: the positions that a layer has selected."""
         return any(selected is not None for selections in self._selections for selected in selections)
 
     def release(self, block: Block) -> None:
@@ -173,6 +193,7 @@ def run_sequences(
     states: np.ndarray,
     caches: Sequence[Cache],
     selections: Selections,
+    shared: SharedKeys,
 ) -> np.ndarray:
     """float32[n_seq, n_ctx, state width] that leaves a block, of fresh sequences. Callers hold
     `blas.single_threaded()`.
@@ -181,12 +202,15 @@ def run_sequences(
     states       float32[n_seq, n_ctx, state width] that enters the block
     caches       of one layer, at least as many as sequences
     selections   those of the block before, of the same sequences; replaced by those of this block
+    shared       of the same sequences; gets keys and values of this block that others read
     """
     n_seq, n_ctx, width = states.shape
     ids = np.asarray(tokens, np.int64)
     spans = [Span(i * n_ctx, (i + 1) * n_ctx, cache, tokens=ids[i]) for i, cache in enumerate(caches[:n_seq])]
     model.selections = selections or [None] * n_seq
+    shared.before(block, caches)
     output = model.run_block_checked(block, states.reshape(-1, width), spans)
+    shared.after(block, caches)
     selections[:] = model.selections
     return output.reshape(states.shape)
 
@@ -210,21 +234,65 @@ def release_block(model: Model, block: Block) -> None:
     _release(model, [name for name in model.weights if layer_of(name) == block.layer])
 
 
-def hidden_states(shape: tuple[int, ...]) -> np.ndarray:
-    """An uninitialized float32 array; a large one is mapped to a temporary file that goes with it."""
-    nbytes = 4 * int(np.prod(shape, dtype=np.int64))
-    if nbytes <= IN_MEMORY:
-        return np.empty(shape, np.float32)
-    # Writing to a mapped file on a full disk would end the process.
-    require_space(Path(tempfile.gettempdir()), nbytes, "the hidden states of all chunks take", "; set TMPDIR")
+class LayerStates(NamedTuple):
+    """What is stored between layers, of all chunks: float32[n_chunk, n_ctx, state width] hidden states, and the rows
+    uint8[n_chunk, bytes] of `SharedKeys`."""
+
+    hidden: np.ndarray
+    shared: np.ndarray
+
+
+def layer_states(model: Model, n_chunk: int, n_ctx: int) -> LayerStates:
+    """States of zeros. Large ones are mapped to temporary files that go with them."""
+    size = state_bytes(model, n_chunk * n_ctx)
+    mapped = _are_mapped(sum(size), size.what)
+    return LayerStates(
+        _zeros((n_chunk, n_ctx, model.state_width), np.float32, mapped),
+        _zeros((n_chunk, n_ctx * model.shared_key_bytes), np.uint8, mapped),
+    )
+
+
+class StateBytes(NamedTuple):
+    """Bytes of what is stored between layers."""
+
+    hidden: int
+    shared: int
+
+    @property
+    def what(self) -> str:
+        """What is stored, in words."""
+        return "hidden states, keys and values" if self.shared else "hidden states"
+
+    def __str__(self) -> str:
+        shared = f", keys and values that later layers read {self.shared / 1e6:,.1f} MB" if self.shared else ""
+        return f"hidden states {self.hidden / 1e6:,.1f} MB{shared}"
+
+    @property
+    def with_place(self) -> str:
+        """Their sizes, and where `layer_states` puts them."""
+        files = "temporary files" if self.shared else "a temporary file"
+        return f"{self} in {'memory' if sum(self) <= IN_MEMORY else f'{files} in {tempfile.gettempdir()}'}"
+
+
+def state_bytes(model: Model, tokens: int) -> StateBytes:
+    """How large the states of that many tokens are."""
+    return StateBytes(4 * tokens * model.state_width, tokens * model.shared_key_bytes)
+
+
+def _are_mapped(nbytes: int, what: str) -> bool:
+    """Whether arrays of so many bytes are mapped to temporary files. Raises QuantkitError if there is no room."""
+    if nbytes > IN_MEMORY:
+        # Writing to a mapped file on a full disk would end the process.
+        require_space(Path(tempfile.gettempdir()), nbytes, f"the {what} of all chunks take", "; set TMPDIR")
+    return nbytes > IN_MEMORY
+
+
+def _zeros(shape: tuple[int, ...], dtype: type, mapped: bool) -> np.ndarray:
+    """An array of zeros, in memory or mapped to a temporary file."""
+    if not mapped or not np.prod(shape):
+        return np.zeros(shape, dtype)
     with tempfile.TemporaryFile(prefix="quantkit-hidden-") as file:
-        return np.memmap(file, np.float32, "w+", shape=shape)
-
-
-def describe_states(nbytes: int) -> str:
-    """How large hidden states are, and where `hidden_states` puts them."""
-    where = "in memory" if nbytes <= IN_MEMORY else f"in a temporary file in {tempfile.gettempdir()}"
-    return f"hidden states {nbytes / 1e6:,.1f} MB {where}"
+        return np.memmap(file, dtype, "w+", shape=shape)
 
 
 def _release(model: Model, names: list[str]) -> None:

@@ -1,9 +1,9 @@
 """Run chunks layer by layer on the workers of a cluster, for models larger than a worker's memory.
 
 The layers are a pipeline. Its stages are as many as there are workers, so that each worker keeps the weights of its
-layers in memory; hidden states float32[chunks, n_ctx, state width] of a batch go from worker to worker. If the model is
-larger than the memory of all workers, there are several stages for each: all chunks pass the first layers before a
-worker reads its next ones, and their hidden states wait in the memory of the workers.
+layers in memory; hidden states float32[chunks, n_ctx, state width] of a batch go from worker to worker, and keys and
+values that later layers read. If the model is larger than the memory of all workers, there are several stages for each:
+all chunks pass the first layers before a worker reads its next ones, and their states wait in the workers' memory.
 
 Batches are those of `layer_by_layer`, so the results have the same bits.
 """
@@ -11,7 +11,6 @@ Batches are those of `layer_by_layer`, so the results have the same bits.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -33,6 +32,7 @@ from quantkit.evaluate.layers.layer_by_layer import (
     release_block,
     run_sequences,
 )
+from quantkit.evaluate.layers.shared_keys import SharedKeys, needs_shared_keys
 from quantkit.evaluate.models import ChunkModel
 from quantkit.evaluate.on_workers import ClusterRuns, WorkerModel, model_files
 from quantkit.formats import gguf
@@ -100,10 +100,16 @@ def _available() -> int:
 
 
 class States(NamedTuple):
-    """What goes from stage to stage: states float32[chunks, n_ctx, state width], and what a block has selected."""
+    """What goes from stage to stage.
+
+    hidden       float32[chunks, n_ctx, state width]
+    selections   what a block has selected
+    shared       rows of `SharedKeys`; None before there are any, and when no later layer reads them
+    """
 
     hidden: np.ndarray
     selections: Selections
+    shared: np.ndarray | None
 
 
 @dataclass
@@ -130,19 +136,26 @@ class StagedModel:
         blocks = self.load(stage)
         with blas.single_threaded():
             if before is None:
-                before = States(self.model.embed_checked(inputs.reshape(-1)).reshape(*inputs.shape, -1), [])
+                before = States(self.model.embed_checked(inputs.reshape(-1)).reshape(*inputs.shape, -1), [], None)
             states, selections = before.hidden, list(before.selections)  # what a task gets is not changed
+            shared = SharedKeys.of(self.model, *inputs.shape)
+            if before.shared is not None:
+                shared.rows[:] = before.shared
             caches = [self.model.layer_cache(inputs.shape[1]) for _ in range(len(inputs))]
             for block in blocks:
-                states = run_sequences(self.model, block, inputs, states, caches, selections)
+                states = run_sequences(self.model, block, inputs, states, caches, selections, shared)
             if stage + 1 == self.stages:
                 states = merge_streams(self.model, states)
-        return States(states, selections)
+        done = self._first(stage + 1)
+        passes_keys = needs_shared_keys(self.model.blocks[:done], self.model.blocks[done:])
+        return States(states, selections, shared.rows if passes_keys else None)
 
     def _blocks(self, stage: int) -> list[Block]:
-        count = len(self.model.blocks)
-        ends = [count * i // self.stages for i in range(self.stages + 1)]
-        return list(itertools.islice(self.model.blocks, ends[stage], ends[stage + 1]))
+        return list(self.model.blocks[self._first(stage) : self._first(stage + 1)])
+
+    def _first(self, stage: int) -> int:
+        """The first of the blocks of a stage."""
+        return len(self.model.blocks) * stage // self.stages
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import numpy as np
 
 from quantkit.archs.common.blocks import NGrams
 from quantkit.codegen import blas
+from quantkit.evaluate.layers.shared_keys import SharedKeys
 from quantkit.formats.gguf import Tensor
 from quantkit.runtime.blocks.spans import Span
 from quantkit.runtime.kv.cache import Cache
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from quantkit.archs.common.blocks import Block
     from quantkit.runtime.model import Model
 
-Run = Callable[[np.ndarray], np.ndarray]
+Run = Callable[[np.ndarray, bool], np.ndarray]  # of the input, and whether all weights are the model's own
 
 
 class Part:
@@ -38,7 +39,7 @@ class Part:
             self._model.weights = {**weights, **replacements}
             self._model.drop_cached(replacements)
             with blas.single_threaded():
-                output = self._run(self._x)
+                output = self._run(self._x, not replacements)
         finally:
             self._model.weights = weights
             self._model.drop_cached(replacements)
@@ -51,28 +52,34 @@ def parts(model: Model, tokens: np.ndarray) -> Iterator[Part]:
     """Yield the parts for new sequences int[n_seq, len]. A part's input is the output of the part before it, computed
     with the model's own weights."""
     ids = np.asarray(tokens, np.int64)
-    head, x = model.head, np.empty((0, 0), np.float32)
+    head, x, shared = model.head, np.empty((0, 0), np.float32), SharedKeys.of(model, *ids.shape)
     names: dict[int | None, list[str]] = {}
     for name in model.weights:
         names.setdefault(layer_of(name), []).append(name)
-    steps: list[tuple[int | None, list[str], Run]] = [(None, [head.embedding], lambda _: model.embed(ids.reshape(-1)))]
+    steps: list[tuple[int | None, list[str], Run]] = [(None, [head.embedding], lambda *_: model.embed(ids.reshape(-1)))]
     for block in model.blocks:
         tables = [part.table for part in block.parts if isinstance(part, NGrams)]
-        steps.append((block.layer, names[block.layer] + tables, _block_runner(model, block, ids)))
-    last = [linear.weight for linear in (*(head.streams.matrices if head.streams else ()), head.output)]
+        steps.append((block.layer, names[block.layer] + tables, _block_runner(model, block, ids, shared)))
+    last = list(
+        dict.fromkeys(linear.weight for linear in (*(head.streams.matrices if head.streams else ()), head.output))
+    )
     last += [] if head.norm is None else [head.norm.weight]
-    steps += [(None, last, lambda x: model.project(model.merge_streams(x)))]
+    steps += [(None, last, lambda x, _: model.project(model.merge_streams(x)))]
     for layer, weights, run in steps:
         part = Part(layer, weights, model, run, x)
         yield part
         x = part.run({})
 
 
-def _block_runner(model: Model, block: Block, ids: np.ndarray) -> Run:
-    def run(x: np.ndarray) -> np.ndarray:
+def _block_runner(model: Model, block: Block, ids: np.ndarray, shared: SharedKeys) -> Run:
+    def run(x: np.ndarray, is_own: bool) -> np.ndarray:
         n_seq, length = ids.shape
         caches: list[Cache] = [model.layer_cache(length) for _ in range(n_seq)]
         spans = [Span(i * length, (i + 1) * length, cache, tokens=ids[i]) for i, cache in enumerate(caches)]
-        return model.run_block(block, x, spans)
+        shared.before(block, caches)
+        output = model.run_block(block, x, spans)
+        if is_own:
+            shared.after(block, caches)
+        return output
 
     return run

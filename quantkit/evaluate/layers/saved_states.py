@@ -1,7 +1,8 @@
-"""Hidden states of a run by layer in a file, from which the run resumes.
+"""States of a run by layer in a file, from which the run resumes.
 
     {"run": …, "layers": …, "shape": [chunks, n_ctx, state width]} and a line feed
-    float32[chunks, n_ctx, state width]
+    float32[chunks, n_ctx, state width]   hidden states
+    uint8[chunks, bytes]                  keys and values that later layers read (`shared_keys`); none in most models
 
 `run` is a hash of what the run depends on, `layers` how many layers have made the states.
 """
@@ -15,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from quantkit.errors import FormatError
+from quantkit.evaluate.layers.layer_by_layer import LayerStates
 from quantkit.formats.atomic import writing
 from quantkit.formats.owned import open_own
 from quantkit.inputs import json_input
@@ -22,32 +24,40 @@ from quantkit.inputs import json_input
 _MAX_HEADER = 1 << 12  # bytes
 
 
-def save_states(path: Path, run: str, layers: int, hidden: np.ndarray) -> None:
-    """Write float32[chunks, n_ctx, state width]; an existing file stays until the new one is complete."""
+def save_states(path: Path, run: str, layers: int, states: LayerStates) -> None:
+    """Write the states; an existing file stays until the new one is complete."""
     with writing(path, own=True) as file:
-        file.write(json.dumps({"run": run, "layers": layers, "shape": hidden.shape}).encode() + b"\n")
-        for of_chunk in hidden:
+        file.write(json.dumps({"run": run, "layers": layers, "shape": states.hidden.shape}).encode() + b"\n")
+        for of_chunk in states.hidden:
             file.write(np.ascontiguousarray(of_chunk, "<f4").data)
+        for row in states.shared:
+            file.write(row.data)
 
 
-def saved_layers(path: Path, run: str, shape: tuple[int, ...]) -> int:
-    """The number of layers that have made the saved states; 0 if there is no file, or one of another run."""
+def saved_layers(path: Path, run: str, states: LayerStates) -> int:
+    """The number of layers that have made the saved states; 0 if there is no file, or one of another run.
+
+    `states` have the shapes of the run.
+    """
+    hidden, shared = states
     try:
         with os.fdopen(open_own(path), "rb") as file:
             header = file.readline(_MAX_HEADER)
             about = json_input.parse(header, str(path))
-            size = len(header) + 4 * int(np.prod(shape, dtype=np.int64))
-            if (about["run"], about["shape"]) != (run, list(shape)) or os.fstat(file.fileno()).st_size != size:
+            size = len(header) + hidden.nbytes + shared.nbytes
+            if (about["run"], about["shape"]) != (run, list(hidden.shape)) or os.fstat(file.fileno()).st_size != size:
                 return 0
             return int(about["layers"])
     except (FileNotFoundError, FormatError, KeyError, TypeError, ValueError):
         return 0
 
 
-def read_states(path: Path, hidden: np.ndarray) -> None:
-    """Fill float32[chunks, n_ctx, state width] with the states of a file that `saved_layers` takes."""
+def read_states(path: Path, states: LayerStates) -> None:
+    """Fill the states with those of a file that `saved_layers` takes."""
     with os.fdopen(open_own(path), "rb") as file:
         file.readline(_MAX_HEADER)
-        for of_chunk in hidden:
+        for of_chunk in states.hidden:
             data = file.read(of_chunk.nbytes)
             of_chunk[:] = np.frombuffer(data, "<f4").reshape(of_chunk.shape)
+        for row in states.shared:
+            row[:] = np.frombuffer(file.read(row.nbytes), np.uint8)

@@ -1,9 +1,9 @@
 """The KL divergence of a model with one matrix alone in a coarse type, for each matrix.
 
 Nothing before a matrix' layer changes, so a probe runs from that layer on: the hidden states that enter the layer are
-kept while its matrices are probed. Every probe is computed in the same way whatever was measured before, so a resumed
-run has the same numbers. Memory: hidden states of the text's tokens, and the model's log probabilities at the scored
-ones.
+kept while its matrices are probed, and so are keys and values of earlier layers that later ones read. Every probe is
+computed in the same way whatever was measured before, so a resumed run has the same numbers. Memory: these states of
+the text's tokens, and the model's log probabilities at the scored ones.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy as np
 from quantkit.codegen import blas, jit
 from quantkit.errors import UnsupportedError
 from quantkit.evaluate.chunk_runs import check_context
+from quantkit.evaluate.layers.shared_keys import SharedKeys
 from quantkit.evaluate.statistics import Sample
 from quantkit.evaluate.text import Chunks
 from quantkit.formats.gguf import Tensor
@@ -76,17 +77,17 @@ class Probes:
         outputs = [name for name in names if name == model.head.output.weight != model.head.embedding]
         inputs = [name for name in names if layer_of(name) is None and name not in outputs]
         for name in inputs:
-            yield name, self._probe(name, lambda: self._finish(0, self._embed()), base)
-        x, layer_names = self._embed(), [name for name in names if layer_of(name) in layers]
+            yield name, self._probe(name, lambda: self._finish(0, *self._start()), base)
+        (x, shared), layer_names = self._start(), [name for name in names if layer_of(name) in layers]
         last = max((layer_of(name) or 0 for name in layer_names), default=-1)
         for number, block in enumerate(model.blocks):
             if block.layer > last and not outputs:
                 break
             for name in [name for name in names if layer_of(name) == block.layer]:
-                yield name, self._probe(name, functools.partial(self._finish, number, x), base)
-            x = self._block(block, x)
+                yield name, self._probe(name, functools.partial(self._finish, number, x, shared), base)
+            x = self._block(block, x, shared)
         for name in outputs:
-            yield name, self._probe(name, functools.partial(self._finish, len(model.blocks), x), base)
+            yield name, self._probe(name, functools.partial(self._finish, len(model.blocks), x, shared), base)
         for name in names:
             if layer_of(name) is not None and layer_of(name) not in layers:
                 yield name, Probed(0.0, 0.0)
@@ -110,30 +111,34 @@ class Probes:
         error = found.error if np.isfinite(found.error) else abs(found.value)
         return Probed(max(found.value, 0.0), error)
 
-    def _embed(self) -> np.ndarray:
-        """float32[tokens, state width] of all chunks."""
-        return self._model.embed(self._tokens)
+    def _start(self) -> tuple[np.ndarray, SharedKeys]:
+        """float32[tokens, state width] of all chunks, which enter the first layer; and room for their shared keys."""
+        return self._model.embed(self._tokens), SharedKeys.of(self._model, *self._chunks.inputs.shape)
 
     @property
     def _tokens(self) -> np.ndarray:
         """int64[tokens] of all chunks."""
         return np.asarray(self._chunks.inputs, np.int64).reshape(-1)
 
-    def _block(self, block: Block, x: np.ndarray) -> np.ndarray:
+    def _block(self, block: Block, x: np.ndarray, shared: SharedKeys) -> np.ndarray:
+        """What leaves a block; `shared` gets its keys and values if others read them."""
         length, tokens = self._chunks.n_ctx, self._tokens
         found = np.empty_like(x)
         with blas.single_threaded():
-            for start in range(0, len(x), length):  # one chunk at a time bounds the memory of attention and experts
-                cache = self._model.layer_cache(length)
-                of_chunk = slice(start, start + length)
+            for chunk in range(len(x) // length):  # one at a time bounds the memory of attention and experts
+                cache, keys = self._model.layer_cache(length), shared[chunk : chunk + 1]
+                of_chunk = slice(chunk * length, (chunk + 1) * length)
                 span = Span(0, length, cache, tokens=tokens[of_chunk])
+                keys.before(block, [cache])
                 found[of_chunk] = self._model.run_block(block, x[of_chunk], [span])
+                keys.after(block, [cache])
         return found
 
-    def _finish(self, first: int, x: np.ndarray) -> np.ndarray:
-        """What leaves the last layer, of what enters layer `first`."""
+    def _finish(self, first: int, x: np.ndarray, shared: SharedKeys) -> np.ndarray:
+        """What leaves the last layer, of what enters layer `first` and the keys and values of those before it."""
+        shared = shared.copy()
         for block in self._model.blocks[first:]:
-            x = self._block(block, x)
+            x = self._block(block, x, shared)
         return x
 
     def _logits(self, x: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
@@ -145,7 +150,7 @@ class Probes:
     def _base_log_probabilities(self) -> np.ndarray:
         """float32[scored positions, n_vocab] of the model itself."""
         if self._base is None:
-            parts = [_log_softmax(logits) for _, logits in self._logits(self._finish(0, self._embed()))]
+            parts = [_log_softmax(logits) for _, logits in self._logits(self._finish(0, *self._start()))]
             self._base = np.concatenate([part.astype(np.float32) for part in parts])
         return self._base
 

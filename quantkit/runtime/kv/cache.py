@@ -343,6 +343,17 @@ class Cache:
         return before, after
 
 
+def shared_key_bytes(hparams: HParams, kind: CacheType) -> int:
+    """Bytes of a token's keys and values in the layers that later ones read."""
+    kv_heads = hparams.kv_heads_of or (hparams.n_head_kv,) * hparams.n_layer
+    layouts = [types.layout(name) for name in (kind.k, kind.v)]
+    return sum(
+        kv_heads[i] * layout.row_bytes(dim)
+        for i in {hparams.kv_sources[shared] for shared in hparams.kv_shared}
+        for layout, dim in zip(layouts, hparams.head_dims(i))
+    )
+
+
 def _rows(heads: list[int], n_ctx: int, row_bytes: list[int], kept: set[int] | None) -> tuple[np.ndarray, ...]:
     """An array [heads, n_ctx, row bytes] for each layer; with `kept`, one for all layers of one shape, except for those
     in `kept`."""

@@ -1,7 +1,7 @@
 """A checkpoint as a file that a model can be made of: its tensors give the rows that `convert` would write.
 
-Rows are computed each time they are asked for, so a model that runs layer by layer in large batches needs no memory for
-weights and no converted file.
+Rows are computed each time they are asked for, of embeddings those of a batch's tokens. So a model that runs layer by
+layer in large batches needs no memory for weights and no converted file.
 """
 
 from __future__ import annotations
@@ -42,6 +42,15 @@ class ComputedTensor(Tensor):
     def stored(self) -> np.ndarray:
         """uint8[nbytes]."""
         return self.data.reshape(-1)
+
+    def groups(self, numbers: np.ndarray) -> np.ndarray:
+        """As `Tensor.groups`: computes these rows alone, of a table that may be larger than all that a layer has."""
+        if not len(numbers):
+            return np.empty((0, self.type.interleave, self.row_bytes), np.uint8)
+        runs = np.split(numbers, np.flatnonzero(np.diff(numbers) != 1) + 1)
+        group = self.type.interleave
+        rows = [self._rows(int(run[0]) * group, (int(run[-1]) + 1) * group) for run in runs]
+        return np.concatenate(rows).reshape(-1, group, self.row_bytes)
 
     def release(self) -> None:
         """Drop `data`."""

@@ -138,6 +138,12 @@ class Tensor:
             )
         return self._rows(start, stop)
 
+    def groups(self, numbers: np.ndarray) -> np.ndarray:
+        """uint8[len(numbers), group, row_bytes]: groups of interleaved rows by their ascending int64 numbers; of types
+        that do not interleave, single rows."""
+        found: np.ndarray = self.data.reshape(-1, self.type.interleave, self.row_bytes)[numbers]
+        return found
+
     def decode_rows(self, start: int, stop: int) -> np.ndarray:
         """float32[stop - start, shape[-1]]: the exact values of some rows. Errors as of `rows`.
 

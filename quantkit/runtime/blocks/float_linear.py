@@ -151,7 +151,7 @@ def embedding_rows(tensor: Tensor, tokens: np.ndarray) -> np.ndarray:
     """float32[tokens, columns]: the rows of a table that int[tokens] name."""
     group = tensor.type.interleave
     groups, index_of = np.unique(tokens // group, return_inverse=True)
-    data = tensor.data.reshape(-1, group, tensor.row_bytes)[groups]
+    data = tensor.groups(groups)
     rows = tensor.type.dequantize(data.reshape(-1, data.shape[2]), tensor.shape[1])
     result: np.ndarray = rows[index_of.reshape(-1) * group + tokens % group]
     return result

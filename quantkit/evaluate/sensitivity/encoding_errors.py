@@ -90,7 +90,7 @@ class RowSample:
         reference = self.row_errors(probe, effort)
         found = {}
         for kind in kinds:
-            values = self.row_errors(kind, effort)
+            values = reference if kind is probe else self.row_errors(kind, effort)
             found[kind.name.lower()] = self._scaled(values, reference)
             on_type(kind.name)
         return self._total(reference), found

@@ -19,6 +19,7 @@ from quantkit.evaluate.imatrix.run import ImatrixOptions, imatrix
 from quantkit.evaluate.layer_similarity import layer_similarity
 from quantkit.evaluate.layers.checkpoint_model import ComputedTensor
 from quantkit.evaluate.layers.layer_by_layer import chunks_layer_by_layer
+from quantkit.evaluate.layers.parts import parts
 from quantkit.evaluate.layers.shared_keys import needs_shared_keys, read_by
 from quantkit.evaluate.layers.tensor_errors import tensor_errors
 from quantkit.evaluate.sensitivity.probes import EncodedTensor, Probes
@@ -139,6 +140,14 @@ def test_errors_of_tensors_are_those_of_one_tensor(path: Path, tmp_path: Path) -
         alone = gguf.open(rewrite(path, tmp_path / "one.gguf", "q8_0", lambda t, name=name: t.name == name))  # type: ignore[misc]
         (error,) = tensor_errors(model, alone, INPUTS)
         assert error.error == found[name] > 0
+
+
+def test_projections_of_streams_are_measured_where_they_are_computed(path: Path) -> None:
+    model = load(path)
+    first, *_, last = (part.weights for part in parts(model, INPUTS))
+    altup = {"altup_proj.weight", "altup_unembd_proj.weight"} & set(model.weights)
+    assert altup & set(first) == altup - {"altup_unembd_proj.weight"}
+    assert altup & set(last) == altup - {"altup_proj.weight"}
 
 
 def test_similarity_is_that_of_the_states_of_a_whole_run(path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from quantkit.archs.common.blocks import NGrams
+from quantkit.archs.common.blocks import AltUpHead, NGrams
 from quantkit.codegen import blas
 from quantkit.evaluate.layers.shared_keys import SharedKeys
 from quantkit.formats.gguf import Tensor
@@ -56,14 +56,16 @@ def parts(model: Model, tokens: np.ndarray) -> Iterator[Part]:
     names: dict[int | None, list[str]] = {}
     for name in model.weights:
         names.setdefault(layer_of(name), []).append(name)
-    steps: list[tuple[int | None, list[str], Run]] = [(None, [head.embedding], lambda *_: model.embed(ids.reshape(-1)))]
+    streams = head.streams
+    spread = [linear.weight for linear in streams.project] if isinstance(streams, AltUpHead) else []
+    first, last = [head.embedding, *dict.fromkeys(spread)], [head.output.weight]
+    if streams is not None:
+        last = [*dict.fromkeys(m.weight for m in streams.matrices if m.weight not in spread), *last]
+    last += [] if head.norm is None else [head.norm.weight]
+    steps: list[tuple[int | None, list[str], Run]] = [(None, first, lambda *_: model.embed(ids.reshape(-1)))]
     for block in model.blocks:
         tables = [part.table for part in block.parts if isinstance(part, NGrams)]
         steps.append((block.layer, names[block.layer] + tables, _block_runner(model, block, ids, shared)))
-    last = list(
-        dict.fromkeys(linear.weight for linear in (*(head.streams.matrices if head.streams else ()), head.output))
-    )
-    last += [] if head.norm is None else [head.norm.weight]
     steps += [(None, last, lambda x, _: model.project(model.merge_streams(x)))]
     for layer, weights, run in steps:
         part = Part(layer, weights, model, run, x)

@@ -146,7 +146,8 @@ class CapturedStep:
 
         def stage() -> None:
             decoder.x, decoder.added = before
-            for step in steps:
-                step()
+            with decoder.loading_ahead():
+                for step in steps:
+                    step()
 
         self._capture(stage)

@@ -86,6 +86,7 @@ class CudaWorker(Worker):
         self._gpu_experts = GpuExperts(self)
         self._ropes: dict[blocks.Rope, tuple[Any, torch.Tensor, torch.Tensor]] = {}
         self._last_positions: tuple[Any, Any] = None, None
+        self._tickets: dict[int, torch.Tensor] = {}
         self._captured_position: tuple[torch.Tensor, int] | None = None  # tensor, n_ctx
         self._steps: weakref.WeakKeyDictionary[Any, dict[int, CapturedStep | None]] = weakref.WeakKeyDictionary()
         self._require_kernels(split.placement)
@@ -291,6 +292,12 @@ class CudaWorker(Worker):
     def rope_tables(self) -> list[Any]:
         """The RoPE tables on the GPU."""
         return list(self._ropes.values())
+
+    def tickets(self, count: int) -> torch.Tensor:
+        """As `GpuContext.tickets`; its bits are int32. Never of a graph's own memory, which other graphs write."""
+        if count not in self._tickets:
+            self._tickets[count] = self.gpu.zeros((count,), "int32")
+        return self._tickets[count]
 
     # ------------------------------------------------------------------------------------- norms, activations and RoPE
 

@@ -33,16 +33,18 @@ def check_bytes(run: Run, x: np.ndarray, result: tuple[np.ndarray, ...]) -> None
 
 @pytest.mark.parametrize("adds", [0, 1])
 @pytest.mark.parametrize(("n", "threads"), [(32, 32), (288, 96), (288, 32)])
-def test_sum_norm_and_bytes(run: Run, n: int, threads: int, adds: int) -> None:
+def test_sum_norm_and_bytes(run: Run, n: int, threads: int, adds: int, monkeypatch) -> None:
     """Where the threads have all columns at once, and where they do not; `norm_threads` is the former up to 4096."""
-    assert fused.norm_threads(n) == -(-n // 128) * 32
+    assert (fused.norm_threads(n), fused.norm_loads(n)) == (-(-n // 128) * 32, 1)
+    monkeypatch.setattr(fused, "NORM_THREADS", threads)
+    assert fused.norm_threads(n) == threads
     x, added, weight = normal(n), normal(n, seed=1), normal(n, seed=2)
     x[:32] = 0
     added[:32] = 0  # a run whose scale is 0
     total, y = np.zeros(n, np.float32), np.zeros(n, np.float32)
     result = empty_bytes(n)
     words = result[0].view(np.int32)
-    run(fused.add_norm(), 1, threads, x, added, adds, weight, n, np.float32(1e-5), total, y, words,
+    run(fused.add_norm(fused.norm_loads(n)), 1, threads, x, added, adds, weight, n, np.float32(1e-5), total, y, words,
         *result[1:])  # fmt: skip
     np.testing.assert_array_equal(total, x + added if adds else x)
     right = np.zeros((1, n), np.float32)
@@ -62,7 +64,7 @@ def test_what_is_not_finite_stays_so(run: Run, bad: float) -> None:
         result = empty_bytes(96)
         run(activations.quantize(), 1, activations.THREADS, x, x.size, *result)
         y, of_norm, ones = np.zeros(96, np.float32), empty_bytes(96), np.ones(96, np.float32)
-        run(fused.add_norm(), 1, 32, x, x, 0, ones, 96, np.float32(1e-5), np.zeros(96, np.float32), y,
+        run(fused.add_norm(1), 1, 32, x, x, 0, ones, 96, np.float32(1e-5), np.zeros(96, np.float32), y,
             of_norm[0].view(np.int32), *of_norm[1:])  # fmt: skip
         its_run, others = place // 32, np.arange(3) != place // 32
         for _, scales, sums in (result, of_norm):

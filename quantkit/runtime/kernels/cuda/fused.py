@@ -17,7 +17,7 @@ import numpy as np
 from quantkit.runtime.kernels.cuda import attention
 from quantkit.runtime.kernels.cuda.activations import store_codes, store_four
 from quantkit.runtime.kernels.cuda.elementwise import ACTIVATIONS, NORM_THREADS, block_sum
-from quantkit.runtime.kernels.cuda.hardware import cuda, inlined, load_floats, warp_sum
+from quantkit.runtime.kernels.cuda.hardware import cuda, inlined, load_floats, store_floats, warp_sum
 from quantkit.runtime.kernels.cuda.kernel import CudaKernel
 
 THREADS = 256
@@ -25,40 +25,52 @@ WARP = 32  # threads of a block of `rope_append`
 
 
 @functools.cache
-def add_norm() -> CudaKernel:
+def add_norm(loads: int) -> CudaKernel:
     """(x, added, adds, weight, n, eps, total, y, words, scales, sums), of one block of `norm_threads(n)`.
 
     total = x + added, or x where `adds` is 0; y = total / sqrt(mean(total^2) + eps) * weight, float32[n]; the last
-    three are y by `activations`, the codes as int32[n / 4]. n is a multiple of 32; a thread has four columns.
+    three are y by `activations`, the codes as int32[n / 4]. n is a multiple of 32. A thread has four columns of each
+    of `norm_loads(n)` rounds, in registers: it waits for memory once.
     """
+    columns = 4 * loads
 
     def kernel(x, added, adds, weight, n, eps, total, y, words, scales, sums):
-        step = 4 * cuda.blockDim.x
+        sum_of, factor = cuda.local.array(columns, np.float32), cuda.local.array(columns, np.float32)
+        first, step = 4 * cuda.threadIdx.x, 4 * cuda.blockDim.x
         squares = np.float32(0)
-        for i in range(4 * cuda.threadIdx.x, n, step):
-            a, b, c, d = load_floats(x, i)
-            if adds != 0:
-                e, f, g, h = load_floats(added, i)
-                a, b, c, d = a + e, b + f, c + g, d + h
-            total[i], total[i + 1], total[i + 2], total[i + 3] = a, b, c, d
-            squares += a * a + b * b + (c * c + d * d)
-        scale = np.float32(np.float32(1) / math.sqrt(block_sum(squares) / np.float32(n) + eps))
-        for start in range(0, n, step):  # all threads as often: they find the largest of a run together
-            i = start + 4 * cuda.threadIdx.x
-            at = min(i, n - 4)
-            a, b, c, d = load_floats(total, at)
+        for j in range(loads):
+            i, at = first + j * step, min(first + j * step, n - 4)
+            a, b, c, d = load_floats(x, at)
             e, f, g, h = load_floats(weight, at)
-            a, b, c, d = a * scale * e, b * scale * f, c * scale * g, d * scale * h
+            factor[4 * j], factor[4 * j + 1], factor[4 * j + 2], factor[4 * j + 3] = e, f, g, h
+            if adds != 0:
+                e, f, g, h = load_floats(added, at)
+                a, b, c, d = a + e, b + f, c + g, d + h
+            sum_of[4 * j], sum_of[4 * j + 1], sum_of[4 * j + 2], sum_of[4 * j + 3] = a, b, c, d
+            squares += a * a + b * b + (c * c + d * d) if i < n else np.float32(0)
+        scale = np.float32(np.float32(1) / math.sqrt(block_sum(squares) / np.float32(n) + eps))
+        for j in range(loads):
+            i = first + j * step
+            a, b, c, d = sum_of[4 * j], sum_of[4 * j + 1], sum_of[4 * j + 2], sum_of[4 * j + 3]
             if i < n:
-                y[i], y[i + 1], y[i + 2], y[i + 3] = a, b, c, d
+                store_floats(total, i, a, b, c, d)
+            a, b = a * scale * factor[4 * j], b * scale * factor[4 * j + 1]
+            c, d = c * scale * factor[4 * j + 2], d * scale * factor[4 * j + 3]
+            if i < n:
+                store_floats(y, i, a, b, c, d)
             store_four(a, b, c, d, i, i < n, words, scales, sums)
 
-    return CudaKernel("add_norm", kernel, "f32[] f32[] i32 f32[] i32 f32 f32[] f32[] i32[] f32[] f32[]")
+    return CudaKernel(f"add_norm_{loads}", kernel, "f32[] f32[] i32 f32[] i32 f32 f32[] f32[] i32[] f32[] f32[]")
 
 
 def norm_threads(n: int) -> int:
     """Threads of `add_norm`'s block: four columns each, as far as they go."""
     return min(NORM_THREADS, -(-n // 128) * 32)
+
+
+def norm_loads(n: int) -> int:
+    """Rounds in which `norm_threads(n)` threads have all columns."""
+    return -(-n // (4 * norm_threads(n)))
 
 
 @functools.cache

@@ -20,7 +20,8 @@ Only this module and `words.py` know which of the two runs. `cuda` and `types` a
     halves_of(a, b), bfloats_of   two floats as one word of two numbers, a in the low half
     load_words(array, i)          the 16 bytes from element i on as four int32, in one load; aligned
     load_floats(array, i)         as four float32
-    store_words(array, i, a, b, c, d)   four words in one store
+    store_words(array, i, a, b, c, d)   four words in one store; store_floats four float32
+    prefetch(array, i)            ask for the 128 bytes with element i to be loaded into the L2 cache
 """
 
 from __future__ import annotations
@@ -183,6 +184,12 @@ if SIMULATED:
         assert i % 4 == 0, "a store is not aligned"
         array[i], array[i + 1], array[i + 2], array[i + 3] = a, b, c, d
 
+    store_floats = store_words
+
+    def prefetch(array, i):
+        """There is no cache."""
+        assert 0 <= i < len(array), "what is asked for is not there"
+
 else:
     from llvmlite import ir as llvm
     from numba.cuda import cgutils, types
@@ -333,15 +340,30 @@ else:
 
     load_words, load_floats = _load_four(types.int32, I32), _load_four(types.float32, F32)
 
+    def _store_four(element, kind):
+        @intrinsic
+        def store(typing_context, array, index, a, b, c, d):
+            def generate(context, builder, signature, args):
+                pointer = _pointer_to_four(context, builder, signature.args[0], args[0], args[1], kind)
+                values = llvm.Constant(llvm.VectorType(kind, 4), llvm.Undefined)
+                for i, value in enumerate(args[2:]):
+                    values = builder.insert_element(values, value, llvm.Constant(I32, i))
+                builder.store(values, pointer, align=16)
+                return context.get_dummy_value()
+
+            return types.void(array, types.int64, element, element, element, element), generate
+
+        return store
+
+    store_words, store_floats = _store_four(types.uint32, I32), _store_four(types.float32, F32)
+
     @intrinsic
-    def store_words(typing_context, array, index, a, b, c, d):
+    def prefetch(typing_context, array, index):
         def generate(context, builder, signature, args):
-            pointer = _pointer_to_four(context, builder, signature.args[0], args[0], args[1], I32)
-            words = llvm.Constant(llvm.VectorType(I32, 4), llvm.Undefined)
-            for i, value in enumerate(args[2:]):
-                words = builder.insert_element(words, value, llvm.Constant(I32, i))
-            builder.store(words, pointer, align=16)
+            data = cgutils.create_struct_proxy(signature.args[0])(context, builder, args[0]).data
+            address = builder.ptrtoint(builder.gep(data, [args[1]]), llvm.IntType(64))
+            kind = llvm.FunctionType(llvm.VoidType(), [llvm.IntType(64)])
+            builder.asm(kind, "prefetch.global.L2 [$0];", "l", [address], True)
             return context.get_dummy_value()
 
-        word = types.uint32
-        return types.void(array, types.int64, word, word, word, word), generate
+        return types.void(array, types.int64), generate

@@ -138,7 +138,12 @@ def cached(hparams: blocks.HParams, parts: Sequence[blocks.Block], mla: int) -> 
 
 
 class HeadProjections:
-    """The matrices between latents and heads of one layer, decoded head by head."""
+    """The matrices between latents and heads of one layer, decoded head by head.
+
+    is_local   whether the device that attends has all of them
+    """
+
+    is_local = True
 
     def __init__(self, part: blocks.LatentAttention, weights: Weights, threads: int):
         self.part, self.threads = part, threads

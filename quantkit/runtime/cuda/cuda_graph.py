@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
+    from quantkit.runtime.kernels.cuda.device import Gpu
+
 
 def can_capture(part: blocks.Part, exact: bool) -> bool:
     """Whether a block whose tensors and cache are on the GPU can be captured.
@@ -40,6 +42,32 @@ def can_capture(part: blocks.Part, exact: bool) -> bool:
     if isinstance(part, blocks.Experts):
         return not exact and routes_on_gpu(part)
     return isinstance(part, blocks.FeedForward)
+
+
+class CapturedEmbedding:
+    """The embedding of one token: its packed row goes to memory of the host, from where a graph decodes it on the GPU.
+
+    decode   gives float32[1, n_embd] of such a row, uint8 on the GPU
+    """
+
+    def __init__(self, gpu: Gpu, row_bytes: int, decode: Callable[[torch.Tensor], torch.Tensor]):
+        self._gpu, self._sent = gpu, gpu.event()
+        self._row, there = gpu.pinned(row_bytes), gpu.zeros((row_bytes,), "uint8")
+        self._row.zero_()
+
+        def step() -> None:
+            there.copy_(self._row, non_blocking=True)
+            self._out = decode(there)
+
+        self._graph = gpu.capture(step)
+
+    def replay(self, row: np.ndarray) -> torch.Tensor:
+        """float32[1, n_embd] of a row uint8[row bytes]; valid until the next replay."""
+        self._sent.synchronize()  # the last row has been read
+        self._row.numpy()[:] = row
+        self._graph.replay()
+        self._gpu.record(self._sent)
+        return self._out
 
 
 class CapturedStep:

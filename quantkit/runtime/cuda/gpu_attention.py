@@ -145,21 +145,34 @@ def _attend_and_merge(
 
 def _attend_with_torch(worker: GpuContext, heads: Heads, layer: int, q: torch.Tensor, cache: Cache) -> torch.Tensor:
     """`attend` of many tokens over a cache of floats."""
-    library, torch_device = worker.gpu.torch, worker.gpu.torch_device
     tokens, first = len(q), cache.length
-    key_count = first + tokens
-    k, v = _keys_and_values(worker, heads, layer, cache, key_count)
+    k, v = _keys_and_values(worker, heads, layer, cache, first + tokens)
     v = v.to(k.dtype)
-    q = q.view(tokens, heads.heads, -1).transpose(0, 1)[None].to(k.dtype)
-    mask, window = None, heads.window or key_count
+    by_heads = q.view(tokens, heads.heads, -1).transpose(0, 1)
+    return by_torch(worker, by_heads, k[0], v[0], first, heads.window, heads.scale)
+
+
+def by_torch(
+    worker: GpuContext, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: int, window: int | None, scale: float
+) -> torch.Tensor:
+    """float32[tokens, heads * head_dim_v]: softmax attention by torch's kernels, in the type of the keys.
+
+    q [heads, tokens, head_dim_k] of the positions from `first` on, k [heads, keys, head_dim_k] and v, of all positions.
+    A token sees the `window` keys up to its own; None: all of them.
+    """
+    library, torch_device = worker.gpu.torch, worker.gpu.torch_device
+    tokens, key_count, dim_v = q.shape[1], k.shape[1], v.shape[2]
+    mask, window = None, window or key_count
     if first or window < tokens:
         distance = library.arange(first, key_count, device=torch_device)[:, None] - library.arange(
             key_count, device=torch_device
         )
         mask = (distance >= 0) & (distance < window)
+    if dim_v < k.shape[2]:  # torch's fast kernels have one size for both
+        v = library.nn.functional.pad(v, (0, k.shape[2] - dim_v))
     attention = library.nn.functional.scaled_dot_product_attention
-    attended = attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=heads.scale)
-    result: torch.Tensor = attended[0].transpose(0, 1).reshape(tokens, -1).float()
+    attended = attention(q[None].to(k.dtype), k[None], v[None], attn_mask=mask, is_causal=mask is None, scale=scale)
+    result: torch.Tensor = attended[0, :, :, :dim_v].transpose(0, 1).reshape(tokens, -1).float()
     return result
 
 

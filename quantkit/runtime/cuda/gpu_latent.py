@@ -7,10 +7,14 @@ from typing import TYPE_CHECKING, Any
 from quantkit.archs.common import blocks
 from quantkit.runtime.blocks import latent
 from quantkit.runtime.blocks.spans import Span
+from quantkit.runtime.cuda import gpu_attention
 from quantkit.runtime.cuda.gpu_context import GpuContext
+from quantkit.runtime.kv.cache import Cache
 
 if TYPE_CHECKING:
     import torch
+
+EXPANDED = 1 << 28  # elements of the keys and values that are made of latents at a time
 
 
 class GpuHeadProjections(latent.HeadProjections):
@@ -21,25 +25,29 @@ class GpuHeadProjections(latent.HeadProjections):
         self._worker = worker
 
     def _heads(self, linear: blocks.Linear, rows: int, x: Any) -> Any:
-        """float32[tokens, heads, rows] of x float32[tokens, heads, n], by the matrix of each head."""
+        """float32[tokens, heads, rows] of x float32[tokens, heads, n], by the matrix of each head, scaled."""
         worker = self._worker
         matrices = worker.matrices(linear.weight, rows)  # of two dimensions: heads one after another
         torch, count = worker.gpu.torch, x.shape[1]
         ids = torch.arange(count, dtype=torch.int32, device=worker.gpu.torch_device).repeat(len(x), 1)
-        return matrices.of_experts(x.contiguous(), ids, worker.exact)
+        y = matrices.of_experts(x.contiguous(), ids, worker.exact)
+        return y * float(self.scales[linear.weight]) if linear.weight in self.scales else y
 
     def _decoded_heads(self) -> tuple[Any, Any]:
-        """k float32[heads, nope, kv_lora] and v [heads, head_dim_v, kv_lora], decoded."""
-        part, worker = self.part, self._worker
+        """k float32[heads, nope, kv_lora] and v [heads, head_dim_v, kv_lora], decoded and scaled."""
+        part = self.part
         if part.kv_b is not None:
-            stacked = worker.matrices(part.kv_b.weight).decoded(exact=True).view(part.heads, -1, part.kv_lora)
+            stacked = self._decoded(part.kv_b).view(part.heads, -1, part.kv_lora)
             return stacked[:, : part.nope], stacked[:, part.nope :]
         assert part.k_b is not None
         assert part.v_b is not None
-        k, v = (worker.matrices(linear.weight) for linear in (part.k_b, part.v_b))
-        stack = worker.gpu.torch.cat
-        k, v = (stack([m.decoded(matrix=i, exact=True) for i in range(m.count)]) for m in (k, v))
-        return k.view(part.heads, part.kv_lora, part.nope).transpose(1, 2), v.view(part.heads, -1, part.kv_lora)
+        keys = self._decoded(part.k_b).view(part.heads, part.kv_lora, part.nope).transpose(1, 2)
+        return keys, self._decoded(part.v_b).view(part.heads, -1, part.kv_lora)
+
+    def _decoded(self, linear: blocks.Linear) -> Any:
+        """float32 of all matrices of a tensor, one after another."""
+        decoded = self._worker.matrices(linear.weight).all_decoded()
+        return decoded * float(self.scales[linear.weight]) if linear.weight in self.scales else decoded
 
     @property
     def _has_pair(self) -> bool:
@@ -68,9 +76,9 @@ class GpuHeadProjections(latent.HeadProjections):
         return projected.reshape(len(latents), -1)
 
     def expanded(self, latents: Any, first: int, stop: int) -> Any:
-        """As `latent.HeadProjections.expanded`, of tensors."""
+        """As `latent.HeadProjections.expanded`, of tensors, in the type of the latents."""
         part, torch = self.part, self._worker.gpu.torch
-        k, v = (x[first:stop] for x in self._decoded_heads())
+        k, v = (x[first:stop].to(latents.dtype) for x in self._decoded_heads())
         c, rotated = latents[:, : part.kv_lora], latents[:, part.kv_lora :]
         keys = torch.einsum("tl,hnl->htn", c, k)
         return torch.cat([keys, rotated.expand(stop - first, -1, -1)], dim=2), torch.einsum("tl,hvl->htv", c, v)
@@ -111,7 +119,7 @@ def attend(
 ) -> torch.Tensor:
     """float32[tokens, heads * head_dim_v] of q [tokens, heads, head_dim_k] and latents [tokens, latent] after RoPE.
 
-    All `mla` but 0 attend over latents, also for long prompts, where `latent.attend` makes keys and values of them.
+    With `mla` 2 and 3, prompts of `latent.EXPAND` tokens over a cache of floats are expanded, as `latent.attend` does.
     """
     k: Any
     v: Any
@@ -131,9 +139,39 @@ def attend(
         attended = worker.attend(heads, layer, q.reshape(len(q), -1), spans)
         result: torch.Tensor = attended
         return result
+    if _expands(worker, projections, spans):
+        parts = [_attend_expanded(worker, projections, layer, q[s.start : s.stop], s.cache) for s in spans]
+        return parts[0] if len(parts) == 1 else worker.gpu.torch.cat(parts)
     attended = worker.attend(heads, layer, projections.queries(q), spans)  # type: ignore[arg-type]  # as above
     _observe(worker, part.v_b, attended.view(len(q), part.heads, -1))
     return projections.values(attended)  # type: ignore[return-value]  # as above
+
+
+def _expands(worker: GpuContext, projections: latent.HeadProjections, spans: list[Span]) -> bool:
+    """Whether keys and values are made of the latents: not for an observer of what the absorbed matrices get, nor
+    where these are on another device, which would be sent all latents."""
+    return (
+        worker.mla > 1 and not worker.observes and projections.is_local
+        and all(s.stop - s.start >= latent.EXPAND and s.cache.type.k in gpu_attention.TORCH_DTYPES for s in spans)
+    )  # fmt: skip
+
+
+def _attend_expanded(
+    worker: GpuContext, projections: latent.HeadProjections, layer: int, q: torch.Tensor, cache: Cache
+) -> torch.Tensor:
+    """`attend` of one sequence by keys and values of all latents, some heads at a time, in the type of the cache."""
+    part, library = projections.part, worker.gpu.torch
+    first, count = cache.length, cache.length + len(q)
+    latents: Any = cache.k[layer].view(getattr(library, gpu_attention.TORCH_DTYPES[cache.type.k]))[0, :count]
+    step = max(1, EXPANDED // (2 * part.head_dim_k * count))
+    attended = []
+    for head in range(0, part.heads, step):
+        k: Any
+        v: Any
+        k, v = projections.expanded(latents, head, min(head + step, part.heads))
+        of_heads = q[:, head : head + step].transpose(0, 1)
+        attended.append(gpu_attention.by_torch(worker, of_heads, k, v, first, None, part.scale))
+    return attended[0] if len(attended) == 1 else library.cat(attended, dim=1)
 
 
 def _observe(worker: GpuContext, linear: blocks.Linear | None, x: torch.Tensor) -> None:

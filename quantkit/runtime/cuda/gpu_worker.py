@@ -49,8 +49,9 @@ from quantkit.runtime.parallel.worker import Context, Worker
 if TYPE_CHECKING:
     import torch
 
+    from quantkit.formats.gguf import Tensor
     from quantkit.placement.rules import Placement
-    from quantkit.runtime.cuda.cuda_graph import CapturedStep
+    from quantkit.runtime.cuda.cuda_graph import CapturedEmbedding, CapturedStep
     from quantkit.runtime.kernels.cuda.device import Gpu, Matrices
 
 
@@ -87,6 +88,7 @@ class CudaWorker(Worker):
         self._ropes: dict[blocks.Rope, tuple[Any, torch.Tensor, torch.Tensor]] = {}
         self._last_positions: tuple[Any, Any] = None, None
         self._tickets: dict[int, torch.Tensor] = {}
+        self._embedding: CapturedEmbedding | None = None
         self._captured_position: tuple[torch.Tensor, int] | None = None  # tensor, n_ctx
         self._steps: weakref.WeakKeyDictionary[Any, dict[int, CapturedStep | None]] = weakref.WeakKeyDictionary()
         self._require_kernels(split.placement)
@@ -140,6 +142,7 @@ class CudaWorker(Worker):
         self._forget(names)
         self._biases.clear()
         self._steps.clear()
+        self._embedding = None
 
     def matrices(self, name: str, rows: int | None = None) -> Matrices:
         """The matrices of a tensor on the GPU; `rows` of each, where a tensor of two dimensions stacks several."""
@@ -264,9 +267,22 @@ class CudaWorker(Worker):
         tensor = self.weights[head.embedding]
         if tensor.type.interleave > 1 or not product(tensor.type):
             return super().embed(head, tokens)
-        rows = self.gpu.upload(tensor.data.reshape(tensor.shape[0], -1)[tokens])
-        self.ledger.moved(CPU.name, self.device.name, rows.numel())
-        x = cuda_device.Matrices(self.gpu, rows.view(-1), tensor.type, len(tokens), tensor.shape[1]).decoded(exact=True)
+        packed = tensor.data.reshape(tensor.shape[0], -1)
+        self.ledger.moved(CPU.name, self.device.name, len(tokens) * packed.shape[1])
+        decode = functools.partial(self._decoded_rows, head, tensor)
+        if len(tokens) > 1:
+            return decode(self.gpu.upload(packed[tokens]).view(-1))
+        if self._embedding is None:
+            from quantkit.runtime.cuda.cuda_graph import CapturedEmbedding
+
+            self._embedding = CapturedEmbedding(self.gpu, packed.shape[1], decode)
+        return self._embedding.replay(packed[tokens[0]])
+
+    def _decoded_rows(self, head: blocks.Head, tensor: Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """float32[tokens, n_embd] of packed rows of the embedding, which are on the GPU."""
+        n = tensor.shape[1]
+        count = rows.numel() // tensor.type.row_bytes(n)
+        x = cuda_device.Matrices(self.gpu, rows, tensor.type, count, n).decoded(exact=True)
         if head.embedding_factor is not None:
             x *= self.vector(head.embedding_factor)[0]
         return x if head.embedding_scale == 1 else x * head.embedding_scale

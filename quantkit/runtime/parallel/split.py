@@ -227,11 +227,8 @@ class Split:
         return x if isinstance(x, np.ndarray) else self._workers[CPU.name].fetch(x, self._last_output[1])
 
     def is_finite(self, x: np.ndarray) -> bool:
-        """Whether the output of the last block is finite, checked on its device; where logits came with it, they are
-        checked instead."""
-        if self._logits is not None:
-            return self._workers[CPU.name].is_finite(self._logits)
-        return self._last_output[1].is_finite(x)
+        """Whether the output of the last block is finite, checked on its device; logits came only with one that is."""
+        return self._logits is not None or self._last_output[1].is_finite(x)
 
     def project(self, x: np.ndarray) -> np.ndarray:
         """Logits float32[k, vocab], on the host, of the output of the last block."""

@@ -332,6 +332,8 @@ class _RoutedHeadProjections(latent.HeadProjections):
     def __init__(self, part: blocks.LatentAttention, worker: Worker):
         super().__init__(part, worker.weights, worker.threads)
         self._worker = worker
+        linears = part.kv_b, part.k_b, part.v_b
+        self.is_local = all(worker._of(linear.weight) is worker for linear in linears if linear is not None)
 
     def _worker_of(self, absorbed: bool, matrix: blocks.Linear | None) -> Worker:
         """The worker that has the matrix that `of` reads; if it reads both k_b and v_b, k_b's: v_b is moved there."""

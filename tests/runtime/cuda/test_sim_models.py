@@ -15,7 +15,8 @@ from quantkit.archs.common import blocks
 from quantkit.errors import DataError
 from quantkit.formats import gguf
 from quantkit.placement.offload import Offload
-from quantkit.runtime.blocks import experts
+from quantkit.runtime.blocks import experts, latent
+from quantkit.runtime.cuda import gpu_latent
 from quantkit.runtime.loading import load
 from quantkit.runtime.model import Model
 from tests.archs import checkpoints
@@ -273,7 +274,7 @@ def test_steps_with_experts_on_the_cpu(arch: str, gpus: int, make: Make, monkeyp
     layers = sum(isinstance(part, blocks.Experts) for block in model.blocks for part in block.parts)
     assert len(calls) == (2 + 1) * layers  # once more when they are captured
     graphs = 2 * layers if arch == "deepseek2" else layers
-    assert not SIMULATED or worker.gpu.captured == graphs + 1
+    assert not SIMULATED or worker.gpu.captured == graphs + 2  # before the first experts, and the embedding
 
 
 @pytest.mark.full
@@ -329,6 +330,52 @@ def test_steps_of_architectures_are_replayed(arch: str, gpus: int, make: Make, m
 def test_ways_to_place(arch: str, how: dict[str, Any], gpus: int, make: Make) -> None:
     tolerance = 2e-2 if "cache_type" in how else 1e-4  # a key near a tie of two codes may round apart
     check(make(arch), tolerance, devices="cuda:0", **how)
+
+
+@pytest.mark.parametrize("kinds", ["f32", "f16"])
+def test_prompts_expand_latents(kinds: str, gpus: int, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys and values of one head at a time; a prompt, another after it, and one token, which is absorbed."""
+    calls = []
+    expanded = gpu_latent.GpuHeadProjections.expanded
+
+    def counted(self: Any, latents: Any, first: int, stop: int) -> Any:
+        calls.append((first, stop))
+        return expanded(self, latents, first, stop)
+
+    monkeypatch.setattr(latent, "EXPAND", 3)
+    monkeypatch.setattr(gpu_latent, "EXPANDED", 1)
+    monkeypatch.setattr(gpu_latent.GpuHeadProjections, "expanded", counted)
+    path = make("deepseek2")
+    right = load(path, mla=1, cache_type=kinds).logits(TOKENS)
+    model = load(path, devices="cuda:0", cache_type=kinds)
+    cache = model.new_cache(6)
+    result = np.concatenate([model.forward(part, cache) for part in (TOKENS[:3], TOKENS[3:5], TOKENS[5:])])
+    np.testing.assert_allclose(result, right, atol=1e-4 if kinds == "f32" else 1e-2)
+    heads = model.hparams.n_head
+    assert calls == [(head, head + 1) for head in range(heads)] * model.hparams.n_layer
+
+
+def test_scaled_head_projections(gpus: int, make: Make) -> None:
+    """Numbers that matrices between latents and heads are multiplied by, as on the CPU."""
+    path = make("deepseek2")
+    host, model = load(path, mla=1), load(path, devices="cuda:0", mla=1)
+    assert model.split is not None
+    worker: Any = model.split._workers["CUDA0"]
+    part = host.blocks[0].parts[0]
+    assert isinstance(part, blocks.LatentAttention)
+    assert part.k_b is not None
+    assert part.v_b is not None
+    part = replace(part, k_b=replace(part.k_b, factor=2.0), v_b=replace(part.v_b, factor=3.0))
+    here, there = host.head_projections(part), worker.local_head_projections(part)
+    rng = np.random.default_rng(3)
+    q = rng.standard_normal((2, part.heads, part.head_dim_k)).astype(np.float32)
+    attended = rng.standard_normal((2, part.heads * part.kv_lora)).astype(np.float32)
+    latents = rng.standard_normal((5, part.latent)).astype(np.float32)
+    upload = worker.gpu.array
+    np.testing.assert_allclose(there.queries(upload(q)).cpu(), here.queries(q), atol=1e-5)
+    np.testing.assert_allclose(there.values(upload(attended)).cpu(), here.values(attended), atol=1e-5)
+    for mine, right in zip(there.expanded(upload(latents), 0, 2), here.expanded(latents, 0, 2)):
+        np.testing.assert_allclose(mine.cpu(), right, atol=1e-5)
 
 
 @pytest.mark.full

@@ -324,6 +324,11 @@ class Matrices:
                         out.view(gpu.torch.int32))  # fmt: skip
         return out
 
+    def all_decoded(self) -> torch.Tensor:
+        """float32[count, rows, n] of all matrices."""
+        as_one = Matrices(self.gpu, self.data, self.kind, self.count * self.rows, self.n)
+        return as_one.decoded(exact=True).view(self.count, self.rows, self.n)
+
     def _multiply_packed(self, x: torch.Tensor) -> torch.Tensor:
         """Products of up to MAX_PACKED_VECTORS vectors, padded to a number for which there is a kernel."""
         from quantkit.runtime.kernels.cuda import weights

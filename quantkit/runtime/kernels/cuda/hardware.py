@@ -21,6 +21,7 @@ Only this module and `words.py` know which of the two runs. `cuda` and `types` a
     load_words(array, i)          the 16 bytes from element i on as four int32, in one load; aligned
     load_floats(array, i)         as four float32
     store_words(array, i, a, b, c, d)   four words in one store
+    shared_words(count)           device function () -> uint32[count] that a block shares, aligned for both
 """
 
 from __future__ import annotations
@@ -182,6 +183,10 @@ if SIMULATED:
         """Four words to index i and the next three."""
         assert i % 4 == 0, "a store is not aligned"
         array[i], array[i + 1], array[i + 2], array[i + 3] = a, b, c, d
+
+    def shared_words(count: int) -> Callable[[], Any]:
+        """A device function that gives the memory of uint32[count] that a block shares; one in a kernel."""
+        return inlined(lambda: cuda.shared.array(count, np.uint32))
 
 else:
     from llvmlite import ir as llvm
@@ -345,3 +350,6 @@ else:
 
         word = types.uint32
         return types.void(array, types.int64, word, word, word, word), generate
+
+    def shared_words(count: int) -> Callable[[], Any]:
+        return inlined(lambda: cuda.shared.array(count, np.uint32, alignment=16))

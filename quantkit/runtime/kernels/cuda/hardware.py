@@ -255,9 +255,12 @@ else:
     @intrinsic
     def signed_bytes(typing_context, word):
         def generate(context, builder, signature, args):
-            top = llvm.Constant(I32, 24)
-            shifted = [builder.shl(args[0], llvm.Constant(I32, 24 - 8 * i)) for i in range(4)]
-            values = [builder.sitofp(builder.ashr(value, top), F32) for value in shifted]
+            # The byte without its sign below the exponent of 2^23 is that number plus 2^23: two instructions a byte,
+            # where extending its sign and converting it take three of half the speed.
+            e = DeviceWords(builder, args[0])
+            plain = Value(e, args[0]) ^ 0x80808080
+            large = [e.permute(plain, e.word(0x4B000000), e.word(0x7440 + i)).view(F32) for i in range(4)]
+            values = [builder.fsub(value.ir, llvm.Constant(F32, 2.0**23 + 128)) for value in large]
             return context.make_tuple(builder, signature.return_type, values)
 
         return types.UniTuple(types.float32, 4)(types.int32), generate

@@ -120,6 +120,16 @@ class CudaWorker(Worker):
         """Make the GPU the calling thread's own."""
         self.gpu.bind_thread()
 
+    def spare_bytes(self) -> int:
+        """As `Worker.spare_bytes`; matrices come here when they are first used."""
+        placement, held = self._split.placement, self._matrices
+        missing = sum(
+            tensor.nbytes
+            for name, tensor in self.weights.items()
+            if placement[name] == self.device and name not in held
+        )
+        return self.gpu.free_bytes() - missing
+
     def synchronize(self) -> None:
         """Wait for the GPU where time is measured."""
         if self._split.profile:

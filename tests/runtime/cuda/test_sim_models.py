@@ -83,6 +83,26 @@ def test_a_model_on_a_gpu(gpus: int, make: Make) -> None:
         assert {"rms_norm", "rope", "swiglu", "merge"} < launched.keys()
 
 
+def test_prompts_run_in_larger_batches_where_a_gpu_has_the_memory(gpus: int, make: Make, monkeypatch: Any) -> None:
+    """And in batches of the usual size where it has memory for weights alone."""
+    from quantkit.runtime import model as module
+
+    monkeypatch.setattr(module, "BATCH_TOKENS", 2)
+    monkeypatch.setattr(module, "GPU_BATCH_TOKENS", 4)
+    expected = load(make("llama")).logits(TOKENS[:4])
+    model = load(make("llama"), devices="cuda:0")
+    assert model.split is not None
+    worker: Any = model.split._workers["CUDA0"]
+    weights = sum(t.nbytes for name, t in model.weights.items() if model.placement[name].name == "CUDA0")
+    for free, passes in ((2 << 30, 1), ((1 << 30) + weights, 2)):
+        monkeypatch.setattr(worker.gpu, "free_bytes", lambda free=free: free)
+        assert worker.spare_bytes() == free - weights
+        model.split.ledger.clear()
+        assert np.abs(model.logits(TOKENS[:4]) - expected).max() < 1e-4
+        assert (model.split.ledger.passes, model.split.ledger.tokens) == (passes, 4)
+        worker._matrices.clear()
+
+
 def test_what_no_kernel_has_is_not_left_out(gpus: int, make: Make) -> None:
     """The factor of a norm's weight, and a router's gating that the kernel does not know: as on the CPU."""
     path = make("qwen3moe")

@@ -139,8 +139,10 @@ class Gpu:
         event.record(self.current_stream())
 
     def free_bytes(self) -> int:
-        """Bytes of GPU memory that are not allocated."""
-        return int(self.torch.cuda.mem_get_info(self.index)[0])
+        """Bytes of GPU memory that are not allocated, those included that torch keeps for later."""
+        cuda = self.torch.cuda
+        kept = int(cuda.memory_reserved(self.index)) - int(cuda.memory_allocated(self.index))
+        return int(cuda.mem_get_info(self.index)[0]) + kept
 
     def synchronize(self) -> None:
         """Wait for all that was launched."""

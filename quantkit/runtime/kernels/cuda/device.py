@@ -148,6 +148,11 @@ class Gpu:
         """Wait for all that was launched."""
         self.torch.cuda.synchronize(self.torch_device)
 
+    def _stream_address(self) -> int:
+        """The current stream as the driver knows it; without torch's object of it, which takes as long as a launch."""
+        raw = getattr(self.torch._C, "_cuda_getCurrentRawStream", None)
+        return int(self.current_stream().cuda_stream if raw is None else raw(self.index))
+
     def _function(self, kernel: CudaKernel) -> driver.Function:
         function = self._functions.get(kernel.name)
         if function is None:
@@ -162,17 +167,16 @@ class Gpu:
 
         TypeError for one that is not: the kernel would read other elements, or none of its memory.
         """
-        values = list(arguments)
-        for i, size in enumerate(kernel.packed.sizes):
-            if size:
-                tensor = arguments[i]
-                if not (tensor.is_contiguous() and tensor.device == self.torch_device):
-                    where = f"{tensor.device} is not a contiguous one on {self.torch_device}"
-                    raise TypeError(f"{kernel.name}: a tensor on {where}")
-                values[i] = tensor.data_ptr(), tensor.numel()
-        function, cuda = self._function(kernel), self.torch.cuda
+        values, here = list(arguments), self.torch_device
+        for i in kernel.packed.arrays:
+            tensor = arguments[i]
+            if not tensor.is_contiguous() or tensor.device != here:
+                where = f"{tensor.device} is not a contiguous one on {here}"
+                raise TypeError(f"{kernel.name}: a tensor on {where}")
+            values[i] = tensor.data_ptr(), tensor.numel()
+        function, cuda, stream = self._function(kernel), self.torch.cuda, self._stream_address()
         grid = (blocks,) if isinstance(blocks, int) else blocks
-        stream, packed = cuda.current_stream(self.torch_device).cuda_stream, kernel.packed.values(values)
+        packed = kernel.packed.values(values)
         if cuda.current_device() == self.index:
             function.launch(grid, threads, stream, packed)
         else:

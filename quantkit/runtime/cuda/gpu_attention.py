@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 MIN_KEYS = 128  # of one split of the keys
 MAX_BLOCKS = attention.MAX_SPLITS  # thread blocks that keep a GPU busy; more splits of the keys are not faster
+MAX_FLASH_DIM = 256  # of heads, in torch's flash attention: of its fast kernels, the one where queries share keys
 TORCH_DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}  # caches that torch attends over
 
 
@@ -125,8 +126,8 @@ def _attend_with_torch(worker: GpuContext, heads: Heads, layer: int, q: torch.Te
     library, torch_device = worker.gpu.torch, worker.gpu.torch_device
     tokens, first = len(q), cache.length
     key_count = first + tokens
-    k, v = _keys_and_values(worker, heads, layer, cache, key_count)
-    v = v.to(k.dtype)
+    k, v = _keys_and_values(worker, layer, cache, key_count)
+    v, group = v.to(k.dtype), heads.heads // heads.kv_heads
     q = q.view(tokens, heads.heads, -1).transpose(0, 1)[None].to(k.dtype)
     mask, window = None, heads.window or key_count
     if first or window < tokens:
@@ -134,8 +135,13 @@ def _attend_with_torch(worker: GpuContext, heads: Heads, layer: int, q: torch.Te
             key_count, device=torch_device
         )
         mask = (distance >= 0) & (distance < window)
+    dim = heads.head_dim_k
+    flash = mask is None and k.element_size() == 2 and heads.head_dim_v == dim <= MAX_FLASH_DIM and dim % 8 == 0
+    if group > 1 and not flash:
+        k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
     attention = library.nn.functional.scaled_dot_product_attention
-    attended = attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=heads.scale)
+    shared = flash and group > 1
+    attended = attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=heads.scale, enable_gqa=shared)
     result: torch.Tensor = attended[0].transpose(0, 1).reshape(tokens, -1).float()
     return result
 
@@ -149,7 +155,9 @@ def _attend_in_float32(worker: GpuContext, heads: Heads, layer: int, q: torch.Te
         )
     library, tokens, first = worker.gpu.torch, len(q), cache.length
     key_count = first + tokens
-    k, v = (x[0].float() for x in _keys_and_values(worker, heads, layer, cache, key_count))
+    group = heads.heads // heads.kv_heads
+    both = _keys_and_values(worker, layer, cache, key_count)
+    k, v = (x[0].repeat_interleave(group, dim=0).float() for x in both)
     scores = q.view(tokens, heads.heads, -1).transpose(0, 1) @ k.transpose(1, 2) * heads.scale
     if heads.softcap is not None:
         scores = heads.softcap * library.tanh(scores / heads.softcap)
@@ -164,12 +172,8 @@ def _attend_in_float32(worker: GpuContext, heads: Heads, layer: int, q: torch.Te
     return result
 
 
-def _keys_and_values(
-    worker: GpuContext, heads: Heads, layer: int, cache: Cache, count: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first `count` keys and values of a cache of floats, [1, heads, count, dim], one for each query head."""
-    stored = (cache.k[layer], cache.type.k), (cache.v[layer], cache.type.v)
-    group, library = heads.heads // heads.kv_heads, worker.gpu.torch
-    views = (x.view(getattr(library, TORCH_DTYPES[kind]))[None, :, :count] for x, kind in stored)
-    k, v = (x.repeat_interleave(group, dim=1) for x in views)
+def _keys_and_values(worker: GpuContext, layer: int, cache: Cache, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first `count` keys and values of a cache of floats, [1, kv heads, count, dim], as they are stored."""
+    stored, library = ((cache.k[layer], cache.type.k), (cache.v[layer], cache.type.v)), worker.gpu.torch
+    k, v = (x.view(getattr(library, TORCH_DTYPES[kind]))[None, :, :count] for x, kind in stored)
     return k, v

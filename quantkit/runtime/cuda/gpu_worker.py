@@ -86,6 +86,7 @@ class CudaWorker(Worker):
         self._gpu_experts = GpuExperts(self)
         self._ropes: dict[blocks.Rope, tuple[Any, torch.Tensor, torch.Tensor]] = {}
         self._last_positions: tuple[Any, Any] = None, None
+        self._next_positions: tuple[Any, Any] = None, None  # those of every layer's cache, as a rule
         self._captured_position: tuple[torch.Tensor, int] | None = None  # tensor, n_ctx
         self._steps: weakref.WeakKeyDictionary[Any, dict[int, CapturedStep | None]] = weakref.WeakKeyDictionary()
         self._require_kernels(split.placement)
@@ -403,8 +404,12 @@ class CudaWorker(Worker):
         """int32[tokens] on the GPU: the positions that a cache's next tokens get."""
         if self._captured_position is not None:
             return self._captured_position[0]
-        stop, dtype = cache.length + tokens, self.gpu.torch.int32
-        result: torch.Tensor = self.gpu.torch.arange(cache.length, stop, dtype=dtype, device=self.gpu.torch_device)
+        key = cache.length, tokens
+        if self._next_positions[0] != key:
+            stop, dtype = cache.length + tokens, self.gpu.torch.int32
+            positions = self.gpu.torch.arange(cache.length, stop, dtype=dtype, device=self.gpu.torch_device)
+            self._next_positions = key, positions
+        result: torch.Tensor = self._next_positions[1]
         return result
 
     def position_bound(self, cache: Any, tokens: int) -> int:

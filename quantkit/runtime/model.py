@@ -45,7 +45,8 @@ if TYPE_CHECKING:
     from quantkit.runtime.parallel.split import Split
     from quantkit.tokenizers.tokenizer import Tokenizer
 
-BATCH_TOKENS = 1024  # of a prompt, computed at a time; more only costs memory
+BATCH_TOKENS = 1024  # of a prompt, computed at a time; on a CPU, more only costs memory
+GPU_BATCH_TOKENS = 2048  # the same on GPUs that have the memory: they decode their weights for each batch
 SEQUENCE_TOKENS = 2048  # of several fresh sequences, computed at a time layer by layer
 TOGETHER_TOKENS = 512  # of several sequences that continue, and with `fast` numerics: computed at a time
 NUMERICS = ("exact", "fast")
@@ -273,8 +274,9 @@ class Model(BlockRunner, Locked):
             self._diagnose_states(ids, [Span(0, len(ids), cache)])
         rows = []
         with blas.single_threaded():
-            for start in range(0, len(ids), BATCH_TOKENS):
-                part = ids[start : start + BATCH_TOKENS]
+            step = self._batch_tokens(len(ids))
+            for start in range(0, len(ids), step):
+                part = ids[start : start + step]
                 x = self._run(part, [Span(0, len(part), cache)])
                 if logits == "all" or len(x) == 1:
                     rows.append(self._project(x))
@@ -282,6 +284,12 @@ class Model(BlockRunner, Locked):
                     rows.append(self._project(x[-1:]))
                 cache.length += len(part)
         return rows[0] if len(rows) == 1 else np.concatenate(rows)
+
+    def _batch_tokens(self, count: int) -> int:
+        """How many tokens of a prompt of `count` are computed at a time."""
+        if self.split is None or count <= BATCH_TOKENS or not self.split.has_room(min(count, GPU_BATCH_TOKENS)):
+            return BATCH_TOKENS
+        return GPU_BATCH_TOKENS
 
     def logits(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
         """float32[len, vocab] of a fresh sequence."""

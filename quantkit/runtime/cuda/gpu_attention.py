@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 MIN_KEYS = 128  # of one split of the keys
 MAX_BLOCKS = attention.MAX_SPLITS  # thread blocks that keep a GPU busy; more splits of the keys are not faster
+MAX_FLASH_DIM = 256  # of heads, in torch's flash attention: of its fast kernels, the one where queries share keys
 TORCH_DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}  # caches that torch attends over
 
 
@@ -146,7 +147,7 @@ def _attend_and_merge(
 def _attend_with_torch(worker: GpuContext, heads: Heads, layer: int, q: torch.Tensor, cache: Cache) -> torch.Tensor:
     """`attend` of many tokens over a cache of floats."""
     tokens, first = len(q), cache.length
-    k, v = _keys_and_values(worker, heads, layer, cache, first + tokens)
+    k, v = _keys_and_values(worker, layer, cache, first + tokens)
     v = v.to(k.dtype)
     by_heads = q.view(tokens, heads.heads, -1).transpose(0, 1)
     return by_torch(worker, by_heads, k[0], v[0], first, heads.window, heads.scale)
@@ -157,21 +158,27 @@ def by_torch(
 ) -> torch.Tensor:
     """float32[tokens, heads * head_dim_v]: softmax attention by torch's kernels, in the type of the keys.
 
-    q [heads, tokens, head_dim_k] of the positions from `first` on, k [heads, keys, head_dim_k] and v, of all positions.
-    A token sees the `window` keys up to its own; None: all of them.
+    q [heads, tokens, head_dim_k] of the positions from `first` on; k [kv heads, keys, head_dim_k] and v of all
+    positions, each for a run of neighbouring heads of q. A token sees the `window` keys up to its own, None: all.
     """
     library, torch_device = worker.gpu.torch, worker.gpu.torch_device
-    tokens, key_count, dim_v = q.shape[1], k.shape[1], v.shape[2]
+    (heads, tokens, dim), (kv_heads, key_count, dim_v) = q.shape, v.shape
     mask, window = None, window or key_count
     if first or window < tokens:
         distance = library.arange(first, key_count, device=torch_device)[:, None] - library.arange(
             key_count, device=torch_device
         )
         mask = (distance >= 0) & (distance < window)
-    if dim_v < k.shape[2]:  # torch's fast kernels have one size for both
-        v = library.nn.functional.pad(v, (0, k.shape[2] - dim_v))
+    if dim_v < dim:  # torch's fast kernels have one size for both
+        v = library.nn.functional.pad(v, (0, dim - dim_v))
+    flash = mask is None and k.element_size() == 2 and dim_v <= dim <= MAX_FLASH_DIM and dim % 8 == 0
+    shared = flash and heads > kv_heads
+    if heads > kv_heads and not shared:
+        k, v = (x.repeat_interleave(heads // kv_heads, dim=0) for x in (k, v))
     attention = library.nn.functional.scaled_dot_product_attention
-    attended = attention(q[None].to(k.dtype), k[None], v[None], attn_mask=mask, is_causal=mask is None, scale=scale)
+    attended = attention(
+        q[None].to(k.dtype), k[None], v[None], attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=shared
+    )
     result: torch.Tensor = attended[0, :, :, :dim_v].transpose(0, 1).reshape(tokens, -1).float()
     return result
 
@@ -185,7 +192,9 @@ def _attend_in_float32(worker: GpuContext, heads: Heads, layer: int, q: torch.Te
         )
     library, tokens, first = worker.gpu.torch, len(q), cache.length
     key_count = first + tokens
-    k, v = (x[0].float() for x in _keys_and_values(worker, heads, layer, cache, key_count))
+    group = heads.heads // heads.kv_heads
+    both = _keys_and_values(worker, layer, cache, key_count)
+    k, v = (x[0].repeat_interleave(group, dim=0).float() for x in both)
     scores = q.view(tokens, heads.heads, -1).transpose(0, 1) @ k.transpose(1, 2) * heads.scale
     if heads.softcap is not None:
         scores = heads.softcap * library.tanh(scores / heads.softcap)
@@ -200,12 +209,8 @@ def _attend_in_float32(worker: GpuContext, heads: Heads, layer: int, q: torch.Te
     return result
 
 
-def _keys_and_values(
-    worker: GpuContext, heads: Heads, layer: int, cache: Cache, count: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first `count` keys and values of a cache of floats, [1, heads, count, dim], one for each query head."""
-    stored = (cache.k[layer], cache.type.k), (cache.v[layer], cache.type.v)
-    group, library = heads.heads // heads.kv_heads, worker.gpu.torch
-    views = (x.view(getattr(library, TORCH_DTYPES[kind]))[None, :, :count] for x, kind in stored)
-    k, v = (x.repeat_interleave(group, dim=1) for x in views)
+def _keys_and_values(worker: GpuContext, layer: int, cache: Cache, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first `count` keys and values of a cache of floats, [1, kv heads, count, dim], as they are stored."""
+    stored, library = ((cache.k[layer], cache.type.k), (cache.v[layer], cache.type.v)), worker.gpu.torch
+    k, v = (x.view(getattr(library, TORCH_DTYPES[kind]))[None, :, :count] for x, kind in stored)
     return k, v

@@ -89,6 +89,7 @@ class CudaWorker(Worker):
         self._last_positions: tuple[Any, Any] = None, None
         self._tickets: dict[int, torch.Tensor] = {}
         self._embedding: CapturedEmbedding | None = None
+        self._next_positions: tuple[Any, Any] = None, None  # those of every layer's cache, as a rule
         self._captured_position: tuple[torch.Tensor, int] | None = None  # tensor, n_ctx
         self._steps: weakref.WeakKeyDictionary[Any, dict[int, CapturedStep | None]] = weakref.WeakKeyDictionary()
         self._require_kernels(split.placement)
@@ -122,6 +123,16 @@ class CudaWorker(Worker):
     def bind_thread(self) -> None:
         """Make the GPU the calling thread's own."""
         self.gpu.bind_thread()
+
+    def spare_bytes(self) -> int:
+        """As `Worker.spare_bytes`; matrices come here when they are first used."""
+        placement, held = self._split.placement, self._matrices
+        missing = sum(
+            tensor.nbytes
+            for name, tensor in self.weights.items()
+            if placement[name] == self.device and name not in held
+        )
+        return self.gpu.free_bytes() - missing
 
     def synchronize(self) -> None:
         """Wait for the GPU where time is measured."""
@@ -356,6 +367,23 @@ class CudaWorker(Worker):
         self.gpu.launch_each(elementwise.activate(name), gate.numel(), elementwise.THREADS, gate, up, gate.numel())
         return gate
 
+    def gated(self, part: blocks.FeedForward, y: Any) -> Any:
+        """As `BlockRunner.gated`; of many tokens the activations are made as bfloat16, as which they are multiplied."""
+
+        from quantkit.runtime.kernels.cuda import elementwise
+
+        name, width = part.activation, self.weights[part.down.weight].shape[-1]
+        plain = part.gate != part.up and part.cutoff is None and part.limit is None and part.sub_norm is None
+        known = isinstance(name, str) and name in elementwise.ACTIVATIONS and width % 8 == 0
+        if not (plain and known and self._rounds([part.down], y)):
+            return super().gated(part, y)
+        up, gate = (x.contiguous() for x in self.linears([part.up, part.gate], y))
+        out: Any = self.gpu.empty(*gate.shape, kind="bfloat16")
+        kernel = elementwise.activate_rounded(name)
+        self.gpu.launch_each(kernel, gate.numel() // 8, elementwise.THREADS, gate, up, gate.numel(),
+                             out.view(self.gpu.torch.int32))  # fmt: skip
+        return self.norm(part.post_norm, self.linear(part.down, out))
+
     def sigmoid(self, x: Any) -> Any:
         """1 / (1 + e^-x)."""
         return x.sigmoid()
@@ -416,8 +444,12 @@ class CudaWorker(Worker):
         """int32[tokens] on the GPU: the positions that a cache's next tokens get."""
         if self._captured_position is not None:
             return self._captured_position[0]
-        stop, dtype = cache.length + tokens, self.gpu.torch.int32
-        result: torch.Tensor = self.gpu.torch.arange(cache.length, stop, dtype=dtype, device=self.gpu.torch_device)
+        key = cache.length, tokens
+        if self._next_positions[0] != key:
+            stop, dtype = cache.length + tokens, self.gpu.torch.int32
+            positions = self.gpu.torch.arange(cache.length, stop, dtype=dtype, device=self.gpu.torch_device)
+            self._next_positions = key, positions
+        result: torch.Tensor = self._next_positions[1]
         return result
 
     def position_bound(self, cache: Any, tokens: int) -> int:
@@ -469,11 +501,15 @@ class CudaWorker(Worker):
 
     def linears(self, linears: Sequence[blocks.Linear], x: Any) -> list[Any]:
         """As `BlockRunner.linears`; many tokens are rounded to bfloat16 once."""
-        here = all(self._of(linear.weight) is self for linear in linears)
-        if self.exact or self.observes or not here or len(x) <= cuda_device.MAX_PACKED_VECTORS:
+        if not self._rounds(linears, x):
             return super().linears(linears, x)
         rounded = x.bfloat16()
         return [self.linear(linear, rounded) for linear in linears]
+
+    def _rounds(self, linears: Sequence[blocks.Linear], x: Any) -> bool:
+        """Whether products of so many rows with these matrices are of bfloat16, and here."""
+        here = all(self._of(linear.weight) is self for linear in linears)
+        return here and not self.exact and not self.observes and len(x) > cuda_device.MAX_PACKED_VECTORS
 
     # ------------------------------------------------------------------------------------------------------ attention
 

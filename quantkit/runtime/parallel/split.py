@@ -23,7 +23,7 @@ import numpy as np
 
 from quantkit.archs.common import blocks
 from quantkit.errors import UnsupportedError
-from quantkit.placement import sharding
+from quantkit.placement import sharding, workspace
 from quantkit.placement.devices import CPU, Device
 from quantkit.placement.offload import Offload
 from quantkit.placement.rules import Placement
@@ -38,6 +38,7 @@ from quantkit.runtime.parallel.ledger import Ledger
 from quantkit.runtime.parallel.rank import Rank
 from quantkit.runtime.parallel.worker import Context, Worker
 
+MARGIN = 1 << 30  # bytes of a GPU that larger batches leave free
 NewWorker = Callable[[Device, Context, BlockRunner, int], Worker]
 NewRank = Callable[[int, Device, Context, BlockRunner, int], Rank]
 
@@ -149,6 +150,20 @@ class Split:
             worker.drop_cached(names)
         for rank in self.ranks:
             rank.reload(self._owner, names)
+
+    def has_room(self, tokens: int) -> bool:
+        """Whether GPUs that run whole layers have the memory for so many tokens of a prompt at a time.
+
+        It is what `workspace.device_bytes` estimates, and MARGIN, once all their weights are there.
+        """
+        gpus = [worker for worker in self._workers.values() if worker.hardware]
+        if self.ranks or not gpus:
+            return False
+        used = max((part.used for block in self._parts for part in block.parts if isinstance(part, blocks.Experts)),
+                   default=0)  # fmt: skip
+        shapes = {name: tensor.shape for name, tensor in self._owner.weights.items()}
+        needed = workspace.device_bytes(shapes, used, tokens) + MARGIN
+        return all(worker.spare_bytes() >= needed for worker in gpus)
 
     # ---------------------------------------------------------------------------------------------------------- a pass
 

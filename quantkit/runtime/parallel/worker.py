@@ -133,6 +133,10 @@ class Worker(BlockRunner):
     def synchronize(self) -> None:
         """Wait for the device where time is measured. The CPU computes synchronously: nothing to wait for."""
 
+    def spare_bytes(self) -> int:
+        """Bytes of a GPU's memory that are free once all its weights are there."""
+        raise AssertionError(f"{self.device.name} is no GPU")
+
     def zeros(self, shape: tuple[int, ...], kind: str) -> Any:
         """An array of this device."""
         return np.zeros(shape, kind)

@@ -258,12 +258,13 @@ def test_a_launch_gives_the_driver_what_it_reads(monkeypatch) -> None:
         def cuModuleGetFunction(self, *_: Any) -> int:
             return 0
 
-        def cuLaunchKernel(self, function: Any, *numbers: Any) -> int:
-            *sizes, stream, pointers, extra = numbers
+        def cuLaunchKernelEx(self, config: Any, function: Any, pointers: Any, extra: Any) -> int:
             assert extra is None
+            sizes, (stream, attributes) = struct.unpack_from("<7I", config), struct.unpack_from("<2Q", config, 32)
+            assert (attributes, *struct.unpack_from("<I", config, 48), len(config)) == (0, 0, 56)
             array = [ctypes.c_int64.from_address(pointers[i]).value for i in range(7)]
             others = ctypes.c_float.from_address(pointers[7]).value, ctypes.c_int.from_address(pointers[8]).value
-            seen.append(([size.value for size in sizes], stream.value, array, others))
+            seen.append((list(sizes), stream, array, others))
             return 0
 
     monkeypatch.setattr(driver, "library", Driver)

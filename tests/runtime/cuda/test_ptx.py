@@ -75,6 +75,15 @@ def test_machine_code_spills_nothing(name: str) -> None:
     assert ptx.count("dp4a.s32.s32") == 16 * weights.split_of(kernels.of_types()[name], 1).rows
 
 
+@pytest.mark.parametrize(("output", "runs"), [("bf16", 4), ("f32", 8)])
+def test_decoded_columns_are_staged(output: str, runs: int) -> None:
+    """In shared memory, 16 bytes at a time, at addresses that the compiler knows to be there."""
+    ptx = weights.dequantize(kernels.of_types()["q4_K"], output).ptx((9, 0))
+    for what in ("st.shared.v4", "ld.shared.v4", "st.global.v4"):
+        assert len(re.findall(rf"^\s*{re.escape(what)}", ptx, re.MULTILINE)) == runs
+    assert not re.search(r"^\s*(ld|st)\.v4", ptx, re.MULTILINE)
+
+
 @pytest.mark.parametrize("kind", ["f16", "bf16"])
 def test_bytes_of_halves_are_not_seen_as_numbers(kind: str) -> None:
     """The assembler of CUDA 13.0 stores a byte of what `cvt.rn.f16.f32` gave as the number, cut to an integer."""

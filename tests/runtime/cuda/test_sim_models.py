@@ -16,6 +16,7 @@ from quantkit.errors import DataError
 from quantkit.formats import gguf
 from quantkit.placement.offload import Offload
 from quantkit.runtime.blocks import experts, latent
+from quantkit.runtime.blocks.block_runner import BlockRunner
 from quantkit.runtime.cuda import gpu_latent
 from quantkit.runtime.loading import load
 from quantkit.runtime.model import Model
@@ -82,6 +83,40 @@ def test_a_model_on_a_gpu(gpus: int, make: Make) -> None:
     if SIMULATED:
         launched = model.split._workers["CUDA0"].gpu.launched  # type: ignore[attr-defined]
         assert {"rms_norm", "rope", "swiglu", "merge"} < launched.keys()
+
+
+def test_prompts_run_in_larger_batches_where_a_gpu_has_the_memory(gpus: int, make: Make, monkeypatch: Any) -> None:
+    """And in batches of the usual size where it has memory for weights alone."""
+    from quantkit.runtime import model as module
+
+    monkeypatch.setattr(module, "BATCH_TOKENS", 2)
+    monkeypatch.setattr(module, "GPU_BATCH_TOKENS", 4)
+    expected = load(make("llama")).logits(TOKENS[:4])
+    model = load(make("llama"), devices="cuda:0")
+    assert model.split is not None
+    worker: Any = model.split._workers["CUDA0"]
+    weights = sum(t.nbytes for name, t in model.weights.items() if model.placement[name].name == "CUDA0")
+    for free, passes in ((2 << 30, 1), ((1 << 30) + weights, 2)):
+        monkeypatch.setattr(worker.gpu, "free_bytes", lambda free=free: free)
+        assert worker.spare_bytes() == free - weights
+        model.split.ledger.clear()
+        assert np.abs(model.logits(TOKENS[:4]) - expected).max() < 1e-4
+        assert (model.split.ledger.passes, model.split.ledger.tokens) == (passes, 4)
+        worker._matrices.clear()
+
+
+def test_feed_forwards_of_many_tokens_are_rounded_once(gpus: int, make: Make) -> None:
+    """The activations are made as bfloat16, as which they are multiplied: the results are those of two steps."""
+    model = load(make("llama"), devices="cuda:0", numerics="fast")
+    assert model.split is not None
+    worker: Any = model.split._workers["CUDA0"]
+    part = model.blocks[0].parts[1]
+    assert isinstance(part, blocks.FeedForward)
+    x = np.random.default_rng(3).standard_normal((9, model.hparams.n_embd)).astype(np.float32)
+    result = worker.gated(part, worker.gpu.array(x)).cpu().numpy()
+    np.testing.assert_array_equal(result, BlockRunner.gated(worker, part, worker.gpu.array(x)).cpu().numpy())
+    if SIMULATED:
+        assert {"swiglu", "swiglu_bf16"} <= worker.gpu.launched.keys()
 
 
 def test_what_no_kernel_has_is_not_left_out(gpus: int, make: Make) -> None:

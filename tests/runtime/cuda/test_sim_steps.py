@@ -38,6 +38,19 @@ def test_activations_of_feed_forwards(run: Run, name: str) -> None:
     np.testing.assert_allclose(gate, right, rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.parametrize("name", elementwise.ACTIVATIONS)
+def test_rounded_activations_are_those_of_the_other_kernel(run: Run, name: str) -> None:
+    """As bfloat16, two in a word."""
+    import torch
+
+    gate, up = normal(5, 40) * 4, normal(5, 40, seed=1)
+    out = np.zeros(100, np.uint32)
+    run(elementwise.activate_rounded(name), 1, THREADS, gate.reshape(-1), up.reshape(-1), gate.size, out)
+    run(elementwise.activate(name), 1, THREADS, gate.reshape(-1), up.reshape(-1), gate.size)
+    right = torch.from_numpy(gate).bfloat16().view(torch.int16).numpy()
+    np.testing.assert_array_equal(out.view(np.int16), right.reshape(-1))
+
+
 def test_sums_of_rows(run: Run) -> None:
     x, bias = normal(3, 20), normal(20, seed=1)
     right = x + bias

@@ -140,12 +140,20 @@ class Gpu:
         event.record(self.current_stream())
 
     def free_bytes(self) -> int:
-        """Bytes of GPU memory that are not allocated."""
-        return int(self.torch.cuda.mem_get_info(self.index)[0])
+        """Bytes of GPU memory that are not allocated, those included that torch keeps for later."""
+        cuda = self.torch.cuda
+        kept = int(cuda.memory_reserved(self.index)) - int(cuda.memory_allocated(self.index))
+        return int(cuda.mem_get_info(self.index)[0]) + kept
 
     def synchronize(self) -> None:
         """Wait for all that was launched."""
         self.torch.cuda.synchronize(self.torch_device)
+
+    @functools.cached_property
+    def _stream_of(self) -> Callable[[int], int]:
+        """The current stream of a GPU by its number, as the driver knows it. torch's object of it takes 1 us."""
+        raw: Callable[[int], int] | None = getattr(self.torch._C, "_cuda_getCurrentRawStream", None)
+        return raw or (lambda index: int(self.torch.cuda.current_stream(index).cuda_stream))
 
     def _function(self, kernel: CudaKernel) -> driver.Function:
         function = self._functions.get(kernel.name)
@@ -161,17 +169,16 @@ class Gpu:
 
         TypeError for one that is not: the kernel would read other elements, or none of its memory.
         """
-        values = list(arguments)
-        for i, size in enumerate(kernel.packed.sizes):
-            if size:
-                tensor = arguments[i]
-                if not (tensor.is_contiguous() and tensor.device == self.torch_device):
-                    where = f"{tensor.device} is not a contiguous one on {self.torch_device}"
-                    raise TypeError(f"{kernel.name}: a tensor on {where}")
-                values[i] = tensor.data_ptr(), tensor.numel()
-        function, cuda = self._function(kernel), self.torch.cuda
+        values, here = list(arguments), self.torch_device
+        for i in kernel.packed.arrays:
+            tensor = arguments[i]
+            if not tensor.is_contiguous() or tensor.device != here:
+                where = f"{tensor.device} is not a contiguous one on {here}"
+                raise TypeError(f"{kernel.name}: a tensor on {where}")
+            values[i] = tensor.data_ptr(), tensor.numel()
+        function, cuda, stream = self._function(kernel), self.torch.cuda, self._stream_of(self.index)
         grid = (blocks,) if isinstance(blocks, int) else blocks
-        stream, packed = cuda.current_stream(self.torch_device).cuda_stream, kernel.packed.values(values)
+        packed = kernel.packed.values(values)
         if cuda.current_device() == self.index:
             function.launch(grid, threads, stream, packed)
         else:

@@ -19,7 +19,8 @@ from typing import Any
 from quantkit.errors import QuantkitError, UnsupportedError
 
 REMEDY = "install an NVIDIA driver for CUDA 13 and pip install 'quantkit[cuda]', or run without GPU options"
-_REST = ctypes.c_uint(1), ctypes.c_uint(1), ctypes.c_uint(0)  # of a block's dimensions; bytes of shared memory
+# CUlaunchConfig: grid, block, bytes of shared memory; stream; attributes, of which there are none.
+_CONFIG = struct.Struct("<7I4xQQI4x")
 _FORMS = {"i32": "i4x", "f32": "f4x"}
 _SIZES = {"u8": 1, "i8": 1, "u16": 2, "u32": 4, "i32": 4, "f32": 4, "i64": 8}
 
@@ -60,12 +61,14 @@ def function_of(module: ctypes.c_void_p, entry: str) -> ctypes.c_void_p:
 class Parameters:
     """How a kernel's parameters lie in memory, 8 bytes each; an array is seven of them.
 
-    sizes   of each parameter: bytes of an element for an array, 0 for a number
+    sizes    of each parameter: bytes of an element for an array, 0 for a number
+    arrays   which of them are arrays
     """
 
     def __init__(self, kinds: Sequence[str]):
         self.kinds = tuple(kinds)
         self.sizes = tuple(_SIZES[kind[:-2]] if kind.endswith("[]") else 0 for kind in kinds)
+        self.arrays = tuple(i for i, size in enumerate(self.sizes) if size)
         forms = ("16x5q" if size else _FORMS.get(kind, "q") for kind, size in zip(kinds, self.sizes))
         self.packer = struct.Struct("<" + "".join(forms))
 
@@ -99,9 +102,10 @@ class Function:
         own = self._of_thread
         if not hasattr(own, "memory"):
             count = self.parameters.packer.size
-            own.memory = ctypes.create_string_buffer(count)
+            own.memory, own.config = (ctypes.create_string_buffer(size) for size in (count, _CONFIG.size))
             start = ctypes.addressof(own.memory)
             own.pointers = (ctypes.c_void_p * (count // 8))(*range(start, start + count, 8))
         self.parameters.packer.pack_into(own.memory, 0, *values)
-        _call("cuLaunchKernel", self._function, *map(ctypes.c_uint, ((*grid, 1, 1)[:3])), ctypes.c_uint(threads),
-              *_REST, ctypes.c_void_p(stream), own.pointers, None)  # fmt: skip
+        x, y, z = (*grid, 1, 1)[:3]
+        _CONFIG.pack_into(own.config, 0, x, y, z, threads, 1, 1, 0, stream, 0, 0)
+        _call("cuLaunchKernelEx", own.config, self._function, own.pointers, None)  # each argument costs the host

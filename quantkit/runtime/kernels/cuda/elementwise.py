@@ -10,7 +10,15 @@ import math
 
 import numpy as np
 
-from quantkit.runtime.kernels.cuda.hardware import cuda, inlined, load_floats, warp_max, warp_sum
+from quantkit.runtime.kernels.cuda.hardware import (
+    bfloats_of,
+    cuda,
+    inlined,
+    load_floats,
+    store_words,
+    warp_max,
+    warp_sum,
+)
 from quantkit.runtime.kernels.cuda.kernel import CudaKernel
 
 THREADS = 256
@@ -109,6 +117,27 @@ def activate(name: str) -> CudaKernel:
             gate[i] = act(gate[i], up[i])
 
     return CudaKernel(name, kernel, "f32[] f32[] i64")
+
+
+@functools.cache
+def activate_rounded(name: str) -> CudaKernel:
+    """(gate, up, count, out): act(gate) * up as bfloat16, two in a word of uint32[count / 2]; count a multiple of 8."""
+    act = inlined(ACTIVATIONS[name])
+
+    @inlined
+    def four(gate, up, i):
+        a, b, c, d = load_floats(gate, i)
+        e, f, g, h = load_floats(up, i)
+        return bfloats_of(act(a, e), act(b, f)), bfloats_of(act(c, g), act(d, h))
+
+    def kernel(gate, up, count, out):
+        i = 8 * (cuda.blockIdx.x * np.int64(THREADS) + cuda.threadIdx.x)
+        if i < count:
+            a, b = four(gate, up, i)
+            c, d = four(gate, up, i + 4)
+            store_words(out, i // 2, a, b, c, d)
+
+    return CudaKernel(f"{name}_bf16", kernel, "f32[] f32[] i64 u32[]")
 
 
 @functools.cache

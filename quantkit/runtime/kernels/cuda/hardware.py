@@ -22,6 +22,7 @@ Only this module and `words.py` know which of the two runs. `cuda` and `types` a
     load_floats(array, i)         as four float32
     store_words(array, i, a, b, c, d)   four words in one store; store_floats four float32
     prefetch(array, i)            ask for the 128 bytes with element i to be loaded into the L2 cache
+    shared_words(count)           device function () -> uint32[count] that a block shares, aligned for both
 """
 
 from __future__ import annotations
@@ -190,6 +191,10 @@ if SIMULATED:
         """There is no cache."""
         assert 0 <= i < len(array), "what is asked for is not there"
 
+    def shared_words(count: int) -> Callable[[], Any]:
+        """A device function that gives the memory of uint32[count] that a block shares; one in a kernel."""
+        return inlined(lambda: cuda.shared.array(count, np.uint32))
+
 else:
     from llvmlite import ir as llvm
     from numba.cuda import cgutils, types
@@ -257,9 +262,12 @@ else:
     @intrinsic
     def signed_bytes(typing_context, word):
         def generate(context, builder, signature, args):
-            top = llvm.Constant(I32, 24)
-            shifted = [builder.shl(args[0], llvm.Constant(I32, 24 - 8 * i)) for i in range(4)]
-            values = [builder.sitofp(builder.ashr(value, top), F32) for value in shifted]
+            # The byte without its sign below the exponent of 2^23 is that number plus 2^23: two instructions a byte,
+            # where extending its sign and converting it take three of half the speed.
+            e = DeviceWords(builder, args[0])
+            plain = Value(e, args[0]) ^ 0x80808080
+            large = [e.permute(plain, e.word(0x4B000000), e.word(0x7440 + i)).view(F32) for i in range(4)]
+            values = [builder.fsub(value.ir, llvm.Constant(F32, 2.0**23 + 128)) for value in large]
             return context.make_tuple(builder, signature.return_type, values)
 
         return types.UniTuple(types.float32, 4)(types.int32), generate
@@ -367,3 +375,6 @@ else:
             return context.get_dummy_value()
 
         return types.void(array, types.int64), generate
+
+    def shared_words(count: int) -> Callable[[], Any]:
+        return inlined(lambda: cuda.shared.array(count, np.uint32, alignment=16))

@@ -54,6 +54,7 @@ def not_of_a_type() -> Iterator[CudaKernel]:
     yield activations.quantize()
     yield elementwise.rms_norm()
     yield from (elementwise.activate(name) for name in elementwise.ACTIVATIONS)
+    yield from (elementwise.activate_rounded(name) for name in elementwise.ACTIVATIONS)
     yield from (make() for make in (elementwise.add, elementwise.mix, elementwise.rope))
     yield from (make() for make in (elementwise.argmax, elementwise.sample, delta.step, mamba2.step))
     yield delta.step(by_rows=True)

@@ -1,7 +1,8 @@
 """Kernels of packed weights: decoding, and products with a few vectors. Each type has one of each kind.
 
-A thread decodes a sub-block of 32 columns (`reader.py`). Activations are 8-bit (`activations.py`): eight words of
-codes, a scale xs and, for each 16 columns, the scale times the sum of codes, xm, for types with shifts or mins:
+A thread decodes a sub-block of 32 columns (`reader.py`); `dequantize` exchanges them through shared memory, so that
+neighbouring threads store neighbouring bytes. Activations are 8-bit (`activations.py`): eight words of codes, a scale
+xs and, for each 16 columns, the scale times the sum of codes, xm, for types with shifts or mins:
 
     y += xs * (s0 * dot(first 16) + s1 * dot(last 16)) + f0 * xm[0] + f1 * xm[1]       f: s * shift + min
 
@@ -51,7 +52,8 @@ def dequantize(ggml_type: int, output: str) -> CudaKernel:
 def _dequantize(codec: Codec, output: str) -> Callable[..., None]:
     read, single = hardware.sub_block_reader(codec), output == "f32"
     has_min, has_shift = codec.has_min, codec.has_shift
-    pair, words = halves_of if output == "f16" else bfloats_of, 32 if single else 16
+    pair, runs = halves_of if output == "f16" else bfloats_of, 8 if single else 4  # of 16 bytes, in 32 columns
+    staging = hardware.shared_words(4 * runs * THREADS)
 
     @hardware.inlined
     def four(code, scale, minimum, shift):
@@ -65,27 +67,41 @@ def _dequantize(codec: Codec, output: str) -> Callable[..., None]:
         return a, b, c, d
 
     @hardware.inlined
-    def store(low, high, scale, minimum, shift, out, at):
+    def place(run):
+        """Where a run is staged: eight neighbours, or those of eight threads, are in different banks."""
+        return 4 * (run ^ run >> 3 & runs - 1)
+
+    @hardware.inlined
+    def stage(low, high, scale, minimum, shift, staged, run):
         """Eight columns: those of two words of codes."""
         a, b, c, d = four(low, scale, minimum, shift)
         e, f, g, h = four(high, scale, minimum, shift)
         if single:
-            store_words(out, at, bits_of(a), bits_of(b), bits_of(c), bits_of(d))
-            store_words(out, at + 4, bits_of(e), bits_of(f), bits_of(g), bits_of(h))
+            store_words(staged, place(run), bits_of(a), bits_of(b), bits_of(c), bits_of(d))
+            store_words(staged, place(run + 1), bits_of(e), bits_of(f), bits_of(g), bits_of(h))
         else:
-            store_words(out, at, pair(a, b), pair(c, d), pair(e, f), pair(g, h))
+            store_words(staged, place(run), pair(a, b), pair(c, d), pair(e, f), pair(g, h))
 
     def kernel(data, start, row_bytes, rows, n, out):
-        units = np.uint32(n // 32)
-        unit = cuda.blockIdx.x * np.int64(THREADS) + cuda.threadIdx.x
-        if unit < np.int64(rows) * units:
-            row, number = np.uint32(unit) // units, np.uint32(unit) % units
-            codes, scales, mins, shifts = read(data, start, row_bytes, np.int32(row), np.int32(number))
-            at, step = unit * words, words // 4
-            store(codes[0], codes[1], scales[0], mins[0], shifts[0], out, at)
-            store(codes[2], codes[3], scales[0], mins[0], shifts[0], out, at + step)
-            store(codes[4], codes[5], scales[1], mins[1], shifts[1], out, at + 2 * step)
-            store(codes[6], codes[7], scales[1], mins[1], shifts[1], out, at + 3 * step)
+        staged, thread = staging(), cuda.threadIdx.x & THREADS - 1  # the compiler then knows that it is small
+        units, first = np.uint32(n) >> np.uint32(5), cuda.blockIdx.x * np.int64(THREADS)
+        left = np.int32(min(np.int64(rows) * units - first, np.int64(THREADS)))  # units of this block
+        unit = np.uint32(np.uint32(first) + np.uint32(min(thread, left - 1)))  # sums of words are 64 bits in numba
+        row, number = unit // units, unit % units
+        codes, scales, mins, shifts = read(data, start, row_bytes, np.int32(row), np.int32(number))
+        run, step = runs * thread, runs // 4
+        stage(codes[0], codes[1], scales[0], mins[0], shifts[0], staged, run)
+        stage(codes[2], codes[3], scales[0], mins[0], shifts[0], staged, run + step)
+        stage(codes[4], codes[5], scales[1], mins[1], shifts[1], staged, run + 2 * step)
+        stage(codes[6], codes[7], scales[1], mins[1], shifts[1], staged, run + 3 * step)
+        cuda.syncthreads()
+        # Stores of a warp are neighbours: those of a thread's own columns would be half sectors, 64 bytes apart.
+        for i in range(runs):
+            run = i * THREADS + thread
+            if run < runs * left:
+                a, b, c, d = load_words(staged, place(run))
+                at = 4 * (first * runs + run)
+                store_words(out, at, np.uint32(a), np.uint32(b), np.uint32(c), np.uint32(d))
 
     return kernel
 

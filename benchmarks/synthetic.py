@@ -258,7 +258,7 @@ class _Rows:
         self._of_heads: dict[str, np.ndarray] = {}  # what k_b and v_b hold, float32: the numbers of kv_b
 
     def of(self, spec: TensorSpec, number: int) -> np.ndarray:
-        """uint8[rows, row bytes] of a matrix; `number` is where the rows begin, so that it is like no other one."""
+        """uint8[rows, row bytes] of a matrix; `number` is where the rows begin: neighbours differ."""
         n, name = spec.shape[-1], spec.name.removesuffix(".weight").rpartition(".")[2]
         if name == "ffn_gate_inp":  # each token selects other experts, by weights that all count, as in a real model
             router = self._rng.standard_normal(spec.shape) * ROUTER_SCALE / math.sqrt(n)

@@ -30,7 +30,7 @@ from quantkit.runtime.kernels.cpu.op_list import OpList
 from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record
 
 _RANDOM = thread_team.YIELD + 8  # offset of the delay counter in the sync block
-_KERNELS = ("_wait_while", "_barrier", "_execute", "_lead", "_work")
+_KERNELS = ("_wait_while", "_wait_for_list", "_barrier", "_execute", "_lead", "_work")
 
 
 @kernel
@@ -50,7 +50,8 @@ def delayed_kernels() -> SimpleNamespace:
     """The team's kernels with delays. They are not cached on disk: their source is the original kernels'."""
     from numba import njit
 
-    names: dict[str, Any] = vars(thread_team) | {"SPINS": 8, "IDLE_SPINS": 40, "_sync_point": delay}
+    spins = {"SPINS": 8, "IDLE_SPINS": 40, "SOON_SPINS": 120}
+    names: dict[str, Any] = vars(thread_team) | spins | {"_sync_point": delay}
     for name in _KERNELS:
         function = FunctionType(getattr(thread_team, name).function.__code__, names)
         names[name] = njit(nogil=True, error_model="numpy")(function)
@@ -115,8 +116,10 @@ def stress(threads: int, lists: int, seed: int, on_message: Callable[[str], None
                     buffer[:] = -1
                 mine.run(chosen.array)
                 chosen.check(int(first))
-                if nap == 0:
+                if nap < 2:
                     time.sleep(0.0005)  # long enough to fall asleep
+                if nap in (1, 2):
+                    mine.rouse()
             on_message(f"{threads} threads: {start + 10000} lists, {time.perf_counter() - begin:.0f} s")
         mine.close()
     finally:

@@ -4,9 +4,10 @@
     write("qwen3moe", "iq4_k", path)
     write("gemma3", "q4_K", path)
 
-A few hundred random rows are encoded for each row length, and every matrix repeats them: the time of a product does not
-depend on the weights, and encoding a billion of them would take longer than the benchmark. Embedding and output have
-the type too, or q8_0 if rows of an embedding cannot have it; norms are float32. There is no tokenizer.
+A few random rows are encoded for each row length, and every matrix repeats them, each from another one on: the time of
+a product does not depend on the weights, and encoding a billion of them would take longer than the benchmark. What
+latent attention reads in two forms, kv_b or k_b and v_b, has the same numbers in both. Embedding and output have the
+type too, or q8_0 if rows of an embedding cannot have it; norms are float32. There is no tokenizer.
 
 SHAPES are of llama and qwen3moe; CONFIGS are of other architectures, a config.json each: rows as long as in the real
 models, but fewer layers, experts and tokens of the vocabulary. With mxfp4, only experts have this type and the rest
@@ -28,6 +29,7 @@ from quantkit.formats.gguf import Metadata, TensorSpec, Writer
 from quantkit.types import QuantType
 
 ROWS = 64  # random rows
+ROUTER_SCALE = 2.0  # standard deviation of the logits that choose experts
 INTERVAL = 4  # every fourth layer of a hybrid model has attention
 
 
@@ -247,6 +249,50 @@ def metadata(shape: Shape) -> Metadata:
     return made
 
 
+class _Rows:
+    """Packed rows of a model's tensors: random ones of each type and width, ROWS of them again and again."""
+
+    def __init__(self, shape: Shape | None):
+        self._shape, self._rng = shape, np.random.default_rng(0)
+        self._drawn: dict[tuple[str, int], np.ndarray] = {}
+        self._of_heads: dict[str, np.ndarray] = {}  # what k_b and v_b hold, float32: the numbers of kv_b
+
+    def of(self, spec: TensorSpec, number: int) -> np.ndarray:
+        """uint8[rows, row bytes] of a matrix; `number` is where the rows begin: neighbours differ."""
+        n, name = spec.shape[-1], spec.name.removesuffix(".weight").rpartition(".")[2]
+        if name == "ffn_gate_inp":  # each token selects other experts, by weights that all count, as in a real model
+            router = self._rng.standard_normal(spec.shape) * ROUTER_SCALE / math.sqrt(n)
+            return router.astype(np.float32).view(np.uint8)
+        if spec.type.name == "f32":  # norms and biases
+            value = -1 if spec.name.endswith("ssm_a") else 1
+            return np.full((math.prod(spec.shape[:-1]), n), value, np.float32).view(np.uint8)
+        if name in self._of_heads:
+            return self._quantized(spec.type, self._of_heads[name])
+        if (spec.type.name, n) not in self._drawn:
+            x = self._rng.standard_normal((ROWS, n)).astype(np.float32) / np.float32(n) ** np.float32(0.5)
+            self._drawn[spec.type.name, n] = self._quantized(spec.type, x)
+        first = number * spec.type.interleave % ROWS
+        count = spec.shape[-2]
+        rows = np.tile(self._drawn[spec.type.name, n], (1 + -(-count // ROWS), 1))[first : first + count]
+        if name == "attn_kv_b":
+            self._share(spec.type.dequantize(rows, n))
+        return rows
+
+    @staticmethod
+    def _quantized(kind: QuantType, x: np.ndarray) -> np.ndarray:
+        even = np.ones(x.shape[1], np.float32) if kind.requires_imatrix else None
+        return kind.quantize(x, even, effort="fast")
+
+    def _share(self, kv_b: np.ndarray) -> None:
+        """The layer's k_b and v_b: attention takes them or kv_b, by the number of tokens and the device."""
+        assert self._shape is not None
+        assert self._shape.latent is not None
+        sizes = self._shape.latent
+        k, v = np.split(kv_b.reshape(self._shape.heads, -1, sizes.kv_lora), [sizes.nope], axis=1)
+        self._of_heads["attn_k_b"] = np.ascontiguousarray(k.transpose(0, 2, 1)).reshape(-1, sizes.nope)
+        self._of_heads["attn_v_b"] = v.reshape(-1, sizes.kv_lora)
+
+
 def write(name: str, kind_name: str, path: Path) -> Path:
     """A model of SHAPES or CONFIGS with all matrices of a type."""
     kind = types.get(kind_name)
@@ -254,24 +300,9 @@ def write(name: str, kind_name: str, path: Path) -> Path:
         keys, wanted = of_config(CONFIGS[name], kind)
     else:
         keys, wanted = metadata(SHAPES[name]), specs(SHAPES[name], kind)
-    rng = np.random.default_rng(0)
-    drawn: dict[tuple[str, int], np.ndarray] = {}
-
-    def rows(spec: TensorSpec) -> np.ndarray:
-        n = spec.shape[-1]
-        if spec.type.name == "f32" and "gate_inp.weight" not in spec.name:  # norms and biases
-            value = -1 if spec.name.endswith("ssm_a") else 1
-            return np.full((math.prod(spec.shape[:-1]), n), value, np.float32).view(np.uint8)
-        if (spec.type.name, n) not in drawn:
-            x = rng.standard_normal((ROWS, n)).astype(np.float32) / np.float32(n) ** np.float32(0.5)
-            even = np.ones(n, np.float32) if spec.type.requires_imatrix else None
-            drawn[spec.type.name, n] = spec.type.quantize(x, even, effort="fast")
-        if spec.name.endswith("ffn_gate_inp.weight"):  # each token selects other experts, as in a real model
-            return rng.standard_normal(spec.shape).astype(np.float32).view(np.uint8)
-        return np.tile(drawn[spec.type.name, n], (-(-spec.shape[-2] // ROWS), 1))[: spec.shape[-2]]
-
+    rows = _Rows(SHAPES.get(name))
     with Writer(path, keys, wanted, durable=False) as writer:
-        for spec in wanted:
-            for _ in range(spec.shape[0] if len(spec.shape) == 3 else 1):
-                writer.write(spec.name, rows(spec))
+        for number, spec in enumerate(wanted):
+            for expert in range(spec.shape[0] if len(spec.shape) == 3 else 1):
+                writer.write(spec.name, rows.of(spec, number + expert))
     return path

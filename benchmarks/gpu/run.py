@@ -227,3 +227,8 @@ def error(values: np.ndarray, expected: np.ndarray) -> float:
     """Root mean square of the differences relative to that of the expected values, where these are finite."""
     finite = np.isfinite(expected)
     return math.sqrt(np.mean((values - expected)[finite] ** 2) / np.mean(expected[finite] ** 2))
+
+
+def median_error(values: np.ndarray, expected: np.ndarray) -> float:
+    """Median of the rows' errors: of the logits of tokens, some of which a rounding gives other experts."""
+    return statistics.median(map(error, values, expected))

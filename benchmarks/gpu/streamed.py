@@ -5,12 +5,12 @@ bytes        what a prompt copies to the GPU
 bytes_rate   bytes over the time of the whole prompt
 of_bus       bytes_rate over the rate of the bus, which the stage `rates` measures (aim 0.7 at least)
 prompt       seconds of the GPU, copies included, and of the host without its waiting, from torch's profiler
-error        of the last logits against the CPU's
+error        of the logits against the CPU's, the median of all tokens
 """
 
 from __future__ import annotations
 
-from benchmarks.gpu.run import Figures, Run, error
+from benchmarks.gpu.run import Figures, Run, median_error
 from benchmarks.gpu.running import (
     EXPERTS,
     EXPERTS_TOLERANCE,
@@ -19,6 +19,7 @@ from benchmarks.gpu.running import (
     on_cpu,
     on_gpu,
     prompt,
+    prompt_logits,
     times,
     traced_prompt,
 )
@@ -71,12 +72,11 @@ def measure_model(run: Run, shape: str, kind: str, got: Figures) -> None:
     assert model.split is not None
     cache = model.new_cache(n_ctx(sizes))
     model.split.ledger.clear()
-    per_prompt, logits = prompt(model, sizes, cache, sizes.prompts)
+    per_prompt, _ = prompt(model, sizes, cache, sizes.prompts)
     copied = model.split.ledger.bytes[CPU.name, f"CUDA{run.gpu.index}"] // (1 + sizes.prompts)
     rate = copied / per_prompt
     got |= {"pp": sizes.prompt / per_prompt, "bytes": copied, "bytes_rate": rate, "of_bus": rate / run.peak["bus"]}
     run.save()
     got["prompt"] = traced_prompt(run, model, cache).figures()
-    host, _, host_cache = on_cpu(run, path)
-    got["error"] = error(logits, prompt(host, sizes, host_cache, 0)[1])
+    got["error"] = median_error(prompt_logits(model, sizes, cache), prompt_logits(*on_cpu(run, path)))
     got["right"] = got["error"] < EXPERTS_TOLERANCE

@@ -117,6 +117,29 @@ def test_an_idle_team_uses_no_processor_and_wakes() -> None:
     assert at[0] == 2
 
 
+def test_a_roused_team_is_awake_for_a_bounded_time(new_team) -> None:
+    """Workers that sleep are waiting again after `rouse`, longer than else; without a list they sleep in the end."""
+    mine, chain = new_team(3), stress_team.Chain(3, 3)
+
+    def sleeping(wanted: int, within: float) -> bool:
+        end = time.perf_counter() + within
+        while mine._asleep != wanted and time.perf_counter() < end:
+            time.sleep(1e-4)
+        return mine._asleep == wanted
+
+    mine.run(chain.array)
+    assert sleeping(2, within=30)
+    for _ in range(3):
+        mine.rouse()
+        assert sleeping(0, within=30)
+        assert sleeping(2, within=30)
+    mine.rouse()
+    chain.buffers[0][:] = 0
+    mine.run(chain.array)
+    chain.check(0)
+    assert mine._fields[thread_team.SOON // 8] == 0
+
+
 def test_several_callers_take_turns() -> None:
     lists = []
     for _ in range(4):

@@ -87,6 +87,50 @@ def test_a_token_without_experts_gets_nothing(tmp_path: Path) -> None:
         assert not plan(part, x, chosen, np.zeros(chosen.shape, np.float32)).any()
 
 
+@pytest.mark.parametrize("kind", ["f32", "q8_0"])
+@pytest.mark.parametrize("arch", MOES)
+def test_prepared_experts_give_the_same_bits(arch: str, kind: str, tmp_path: Path) -> None:
+    """They read their arrays anew each time, count the same bytes, and see that plans were dropped."""
+    path = rewrite(written(tmp_path / "m.gguf", arch, **MOES[arch]), tmp_path / "q.gguf", kind)
+    model, rng = fast(path, threads=2, **SPLITS["experts"]), np.random.default_rng(2)
+    assert model.split is not None
+    worker, ledger = model.split._workers["CPU"], model.split.ledger
+    calls = []
+    for part in parts_of(model):
+        n = part.latent or model.hparams.n_embd
+        x, out = np.empty((1, n), np.float32), np.empty((1, n), np.float32)
+        chosen, weights = np.empty((1, part.used), np.int32), np.empty((1, part.used), np.float32)
+        calls.append((part, x, chosen, weights, out, worker.prepared_experts(part, x, chosen, weights, out)))
+    for turn in range(3):
+        for part, x, chosen, weights, out, call in calls:
+            x[:], weights[:] = rng.standard_normal(x.shape), rng.random(weights.shape)
+            chosen[0] = rng.permutation(part.stacked)[: part.used]
+            ledger.clear()
+            expected, read = worker.run_experts(part, x, chosen, weights), dict(ledger.weights)
+            ledger.clear()
+            call()
+            np.testing.assert_array_equal(out, expected)
+            assert dict(ledger.weights) == read
+            assert ledger.seconds["CPU"].keys() == {"experts"}
+        if turn == 1:
+            worker.drop_cached([])
+    chosen[0, -1] = part.stacked
+    with pytest.raises(AssertionError, match="an expert that is none"):
+        call()
+
+
+def test_prepared_experts_without_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They run layer by layer, as where something observes them."""
+    model = layer_by_layer(monkeypatch, written(tmp_path / "m.gguf", "qwen3moe"), **SPLITS["experts"])
+    assert model.split is not None
+    worker, part = model.split._workers["CPU"], parts_of(model)[0]
+    x, out = np.ones((1, model.hparams.n_embd), np.float32), np.zeros((1, model.hparams.n_embd), np.float32)
+    chosen, weights = np.arange(part.used)[None], np.full((1, part.used), 0.5, np.float32)
+    worker.prepared_experts(part, x, chosen, weights, out)()
+    np.testing.assert_array_equal(out, experts.run(part, model.weights, x, chosen, weights, 1))
+    assert out.any()
+
+
 @pytest.mark.parametrize("batch", [512, 32])
 @pytest.mark.parametrize("kind", ["f32", "q8_0", "q4_0", "iq4_nl"])
 def test_experts_of_a_model_on_devices(kind: str, batch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,8 @@ of them share their working memory.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from quantkit.archs.common import blocks
@@ -50,6 +52,27 @@ class ExpertsPlan:
             rows = slice(start, start + BATCH_TOKENS)
             out[rows] = self._of_batch(part, x[rows], chosen[rows], weights[rows])
         return out
+
+    def prepared(self, part: blocks.Experts, x: Array, chosen: Array, weights: Array, out: Array) -> Callable[[], None]:
+        """A call for one token whose arrays are the same each time; it reads them when it is called, and writes `out`.
+
+        x and out float32[1, n_embd] or latents, whole; chosen int32 or int64[1, used] are all numbers of experts.
+        """
+        assert not part.identity, f"{part.router.weight}: experts without matrices"
+        assert all(a.dtype == np.float32 and a.flags.c_contiguous for a in (x, out))
+        selected = np.zeros(1 + 2 * part.used, np.int64)
+        selected[0], numbers = part.used, selected[1 : 1 + part.used]
+        shares, (row,), (given,) = selected[1 + part.used :].view(np.float32)[: part.used], chosen, weights
+        run = self._build_token(part, x, selected, out).run
+
+        def call() -> None:
+            experts = row.tolist()
+            known = min(experts) >= 0 and max(experts) < part.stacked
+            assert known, f"{part.router.weight}: an expert that is none of {part.stacked}"
+            numbers[:], shares[:] = row, given
+            run()
+
+        return call
 
     def _of_token(self, part: blocks.Experts, x: Array, chosen: Array, weights: Array) -> Array:
         selected, numbers = self._selected(part.used), np.flatnonzero(chosen >= 0)

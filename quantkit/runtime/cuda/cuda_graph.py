@@ -150,12 +150,12 @@ class CapturedStep:
             for layer, part in block.numbered_parts:
                 if isinstance(part, blocks.Experts) and self._worker.experts_on_host(part):
                     experts = HostExperts(self._worker, part, self._x.shape[1])
+                    self._add(self._worker.host.rouse)  # while the GPU computes
                     self._capture_each(decoder, [*pending, functools.partial(decoder.send, experts)])
                     self._add(functools.partial(self._gpu.record, self._sent))
                     if part.shared is not None:
                         self._capture_each(decoder, [functools.partial(decoder.run_shared, experts)])
-                    self._add(self._sent.synchronize)
-                    self._add(experts.run)
+                    self._add(functools.partial(self._compute, experts))
                     pending = [functools.partial(decoder.receive, experts)]
                 else:
                     pending.append(functools.partial(decoder.run_part, layer, part))
@@ -167,6 +167,11 @@ class CapturedStep:
                 self._keep_logits(logits)
 
         self._capture_each(decoder, [*pending, finish])
+
+    def _compute(self, experts: HostExperts) -> None:
+        """The CPU's part, as soon as it has what the GPU sends."""
+        self._sent.synchronize()
+        experts.run()
 
     def _capture_each(self, decoder: Decoder, steps: Sequence[Callable[[], None]]) -> None:
         """A stage of several steps, each of which starts from what the one before has left in the decoder."""

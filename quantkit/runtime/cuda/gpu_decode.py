@@ -231,8 +231,10 @@ class Ahead:
 class HostExperts:
     """The routed experts of a block on the CPU: memory of the host, which the GPU reads and writes by itself.
 
-    y        what enters the experts, on the GPU
-    shared   float32[1, n_embd] of the shared experts there; None without
+    y         what enters the experts, on the GPU
+    shared    float32[1, n_embd] of the shared experts there; None without
+    entering  the same, the numbers of the experts and their weights, on the host
+    out       float32[1, n_embd] on the host
     """
 
     y: Activations
@@ -243,25 +245,28 @@ class HostExperts:
         gpu, used = worker.gpu, part.used
         sizes = n_embd, used, used, n_embd
         memory = [gpu.pinned(4 * n).view(gpu.torch.float32).view(1, n) for n in sizes]
-        self._x, self._weights, self._out = memory[0], memory[2], memory[3]
-        self._chosen = memory[1].view(gpu.torch.int32)
+        self._sent, self._made = (memory[0], memory[1].view(gpu.torch.int32), memory[2]), memory[3]
         self._results = gpu.empty(1, n_embd)
+        x, chosen, weights = self.entering = tuple(tensor.numpy() for tensor in self._sent)
+        self.out: np.ndarray = self._made.numpy()
+        self._nbytes = sum(array.nbytes for array in self.entering)
+        self._compute = worker.host.prepared_experts(part, x, chosen, weights, self.out)
 
     def send(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> None:
         """Copy them to the host, when the GPU comes to it."""
-        for host, there in ((self._x, x), (self._chosen, chosen), (self._weights, weights)):
+        for host, there in zip(self._sent, (x, chosen, weights)):
             host.copy_(there, non_blocking=True)
 
     def run(self) -> None:
         """Compute on the host what was sent; the copies have ended."""
-        worker, sent = self._worker, (self._x.numpy(), self._chosen.numpy(), self._weights.numpy())
-        self._out.numpy()[:] = worker.host.run_experts(self.part, *sent)
-        worker.ledger.moved(worker.device.name, CPU.name, sum(array.nbytes for array in sent))
-        worker.ledger.moved(CPU.name, worker.device.name, self._out.nbytes)
+        self._compute()
+        ledger, device = self._worker.ledger, self._worker.device.name
+        ledger.moved(device, CPU.name, self._nbytes)
+        ledger.moved(CPU.name, device, self.out.nbytes)
 
     def received(self) -> torch.Tensor:
         """Copy the results to the GPU, when it comes to it: float32[1, n_embd]."""
-        self._results.copy_(self._out, non_blocking=True)
+        self._results.copy_(self._made, non_blocking=True)
         return self._results
 
 

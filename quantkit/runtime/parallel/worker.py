@@ -299,6 +299,37 @@ class Worker(BlockRunner):
                 return self._plans.experts(part, y, chosen, weights)
             return super().run_experts(part, y, chosen, weights)
 
+    def prepared_experts(
+        self, part: blocks.Experts, y: np.ndarray, chosen: np.ndarray, weights: np.ndarray, out: np.ndarray
+    ) -> Callable[[], None]:
+        """`run_experts` of one token as a call without arguments: it reads the arrays when it is called, and writes
+        `out`, like y. None of the experts, which are here, are left out."""
+        tensors = [self.weights[linear.weight] for linear in part.matrices]
+        read = sum(part.used * tensor.nbytes // tensor.shape[0] for tensor in tensors)
+        prepared: tuple[WorkerPlans, Callable[[], None]] | None = None
+
+        def call() -> None:
+            nonlocal prepared
+            if not self.compiles or self._plans.unsupported_experts(part) is not None:
+                out[:] = self.run_experts(part, y, chosen, weights)
+                return
+            plans = self._plans
+            if prepared is None or prepared[0] is not plans:
+                prepared = plans, plans.experts.prepared(part, y, chosen, weights, out)
+            begin = time.perf_counter()
+            prepared[1]()
+            self._split.ledger.read(self.device.name, read)
+            self._split.ledger.spent(self.device.name, "experts", time.perf_counter() - begin)
+
+        return call
+
+    def rouse(self) -> None:
+        """Wake the threads that run compiled plans, which are to wait for the next one without sleeping."""
+        if self.compiles:
+            from quantkit.runtime.kernels.cpu.thread_team import team  # loads numba
+
+            team(self.threads).rouse()
+
     def _experts_apart(
         self, part: blocks.Experts, y: np.ndarray, chosen: np.ndarray, weights: np.ndarray
     ) -> np.ndarray:

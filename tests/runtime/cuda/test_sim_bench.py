@@ -9,10 +9,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from benchmarks import bench_gpu
-from benchmarks.gpu import profile, trace
+from benchmarks import bench_gpu, synthetic
+from benchmarks.gpu import hybrid, profile, trace
+from quantkit.archs.common import blocks
+from quantkit.runtime.blocks import experts
+from quantkit.runtime.loading import load
 from tests.runtime.cuda.conftest import SIMULATED
 from tests.runtime.cuda.simulated import by_torch, play
 
@@ -73,13 +77,34 @@ def test_models_and_their_profile(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 def test_experts_on_the_cpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     figures = run(monkeypatch, capsys, "--stage", "hybrid,streamed")
     for name in ("deepseek2-dry, q8_0", "qwen3moe-dry, q8_0"):
-        hybrid, streamed = figures["hybrid"][name], figures["streamed"][name]
-        assert hybrid["error"] < 0.05
+        beside, streamed = figures["hybrid"][name], figures["streamed"][name]
+        assert beside["error"] < 0.05
+        assert 0 < beside["experts_error"] < 0.05
         assert streamed["error"] < 0.05
-        assert hybrid["rest"] > 0
-        assert hybrid["of_longer_part"] == hybrid["step"] / max(hybrid["cpu"], hybrid["rest"])
+        assert beside["rest"] > 0
+        assert beside["of_longer_part"] == beside["step"] / max(beside["cpu"], beside["rest"])
         assert streamed["bytes"] > 3 * 2 * 34 * 64 // 32 * 32  # of two experts at least
         assert streamed["of_bus"] == streamed["bytes_rate"] / figures["bus"]
+
+
+@pytest.mark.parametrize("shape", ["deepseek2-dry", "qwen3moe-dry"])
+def test_wrong_experts_are_found(shape: str, tmp_path: Path) -> None:
+    """One of a token's experts left out, or taken for its neighbour, by the error that the stage `hybrid` allows."""
+    model, rng = load(synthetic.write(shape, "q8_0", tmp_path / "m.gguf")), np.random.default_rng(3)
+    part = next(part for block in model.blocks for part in block.parts if isinstance(part, blocks.Experts))
+    router = model.weights[part.router.weight].dequantize()
+    for _ in range(8):
+        x = rng.standard_normal((1, model.hparams.n_embd), np.float32)
+        chosen, weights = experts.route(part, x @ router.T)
+        left_out, mistaken = np.array(weights), (chosen + np.eye(1, part.used, dtype=int)) % part.count
+        left_out[:, 0] = 0
+        found = []
+        for numbers, shares in ((chosen, weights), (chosen, left_out), (mistaken, weights)):
+            out = experts.run(part, model.weights, x, numbers, shares, 1)
+            call = hybrid.Call(SimpleNamespace(part=part), (x, numbers, shares), out)  # type: ignore[arg-type]
+            found.append(call.error(model))
+        assert found[0] == 0
+        assert min(found[1:]) > hybrid.ONE_TOLERANCE
 
 
 def test_a_failure_and_a_limit(

@@ -18,6 +18,7 @@ from quantkit.placement.offload import Offload
 from quantkit.runtime.blocks import experts, latent
 from quantkit.runtime.blocks.block_runner import BlockRunner
 from quantkit.runtime.cuda import gpu_latent
+from quantkit.runtime.cuda.gpu_decode import HostExperts
 from quantkit.runtime.loading import load
 from quantkit.runtime.model import Model
 from tests.archs import checkpoints
@@ -295,11 +296,10 @@ def test_steps_with_experts_on_the_cpu(arch: str, gpus: int, make: Make, monkeyp
     cache = model.new_cache(4)
     by_launches = [model.forward(TOKENS[:1], cache), model.forward_batch([(TOKENS[:2], model.new_cache(4))])]
     cache.truncate(0)
-    calls: list[Any] = []
-    run_experts = model.split._workers["CPU"].run_experts
-    monkeypatch.setattr(
-        model.split._workers["CPU"], "run_experts", lambda *given: calls.append(given) or run_experts(*given)
-    )
+    calls: list[HostExperts] = []
+    compute, roused = HostExperts.run, list[int]()
+    monkeypatch.setattr(model.split._workers["CPU"], "rouse", lambda: roused.append(len(calls)))
+    monkeypatch.setattr(HostExperts, "run", lambda experts: (calls.append(experts), compute(experts))[1])
     model.split.ledger.clear()
     replayed = [model.forward(TOKENS[i : i + 1], cache) for i in range(2)]
     np.testing.assert_allclose(replayed, by_launches, atol=2e-3)
@@ -308,6 +308,7 @@ def test_steps_with_experts_on_the_cpu(arch: str, gpus: int, make: Make, monkeyp
     assert moved["CUDA0", "CPU"] > 2 * 4 * (model.hparams.n_embd + model.vocab_size)
     layers = sum(isinstance(part, blocks.Experts) for block in model.blocks for part in block.parts)
     assert len(calls) == (2 + 1) * layers  # once more when they are captured
+    assert roused == list(range(len(calls)))  # before the GPU computes what enters them
     graphs = 2 * layers if arch == "deepseek2" else layers
     assert not SIMULATED or worker.gpu.captured == graphs + 2  # before the first experts, and the embedding
 

@@ -12,7 +12,9 @@ others run a worker loop that waits for the next epoch. The last operation of a 
 when `run` returns, nobody reads the list any more.
 
 A waiting thread first spins, then yields its core to other processes each time it polls. Between lists it does so for
-about a millisecond and then sleeps, so an idle process uses no CPU.
+about a millisecond and then sleeps, so an idle process uses no CPU. To wake sleeping threads takes longer than many a
+list: who knows that a list comes soon calls `rouse` before, and they wait for that one without sleeping, some tens of
+milliseconds at most.
 """
 
 from __future__ import annotations
@@ -33,10 +35,11 @@ from quantkit.codegen.simd import atomic_add, atomic_load, atomic_store, call3, 
 from quantkit.errors import KernelError
 from quantkit.runtime.kernels.cpu.operation import load_record, record_bytes
 
-ARRIVED, PHASE, EPOCH, OPS, COUNT, YIELD = 0, 64, 128, 192, 200, 208  # byte offsets in sync
+ARRIVED, PHASE, EPOCH, SOON, OPS, COUNT, YIELD = 0, 64, 128, 136, 192, 200, 208  # byte offsets in sync
 SYNC = 32
 SPINS = 2000  # polls before a waiting thread yields its core; some tens of microseconds
 IDLE_SPINS = 4000  # polls before a thread without work goes to sleep
+SOON_SPINS = 60_000  # the same where a list comes soon
 
 
 class ListedOperation(NamedTuple):
@@ -56,13 +59,25 @@ def _sync_point(sync):
 
 
 @kernel
-def _wait_while(address, value, polls, sync):
-    """Wait until the int64 at `address` is no longer `value`; at most `polls` polls if `polls` > 0."""
+def _wait_while(address, value, sync):
+    """Wait until the int64 at `address` is no longer `value`."""
     polled = 0
     while atomic_load(address) == value:
         _sync_point(sync)
         polled += 1
-        if polled == polls:
+        pause()
+        if polled > SPINS:
+            call3(load_int(sync + YIELD), 0, 0, 0)
+
+
+@kernel
+def _wait_for_list(last_epoch, sync):
+    """Wait for an epoch after `last_epoch`, but not for ever."""
+    polled = 0
+    while atomic_load(sync + EPOCH) == last_epoch:
+        _sync_point(sync)
+        polled += 1
+        if polled >= (IDLE_SPINS if atomic_load(sync + SOON) == 0 else SOON_SPINS):
             return
         pause()
         if polled > SPINS:
@@ -81,7 +96,7 @@ def _barrier(sync, threads):
         atomic_store(phase + 1, sync + PHASE)
     else:
         _sync_point(sync)
-        _wait_while(sync + PHASE, phase, 0, sync)
+        _wait_while(sync + PHASE, phase, sync)
 
 
 @kernel
@@ -109,9 +124,9 @@ def _lead(sync, ops, count, threads):
 
 @kernel
 def _work(sync, thread, threads, last_epoch):
-    """Execute every list published after epoch `seen`. Returns the last epoch once none has come for a while."""
+    """Execute every list published after `last_epoch`. Returns the last epoch once none has come for a while."""
     while True:
-        _wait_while(sync + EPOCH, last_epoch, IDLE_SPINS, sync)
+        _wait_for_list(last_epoch, sync)
         epoch = atomic_load(sync + EPOCH)
         if epoch == last_epoch:
             return epoch
@@ -149,6 +164,7 @@ class ThreadTeam:
         self._wake = threading.Condition(self._lock)
         self._announced = 0  # number of the last list: the epoch, once it is published
         self._asleep = 0
+        self._roused = 0  # number of calls of `rouse` that woke threads
         self._workers: dict[int, threading.Thread] = {}  # by number: threads that are in the worker loop
         self._attempt = 0  # number of times that workers were started
         self._closed = False
@@ -179,6 +195,7 @@ class ThreadTeam:
             try:
                 with self._lock:
                     self._announced = self.epoch + 1
+                    self._fields[SOON // 8] = 0
                     if self._asleep:
                         self._wake.notify_all()
                 _lead(self._sync, ops.ctypes.data, len(ops), self.threads)
@@ -191,6 +208,14 @@ class ThreadTeam:
                     f"kernels raised exceptions while {self.threads} threads ran a list of {len(ops)} operations, so "
                     f"its results are incomplete: {names}; if memory is not short, this is a defect of quantkit"
                 )
+
+    def rouse(self) -> None:
+        """Wake the workers for the next list: they wait for it without sleeping for longer than otherwise."""
+        with self._lock:
+            self._fields[SOON // 8] = 1
+            if self._asleep:
+                self._roused += 1
+                self._wake.notify_all()
 
     def _start(self) -> None:
         """Start the missing workers: all of them at first; later those that an earlier attempt could not start."""
@@ -219,17 +244,19 @@ class ThreadTeam:
                 return  # an interrupted attempt started this thread, and another one has its place
             self._workers[number] = threading.current_thread()
         callbacks.report_failures_to(self._failures)
+        roused = 0
         try:
             while not self._closed:
                 last_epoch = _work(self._sync, number, self.threads, last_epoch)
                 with self._lock:
                     # Workers stay awake from the announcement of a list until it is published.
-                    while self._announced == last_epoch and not self._closed:
+                    while self._announced == last_epoch and not self._closed and self._roused == roused:
                         self._asleep += 1
                         try:
                             self._wake.wait()
                         finally:
                             self._asleep -= 1
+                    roused = self._roused
         finally:
             with self._lock:
                 del self._workers[number]

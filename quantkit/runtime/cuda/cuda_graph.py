@@ -52,12 +52,12 @@ class CapturedEmbedding:
 
     def __init__(self, gpu: Gpu, row_bytes: int, decode: Callable[[torch.Tensor], torch.Tensor]):
         self._gpu, self._sent = gpu, gpu.event()
-        self._row, there = gpu.pinned(row_bytes), gpu.zeros((row_bytes,), "uint8")
+        self._row, self._there = gpu.pinned(row_bytes), gpu.zeros((row_bytes,), "uint8")  # as long as the graph
         self._row.zero_()
 
         def step() -> None:
-            there.copy_(self._row, non_blocking=True)
-            self._out = decode(there)
+            self._there.copy_(self._row, non_blocking=True)
+            self._out = decode(self._there)
 
         self._graph = gpu.capture(step)
 
@@ -179,8 +179,7 @@ class CapturedStep:
 
         def stage() -> None:
             decoder.x, decoder.added = before
-            with decoder.loading_ahead():
-                for step in steps:
-                    step()
+            for step in steps:
+                step()
 
         self._capture(stage)

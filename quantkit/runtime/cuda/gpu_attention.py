@@ -70,8 +70,6 @@ def attend(worker: GpuContext, heads: Heads, layer: int, q: torch.Tensor, cache:
     plain = heads.sinks is None and not heads.values_in_keys
     if plain and len(q) > cuda_device.MAX_PACKED_VECTORS and {cache.type.k, cache.type.v} <= TORCH_DTYPES.keys():
         return _attend_with_torch(worker, heads, layer, q, cache)
-    if len(q) == 1 and _suits_one(heads, cache):
-        return attend_one(worker, heads, layer, q, cache).x
     out = worker.gpu.empty(len(q), heads.heads * heads.head_dim_v)
     unused = worker.gpu.empty(1, kind="int8"), *(worker.gpu.empty(1) for _ in range(2))
     _attend_and_merge(worker, heads, layer, q, cache, cuda_device.Activations(out, *unused), quantized=False)
@@ -81,44 +79,8 @@ def attend(worker: GpuContext, heads: Heads, layer: int, q: torch.Tensor, cache:
 def attend_one(worker: GpuContext, heads: Heads, layer: int, q: torch.Tensor, cache: Cache) -> cuda_device.Activations:
     """As `attend` for one token, also as bytes: `head_dim_v` is a multiple of 32."""
     out = worker.gpu.activations(worker.gpu.empty(1, heads.heads * heads.head_dim_v))
-    if not _suits_one(heads, cache):
-        _attend_and_merge(worker, heads, layer, q, cache, out, quantized=True)
-        return out
-    group, gpu, keys = heads.heads // heads.kv_heads, worker.gpu, _Keys(worker, heads, layer, cache, 1)
-    kernel = decode_attention.attend_one(cache.type.k, cache.type.v, heads.head_dim_k, group)
-    sinks = gpu.empty(1) if heads.sinks is None else heads.sinks
-    gpu.launch(kernel, (keys.splits, 1, heads.kv_heads), decode_attention.threads_of(group), q.contiguous(),
-               *keys.of_layer, *keys.positions, *keys.results, worker.tickets(heads.kv_heads),
-               int(heads.sinks is not None), sinks, *out)  # fmt: skip
+    _attend_and_merge(worker, heads, layer, q, cache, out, quantized=True)
     return out
-
-
-def _suits_one(heads: Heads, cache: Cache) -> bool:
-    """Whether there is a kernel that attends and merges for one token."""
-    kinds, dims = (cache.type.k, cache.type.v), (heads.head_dim_k, heads.head_dim_v)
-    return not heads.values_in_keys and decode_attention.suits(*kinds, dims, heads.heads // heads.kv_heads)
-
-
-class _Keys:
-    """How the kernels of this module take a layer's keys, in splits, for the queries of `tokens` tokens.
-
-    splits      of the keys, which thread blocks take
-    tiles       thread blocks for the query rows of a key/value head
-    of_layer    parameters: keys, values, bytes of a row of each, n_ctx
-    positions   parameters: positions of the tokens, window, scale
-    results     parameters: splits, and memory for each split's maximum, denominator and sum
-    """
-
-    def __init__(self, worker: GpuContext, heads: Heads, layer: int, cache: Cache, tokens: int):
-        k, v = cache.k[layer], cache.k[layer] if heads.values_in_keys else cache.v[layer]
-        rows, gpu = tokens * (heads.heads // heads.kv_heads), worker.gpu
-        key_count = min(worker.position_bound(cache, tokens), (heads.window or cache.n_ctx) + tokens)
-        self.tiles = -(-rows // attention.ROWS)
-        self.splits = max(1, min(-(-key_count // MIN_KEYS), MAX_BLOCKS // (self.tiles * heads.kv_heads)))
-        self.of_layer = k, v, k.shape[2], v.shape[2], k.shape[1]
-        self.positions = worker.next_positions(cache, tokens), heads.window or cache.n_ctx, np.float32(heads.scale)
-        maximum, denominator = (gpu.empty(self.splits, heads.kv_heads, rows) for _ in range(2))
-        self.results = self.splits, maximum, denominator, gpu.empty(self.splits, heads.kv_heads, rows, heads.head_dim_v)
 
 
 def _attend_and_merge(
@@ -132,16 +94,31 @@ def _attend_and_merge(
 ) -> None:
     """`attend` by kernels: splits of the keys, and their merge."""
     tokens, group, gpu = len(q), heads.heads // heads.kv_heads, worker.gpu
-    keys, v_kind = _Keys(worker, heads, layer, cache, tokens), cache.type.k if heads.values_in_keys else cache.type.v
+    k, v = cache.k[layer], cache.k[layer] if heads.values_in_keys else cache.v[layer]
+    v_kind = cache.type.k if heads.values_in_keys else cache.type.v
+    rows = tokens * group
+    key_count = min(worker.position_bound(cache, tokens), (heads.window or cache.n_ctx) + tokens)
+    tiles = -(-rows // attention.ROWS)
+    splits = max(1, min(-(-key_count // MIN_KEYS), MAX_BLOCKS // (tiles * heads.kv_heads)))
+    positions = worker.next_positions(cache, tokens)
+    maximum, denominator = (gpu.empty(splits, heads.kv_heads, rows) for _ in range(2))
+    acc = gpu.empty(splits, heads.kv_heads, rows, heads.head_dim_v)
+    sizes, window, scale = (k.shape[2], v.shape[2], k.shape[1]), heads.window or cache.n_ctx, np.float32(heads.scale)
+    results = splits, maximum, denominator, acc
     dims = heads.head_dim_k, heads.head_dim_v
-    kernel = attention.attend(cache.type.k, v_kind, *dims, heads.values_in_keys)
-    gpu.launch(kernel, (keys.splits, keys.tiles, heads.kv_heads), attention.threads_of(dims[1]), q.contiguous(),
-               *keys.of_layer, heads.heads, group, tokens, *keys.positions, *keys.results)  # fmt: skip
+    if tokens == 1 and not heads.values_in_keys and decode_attention.suits(cache.type.k, v_kind, dims, group):
+        kernel = decode_attention.attend_one(cache.type.k, v_kind, dims[0], group)
+        threads = decode_attention.threads_of(group)
+        gpu.launch(kernel, (splits, 1, heads.kv_heads), threads, q.contiguous(), k, v, *sizes, positions, window, scale,
+                   *results)  # fmt: skip
+    else:
+        kernel = attention.attend(cache.type.k, v_kind, *dims, heads.values_in_keys)
+        gpu.launch(kernel, (splits, tiles, heads.kv_heads), attention.threads_of(dims[1]), q.contiguous(), k, v, *sizes,
+                   heads.heads, group, tokens, positions, window, scale, *results)  # fmt: skip
     sinks = gpu.empty(1) if heads.sinks is None else heads.sinks
-    splits, maximum, denominator, acc = keys.results
-    gpu.launch(attention.merge(heads.sinks is not None, quantized), (tokens * group, heads.kv_heads), attention.THREADS,
-               maximum, denominator, acc, splits, heads.heads, group, tokens, heads.head_dim_v, sinks,
-               *out)  # fmt: skip
+    merge = attention.merge(heads.sinks is not None, quantized)
+    gpu.launch(merge, (rows, heads.kv_heads), attention.THREADS, maximum, denominator, acc, splits, heads.heads, group,
+               tokens, heads.head_dim_v, sinks, *out)  # fmt: skip
 
 
 def _attend_with_torch(worker: GpuContext, heads: Heads, layer: int, q: torch.Tensor, cache: Cache) -> torch.Tensor:

@@ -158,6 +158,3 @@ class GpuContext(Protocol):
 
     def rope_tables(self) -> list[Any]:
         """The tables that `apply_rope` has used."""
-
-    def tickets(self, count: int) -> torch.Tensor:
-        """uint32[count] of zeros, which thread blocks draw to find out which of them ends last, and leave as zeros."""

@@ -13,9 +13,8 @@ Parts that the kernels do not know run as with any number of tokens.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,15 +25,11 @@ from quantkit.runtime.blocks.float_attention import Heads
 from quantkit.runtime.blocks.spans import Span
 from quantkit.runtime.cuda import gpu_attention
 from quantkit.runtime.cuda.gpu_context import GpuContext
-from quantkit.runtime.kernels.cuda import attention, elementwise, fused, prefetch
+from quantkit.runtime.kernels.cuda import attention, elementwise, fused
 from quantkit.runtime.kernels.cuda.device import Activations
 
 if TYPE_CHECKING:
     import torch
-
-    from quantkit.runtime.kernels.cuda.device import Gpu, Matrices
-
-CACHE_PARTS = 4  # of the L2 cache, one of which holds what is loaded ahead
 
 
 class Decoder:
@@ -42,13 +37,8 @@ class Decoder:
 
     def __init__(self, worker: GpuContext, x: torch.Tensor, span: Span):
         self._worker, self._gpu, self._span = worker, worker.gpu, span
-        self._ahead = Ahead(worker.gpu)
         self.x: torch.Tensor = x
         self.added: torch.Tensor | None = None
-
-    def loading_ahead(self) -> contextlib.AbstractContextManager[None]:
-        """Context: matrices are loaded into the cache while what precedes their products runs."""
-        return self._ahead.loading()
 
     def run_block(self, block: blocks.Block) -> None:
         """Add a block that is not taken apart."""
@@ -178,54 +168,14 @@ class Decoder:
         out, at = self._gpu.empty(1, sum(heights)), 0
         for _, group in itertools.groupby(linears, lambda linear: weights[linear.weight].type.name):
             matrices = worker.stacked(tuple(linear.weight for linear in group))
-            self._ahead.load(matrices)
             matrices.multiply(a, out[:, at : at + matrices.rows])
             at += matrices.rows
-        self._ahead.mark()
         results = []
         for linear, y in zip(linears, self._gpu.torch.split(out, heights, dim=1)):
             scale, bias = worker.scale_and_bias(linear)
             y = y if scale == 1 else y * scale
             results.append(y if bias is None else y + bias)
         return results
-
-
-class Ahead:
-    """Loads the beginning of matrices into the L2 cache on a stream of its own, from the end of the product before on.
-
-    Norms and attention of one token take few threads and little memory; a product that finds its first bytes in the
-    cache begins at full speed.
-    """
-
-    def __init__(self, gpu: Gpu):
-        self._gpu, self._stream = gpu, gpu.stream()
-        self._limit = gpu.cache_bytes // CACHE_PARTS
-        self._last: torch.cuda.Event | None = None
-        self._loads = False
-
-    @contextlib.contextmanager
-    def loading(self) -> Iterator[None]:
-        """Context of `load` and `mark`: launches that are captured as one graph."""
-        self.mark()
-        self._loads = False
-        yield
-        if self._loads:  # a stream that took no part in a capture cannot be waited for
-            self._gpu.current_stream().wait_stream(self._stream)
-
-    def mark(self) -> None:
-        """What is loaded from now on is loaded when the launches so far have ended."""
-        self._last = self._gpu.event()
-        self._gpu.record(self._last)
-
-    def load(self, matrices: Matrices) -> None:
-        """Load what the next product reads first."""
-        assert self._last is not None
-        self._loads = True
-        lines = min(matrices.nbytes, self._limit) // prefetch.LINE
-        self._stream.wait_event(self._last)
-        with self._gpu.on(self._stream):
-            self._gpu.launch_each(prefetch.prefetch(), -(-lines // prefetch.LINES), prefetch.THREADS, matrices.data,
-                                  lines)  # fmt: skip
 
 
 class HostExperts:

@@ -87,7 +87,6 @@ class CudaWorker(Worker):
         self._gpu_experts = GpuExperts(self)
         self._ropes: dict[blocks.Rope, tuple[Any, torch.Tensor, torch.Tensor]] = {}
         self._last_positions: tuple[Any, Any] = None, None
-        self._tickets: dict[int, torch.Tensor] = {}
         self._embedding: CapturedEmbedding | None = None
         self._next_positions: tuple[Any, Any] = None, None  # those of every layer's cache, as a rule
         self._captured_position: tuple[torch.Tensor, int] | None = None  # tensor, n_ctx
@@ -319,12 +318,6 @@ class CudaWorker(Worker):
     def rope_tables(self) -> list[Any]:
         """The RoPE tables on the GPU."""
         return list(self._ropes.values())
-
-    def tickets(self, count: int) -> torch.Tensor:
-        """As `GpuContext.tickets`; its bits are int32. Never of a graph's own memory, which other graphs write."""
-        if count not in self._tickets:
-            self._tickets[count] = self.gpu.zeros((count,), "int32")
-        return self._tickets[count]
 
     # ------------------------------------------------------------------------------------- norms, activations and RoPE
 

@@ -28,7 +28,6 @@ from quantkit.runtime.kernels.cuda import (
     elementwise,
     floats,
     fused,
-    prefetch,
     weights,
 )
 from quantkit.runtime.kernels.cuda.device import Activations, Gpu, Matrices
@@ -88,7 +87,6 @@ class SimulatedGpu(Gpu):
     _one = threading.Lock()
 
     capability = (9, 0)
-    cache_bytes = 1 << 20
     memory = 1 << 30
     count = 2
 
@@ -171,7 +169,7 @@ class SimulatedGpu(Gpu):
 def _small() -> dict[tuple[Any, str], Any]:
     """Constants of kernel modules for blocks of one warp: the time of a simulated block grows with its threads."""
     result: dict[tuple[Any, str], Any] = {(device, "_GRID_Y"): 2}
-    for module in (activations, attention, decode_attention, elementwise, floats, fused, prefetch, weights):
+    for module in (activations, attention, decode_attention, elementwise, floats, fused, weights):
         result[module, "THREADS"] = 32
         for name, value in vars(module).items():  # kernels that have such numbers in them, once more
             if hasattr(value, "cache_clear") and value.__module__ == module.__name__:

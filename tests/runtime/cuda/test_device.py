@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib.util
 import os
 import struct
 import sys
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -271,3 +274,41 @@ def test_a_launch_gives_the_driver_what_it_reads(monkeypatch) -> None:
     function = driver.Function(b"", "entry", driver.Parameters(["f32[]", "f32", "i32"]))
     function.launch((5, 2), 64, 77, function.parameters.values([(4096, 12), 1.5, -3]))
     assert seen == [([5, 2, 1, 64, 1, 1, 0], 77, [0, 0, 12, 4, 4096, 12, 4], (1.5, -3))]
+
+
+class Lifetimes:
+    """A GPU that keeps nothing: `alive` says which of the tensors that it gave are still held."""
+
+    def __init__(self) -> None:
+        self.given: list[weakref.ref[Any]] = []
+
+    def pinned(self, nbytes: int) -> Any:
+        return self.zeros((nbytes,), "uint8")
+
+    def zeros(self, shape: tuple[int, ...], kind: str) -> Any:
+        import torch
+
+        tensor = torch.zeros(shape, dtype=getattr(torch, kind))
+        self.given.append(weakref.ref(tensor))
+        return tensor
+
+    def event(self) -> Any:
+        return None
+
+    def capture(self, step: Callable[[], None]) -> Any:
+        step()
+
+    def alive(self) -> list[bool]:
+        gc.collect()
+        return [ref() is not None for ref in self.given]
+
+
+def test_a_graph_of_an_embedding_keeps_its_memory() -> None:
+    """A graph holds addresses only: memory that was freed would be another tensor's at the next replay."""
+    from quantkit.runtime.cuda.cuda_graph import CapturedEmbedding
+
+    gpu: Any = Lifetimes()
+    embedding = CapturedEmbedding(gpu, 34, lambda row: row.float()[None])
+    assert gpu.alive() == [True, True]
+    del embedding
+    assert gpu.alive() == [False, False]

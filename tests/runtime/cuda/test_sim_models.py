@@ -280,7 +280,7 @@ def test_steps_are_fused(gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     cache.truncate(3)
     np.testing.assert_allclose(model.forward(TOKENS[3:4], cache), again, atol=1e-3)
     if SIMULATED:
-        assert {"add_norm_1", "prefetch", "swiglu_quantized", "merge_quantized"} < worker.gpu.launched.keys()
+        assert {"add_norm_1", "swiglu_quantized", "merge_quantized"} < worker.gpu.launched.keys()
         assert any(name.startswith("rope_append") for name in worker.gpu.launched)
 
 

@@ -229,30 +229,6 @@ def attend(k_kind: str, v_kind: str, dim_k: int, dim_v: int, values_in_keys: boo
     return CudaKernel(name, kernel, arrays)
 
 
-@inlined
-def counts(denominator):
-    """Whether a split has keys; NaN counts, to be seen in the result."""
-    return denominator > np.float32(0) or denominator != denominator
-
-
-@inlined
-def weighted_sum(acc, at, step, splits, portions, first):
-    """The sum over splits of acc[at + split * step] * portions[first + split], four loads under way together."""
-    value = np.float32(0)
-    s = 0
-    while s + 4 <= splits:
-        a, b, c, d = acc[at], acc[at + step], acc[at + 2 * step], acc[at + 3 * step]
-        i = first + s
-        value += a * portions[i] + b * portions[i + 1] + (c * portions[i + 2] + d * portions[i + 3])
-        at += 4 * step
-        s += 4
-    while s < splits:
-        value += acc[at] * portions[first + s]
-        at += step
-        s += 1
-    return value
-
-
 @functools.cache
 def merge(sinks: bool, quantized: bool = False) -> CudaKernel:
     """(maximum, denominator, acc, splits, heads, group, tokens, dim_v, sink, out, codes, scales, sums): merge the
@@ -268,17 +244,19 @@ def merge(sinks: bool, quantized: bool = False) -> CudaKernel:
         row, head, lane = cuda.blockIdx.x, cuda.blockIdx.y, cuda.threadIdx.x & 31
         rows = tokens * group
         query_head = head * group + row % group
-        largest = sink[query_head] if sinks else _MASKED
+        largest = _MASKED
         for s in range(lane, splits, 32):  # every warp: the loads of all splits are under way together
             start = (np.int64(s) * cuda.gridDim.y + head) * rows + row
-            if counts(denominator[start]):
+            if denominator[start] > np.float32(0) or denominator[start] != denominator[start]:
                 largest = max(largest, maximum[start])
         largest = warp_max(largest)
+        if sinks:
+            largest = max(largest, sink[query_head])
         total = np.float32(0)
         for s in range(lane, splits, 32):
             start = (np.int64(s) * cuda.gridDim.y + head) * rows + row
             portion = np.float32(0)
-            if counts(denominator[start]):
+            if denominator[start] > np.float32(0) or denominator[start] != denominator[start]:
                 portion = np.float32(math.exp(maximum[start] - largest))
                 total += denominator[start] * portion
             portions[s] = portion
@@ -286,13 +264,23 @@ def merge(sinks: bool, quantized: bool = False) -> CudaKernel:
         if sinks:
             total += np.float32(math.exp(sink[query_head] - largest))
         cuda.syncthreads()
-        first, step = np.int64(row // group * heads + query_head) * dim_v, np.int64(cuda.gridDim.y) * rows * dim_v
+        first = (np.int64(row // group) * heads + query_head) * dim_v
         for start in range(0, dim_v, THREADS):  # all threads as often: `store_codes` is for all of a block
             d = start + cuda.threadIdx.x
             value = np.float32(0)
             if d < dim_v:
-                at = (np.int64(head) * rows + row) * dim_v + d
-                value = weighted_sum(acc, at, step, splits, portions, 0) / total
+                at, step = (np.int64(head) * rows + row) * dim_v + d, np.int64(cuda.gridDim.y) * rows * dim_v
+                s = 0
+                while s + 4 <= splits:  # four loads under way together
+                    a, b, c, e = acc[at], acc[at + step], acc[at + 2 * step], acc[at + 3 * step]
+                    value += a * portions[s] + b * portions[s + 1] + (c * portions[s + 2] + e * portions[s + 3])
+                    at += 4 * step
+                    s += 4
+                while s < splits:
+                    value += acc[at] * portions[s]
+                    at += step
+                    s += 1
+                value = value / total
                 out[first + d] = value
             if quantized:
                 store_codes(value, first + d, d < dim_v, codes, scales, sums)

@@ -1,10 +1,8 @@
-"""Softmax attention of one token over a cache of floats or q8_0: what `attention.attend` and `attention.merge` do, in
-one launch, for decoding.
+"""Softmax attention of one token over a cache of floats or q8_0: what `attention.attend` does, for decoding.
 
 Lanes, eight dimensions each, share a key; so a warp reads 32 * 8 / dim keys at once, in loads of 16 bytes. Each such
 group of lanes goes through its keys with an online softmax of its own for the query heads that share the key/value
-head, in registers. At the end a block merges its groups in shared memory. The block of a key/value head that ends last
-merges the blocks, each with a split of the keys: it is the one that gets the last of the head's tickets.
+head, in registers. At the end a block merges its groups in shared memory, and `attention.merge` the blocks:
 
     m' = max(m, score);  sum = sum e^(m - m') + e^(score - m');  acc = acc e^(m - m') + e^(score - m') value
 
@@ -19,8 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from quantkit.runtime.kernels.cuda.activations import store_codes
-from quantkit.runtime.kernels.cuda.attention import counts, weighted_sum
 from quantkit.runtime.kernels.cuda.floats import numbers_of
 from quantkit.runtime.kernels.cuda.hardware import (
     cuda,
@@ -29,8 +25,6 @@ from quantkit.runtime.kernels.cuda.hardware import (
     lanes_sum,
     load_floats,
     load_words,
-    warp_max,
-    warp_sum,
 )
 from quantkit.runtime.kernels.cuda.kernel import CudaKernel
 
@@ -93,45 +87,12 @@ def _reader(kind: str) -> Any:
     return inlined(halves)
 
 
-@inlined
-def weigh_splits(maximum, denominator, splits, group, warps, has_sinks, sinks, portions, totals):
-    """What each split counts for to portions[row * splits + split], and the sums to totals[row]; a warp for each row.
-
-    All threads of a block call it together, as they do `warp_sum`.
-    """
-    warp, lane, head, heads = cuda.threadIdx.x // 32, cuda.threadIdx.x % 32, cuda.blockIdx.z, cuda.gridDim.z
-    for start in range(0, group, warps):
-        row, is_own = min(start + warp, group - 1), start + warp < group
-        largest = sinks[head * group + row] if has_sinks else _MASKED
-        for s in range(lane, splits, 32):
-            at = (s * heads + head) * group + row
-            if counts(denominator[at]):
-                largest = max(largest, maximum[at])
-        largest = warp_max(largest)
-        total = np.float32(0)
-        for s in range(lane, splits, 32):
-            at = (s * heads + head) * group + row
-            portion = np.float32(0)
-            if counts(denominator[at]):
-                portion = np.float32(math.exp(maximum[at] - largest))
-                total += denominator[at] * portion
-            if is_own:
-                portions[row * splits + s] = portion
-        total = warp_sum(total)
-        if has_sinks:
-            total += np.float32(math.exp(sinks[head * group + row] - largest))
-        if is_own and lane == 0:
-            totals[row] = total
-
-
 @functools.cache
 def attend_one(k_kind: str, v_kind: str, dim: int, group: int) -> CudaKernel:
-    """(q, k, v, k_bytes, v_bytes, n_ctx, positions, window, scale, splits, maximum, denominator, acc, tickets,
-    has_sinks, sinks, out, codes, scales, sums)
+    """(q, k, v, k_bytes, v_bytes, n_ctx, positions, window, scale, splits, maximum, denominator, acc)
 
-    As `attention.attend` and `attention.merge` for one token: q float32[heads, dim]; out float32[heads, dim], and the
-    same by `activations`; sinks float32[heads] where `has_sinks` is not 0. Between blocks: maximum, denominator
-    float32[splits, kv heads, group], acc with [.., dim]; tickets uint32[kv heads], which are 0 before and after.
+    As `attention.attend` for one token: q float32[heads, dim]; results of each split maximum, denominator
+    float32[splits, kv heads, group], acc with [.., dim].
     """
     assert suits(k_kind, v_kind, (dim, dim), group)
     lanes = dim // _EACH
@@ -145,74 +106,11 @@ def attend_one(k_kind: str, v_kind: str, dim: int, group: int) -> CudaKernel:
     def load(read, data, row, nbytes, lane, into):
         into[0], into[1], into[2], into[3], into[4], into[5], into[6], into[7] = read(data, row * nbytes, lane)
 
-    @inlined
-    def add_key(key, value, is_own, query, largest, share, total):
-        """A step of the online softmax, for the query heads of a group of lanes."""
-        for r in range(group):
-            score = np.float32(0)
-            for i in range(_EACH):
-                score += query[r * _EACH + i] * key[i]
-            score = lanes_sum(score, lanes)
-            if not is_own:
-                score = _MASKED
-            new = max(largest[r], score)
-            new = score if score != score else new
-            before = np.float32(math.exp(largest[r] - new))
-            portion = np.float32(math.exp(score - new)) if is_own else np.float32(0)
-            largest[r], share[r] = new, share[r] * before + portion
-            for i in range(_EACH):
-                total[r * _EACH + i] = total[r * _EACH + i] * before + portion * value[i]
-
-    @inlined
-    def merge_groups(merged, maxima, shares, portions, result, maximum, denominator, acc):
-        """The groups of lanes of a block, to its part of `maximum`, `denominator` and `acc`."""
-        thread = cuda.threadIdx.x
-        for i in range(thread, shared_rows, threads):  # what each of the groups counts for
-            top = maxima[i % group]
-            for g in range(1, groups):
-                top = max(top, maxima[g * group + i % group])
-            portions[i] = np.float32(math.exp(maxima[i] - top))
-            if i < group:
-                maximum[result + i] = top
-        cuda.syncthreads()
-        for i in range(thread, group * dim, threads):
-            r, place, value = i // dim, i % dim, np.float32(0)
-            for g in range(groups):
-                value += merged[g * group * dim + i] * portions[g * group + r]
-            acc[(result + r) * dim + place % lanes * _EACH + place // lanes] = value
-        if thread < group:
-            whole = np.float32(0)
-            for g in range(groups):
-                whole += shares[g * group + thread] * portions[g * group + thread]
-            denominator[result + thread] = whole
-
-    def kernel(
-        q,
-        k,
-        v,
-        k_bytes,
-        v_bytes,
-        n_ctx,
-        positions,
-        window,
-        scale,
-        splits,
-        maximum,
-        denominator,
-        acc,
-        tickets,
-        has_sinks,
-        sinks,
-        out,
-        codes,
-        scales,
-        sums,
-    ):
+    def kernel(q, k, v, k_bytes, v_bytes, n_ctx, positions, window, scale, splits, maximum, denominator, acc):
         merged = cuda.shared.array(shared_acc, np.float32)
         maxima = cuda.shared.array(shared_rows, np.float32)
-        shares = cuda.shared.array(shared_rows, np.float32)  # the simulator tells shared arrays apart by their lines
+        sums = cuda.shared.array(shared_rows, np.float32)  # the simulator tells shared arrays apart by their lines
         portions = cuda.shared.array(shared_rows, np.float32)
-        ticket = cuda.shared.array(1, np.uint32)
         thread, split, head = cuda.threadIdx.x, cuda.blockIdx.x, cuda.blockIdx.z
         lane, number = thread % lanes, thread // lanes
         query, total = cuda.local.array(of_lane, np.float32), cuda.local.array(of_lane, np.float32)
@@ -232,32 +130,45 @@ def attend_one(k_kind: str, v_kind: str, dim: int, group: int) -> CudaKernel:
             row = np.int64(head) * n_ctx + min(start + number, end - 1)
             load(read_k, k, row, k_bytes, lane, key)
             load(read_v, v, row, v_bytes, lane, value)
-            add_key(key, value, start + number < end, query, largest, share, total)
+            is_own = start + number < end
+            for r in range(group):
+                score = np.float32(0)
+                for i in range(_EACH):
+                    score += query[r * _EACH + i] * key[i]
+                score = lanes_sum(score, lanes)
+                if not is_own:
+                    score = _MASKED
+                new = max(largest[r], score)
+                new = score if score != score else new
+                before = np.float32(math.exp(largest[r] - new))
+                portion = np.float32(math.exp(score - new)) if is_own else np.float32(0)
+                largest[r], share[r] = new, share[r] * before + portion
+                for i in range(_EACH):
+                    total[r * _EACH + i] = total[r * _EACH + i] * before + portion * value[i]
         for r in range(group):
-            maxima[number * group + r], shares[number * group + r] = largest[r], share[r]
-            for i in range(_EACH):  # neighbouring lanes to neighbouring banks
-                merged[(number * group + r) * dim + i * lanes + lane] = total[r * _EACH + i]
+            maxima[number * group + r], sums[number * group + r] = largest[r], share[r]
+            for i in range(_EACH):
+                merged[(number * group + r) * dim + _EACH * lane + i] = total[r * _EACH + i]
         cuda.syncthreads()
         result = (np.int64(split) * cuda.gridDim.z + head) * group
-        merge_groups(merged, maxima, shares, portions, result, maximum, denominator, acc)
-        cuda.threadfence()  # before the ticket says that they are there
+        for i in range(thread, shared_rows, threads):  # what each of the groups counts for
+            top = maxima[i % group]
+            for g in range(1, groups):
+                top = max(top, maxima[g * group + i % group])
+            portions[i] = np.float32(math.exp(maxima[i] - top))
+            if i < group:
+                maximum[result + i] = top
         cuda.syncthreads()
-        if thread == 0:
-            ticket[0] = cuda.atomic.inc(tickets, head, np.uint32(splits - 1))  # the last one makes it 0 again
-        cuda.syncthreads()
-        if ticket[0] == splits - 1:
-            cuda.threadfence()
-            weigh_splits(maximum, denominator, splits, group, threads // 32, has_sinks, sinks, merged, shares)
-            cuda.syncthreads()
-            first, step = np.int64(head) * group * dim, np.int64(cuda.gridDim.z) * group * dim
-            for start in range(0, group * dim, threads):  # all threads as often: `store_codes` is for all of a block
-                i = start + thread
-                y, inside, r = np.float32(0), i < group * dim, min(i // dim, group - 1)
-                if inside:
-                    y = weighted_sum(acc, first + i, step, splits, merged, r * splits) / shares[r]
-                    out[first + i] = y
-                store_codes(y, first + i, inside, codes, scales, sums)
+        for i in range(thread, group * dim, threads):
+            r, out = i // dim, np.float32(0)
+            for g in range(groups):
+                out += merged[g * group * dim + i] * portions[g * group + r]
+            acc[result * dim + i] = out
+        if thread < group:
+            whole = np.float32(0)
+            for g in range(groups):
+                whole += sums[g * group + thread] * portions[g * group + thread]
+            denominator[result + thread] = whole
 
     name = f"attend_one_{k_kind}_{v_kind}_{dim}_{group}"
-    results = "f32[] f32[] f32[] u32[] i32 f32[] f32[] i8[] f32[] f32[]"
-    return CudaKernel(name, kernel, f"f32[] u8[] u8[] i64 i64 i32 i32[] i32 f32 i32 {results}")
+    return CudaKernel(name, kernel, "f32[] u8[] u8[] i64 i64 i32 i32[] i32 f32 i32 f32[] f32[] f32[]")

@@ -73,7 +73,6 @@ class Gpu:
                 f"{'.'.join(map(str, MIN_CAPABILITY))}"
             )
         self.torch_device = self.torch.device("cuda", index)
-        self.cache_bytes: int = self.torch.cuda.get_device_properties(index).L2_cache_size
         self.torch.zeros(1, device=self.torch_device)  # makes the context
         self._functions: dict[str, driver.Function] = {}
         self._float_results = tuple(map(int, self.torch.__version__.split(".")[:2])) >= (2, 8)

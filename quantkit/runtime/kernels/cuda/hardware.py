@@ -21,7 +21,6 @@ Only this module and `words.py` know which of the two runs. `cuda` and `types` a
     load_words(array, i)          the 16 bytes from element i on as four int32, in one load; aligned
     load_floats(array, i)         as four float32
     store_words(array, i, a, b, c, d)   four words in one store; store_floats four float32
-    prefetch(array, i)            ask for the 128 bytes with element i to be loaded into the L2 cache
     shared_words(count)           device function () -> uint32[count] that a block shares, aligned for both
 """
 
@@ -186,10 +185,6 @@ if SIMULATED:
         array[i], array[i + 1], array[i + 2], array[i + 3] = a, b, c, d
 
     store_floats = store_words
-
-    def prefetch(array, i):
-        """There is no cache."""
-        assert 0 <= i < len(array), "what is asked for is not there"
 
     def shared_words(count: int) -> Callable[[], Any]:
         """A device function that gives the memory of uint32[count] that a block shares; one in a kernel."""
@@ -364,17 +359,6 @@ else:
         return store
 
     store_words, store_floats = _store_four(types.uint32, I32), _store_four(types.float32, F32)
-
-    @intrinsic
-    def prefetch(typing_context, array, index):
-        def generate(context, builder, signature, args):
-            data = cgutils.create_struct_proxy(signature.args[0])(context, builder, args[0]).data
-            address = builder.ptrtoint(builder.gep(data, [args[1]]), llvm.IntType(64))
-            kind = llvm.FunctionType(llvm.VoidType(), [llvm.IntType(64)])
-            builder.asm(kind, "prefetch.global.L2 [$0];", "l", [address], True)
-            return context.get_dummy_value()
-
-        return types.void(array, types.int64), generate
 
     def shared_words(count: int) -> Callable[[], Any]:
         return inlined(lambda: cuda.shared.array(count, np.uint32, alignment=16))

@@ -13,7 +13,6 @@ from quantkit.runtime.kernels.cuda import (
     floats,
     fused,
     mamba2,
-    prefetch,
     routing,
     weights,
 )
@@ -63,7 +62,6 @@ def not_of_a_type() -> Iterator[CudaKernel]:
     yield from (decode_attention.attend_one(*shape) for shape in DECODE_ATTENTIONS)
     yield from (attention.merge(sinks, quantized) for sinks in (False, True) for quantized in (False, True))
     yield from map(fused.add_norm, (1, 2))
-    yield prefetch.prefetch()
     yield from (fused.activate(name) for name in elementwise.ACTIVATIONS)
     yield from (fused.rope_append(*shape) for shape in FUSED_CACHES)
     yield from (attention.append(kind) for kind in ("f32", "f16", "bf16", "q8_0"))

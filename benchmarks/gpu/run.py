@@ -151,9 +151,9 @@ class Run:
             said = f"FAILED {got['failed']}"
         self.wrong |= "failed" in got or got.get("right") is False
         print(f"{self._stage} {name}: {said}", flush=True)
+        self.save()  # first: a GPU that has met an illegal access does nothing more
         if hasattr(self, "gpu"):
             self.gpu.torch.cuda.empty_cache()
-        self.save()
 
     def save(self) -> None:
         """Write the figures to the file of --json; a reader never sees half of them."""

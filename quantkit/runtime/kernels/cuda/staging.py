@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from quantkit.runtime.kernels.cuda.device import Gpu
 
 ALIGNED = 256  # where an array begins: kernels load 16 bytes at a time
-PIECE = 1 << 20  # bytes that a thread copies at least
+PIECE = 1 << 20  # bytes that a thread copies at a time
 
 
 def size_of(sizes: Sequence[int]) -> int:
@@ -32,13 +32,19 @@ def size_of(sizes: Sequence[int]) -> int:
     return sum(-(-size // ALIGNED) * ALIGNED for size in sizes)
 
 
-def _copy(source: np.ndarray, target: np.ndarray) -> None:
-    """Copy with several threads: the bus to a GPU is faster than one thread's copy."""
+def _copy(arrays: Sequence[np.ndarray], targets: Sequence[np.ndarray]) -> None:
+    """Copy flat arrays with several threads, which start once for all: the bus is faster than one thread's copy."""
+    pieces = [
+        (array[start : start + PIECE], target[start : start + PIECE])
+        for array, target in zip(arrays, targets)
+        for start in range(0, len(array), PIECE)
+    ]
 
-    def copy_part(start: int, stop: int) -> None:
-        target[start:stop] = source[start:stop]
+    def copy_pieces(first: int, stop: int) -> None:
+        for source, target in pieces[first:stop]:
+            target[...] = source
 
-    thread_pool.over_rows(copy_part, len(source), multiple=PIECE)
+    thread_pool.over_rows(copy_pieces, len(pieces), pieces=2, is_long=len(pieces) > 1)
 
 
 class Staging:
@@ -61,11 +67,12 @@ class Staging:
         """Start to copy uint8 arrays. Waits until the copy before the last one has left pinned memory."""
         side, extents = index % 2, []
         self._copied[side].synchronize()
-        pinned, offset = self._pinned[side].numpy(), 0
+        pinned, offset, targets = self._pinned[side].numpy(), 0, []
         for array in arrays:
-            _copy(array.reshape(-1), pinned[offset : offset + array.size])
+            targets.append(pinned[offset : offset + array.size])
             extents.append((offset, array.size))
             offset += size_of([array.size])
+        _copy([array.reshape(-1) for array in arrays], targets)
         self._extents[side] = extents
         with self.gpu.on(self._stream):
             self._stream.wait_event(self._used[side])

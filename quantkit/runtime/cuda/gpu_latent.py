@@ -14,7 +14,7 @@ from quantkit.runtime.kv.cache import Cache
 if TYPE_CHECKING:
     import torch
 
-EXPANDED = 1 << 28  # elements of the keys and values that are made of latents at a time
+EXPANDED = 1 << 26  # elements of the keys and values that are made of latents at a time: 128 MiB of f16
 
 
 class GpuHeadProjections(latent.HeadProjections):

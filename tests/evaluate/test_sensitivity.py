@@ -19,6 +19,7 @@ from quantkit.formats import gguf
 from quantkit.formats.atomic import JOURNAL, PARTIAL_JOB
 from quantkit.formats.imatrix import Entry, Imatrix, second_moments
 from quantkit.formats.imatrix.second_moments import SecondMoments, pack
+from quantkit.pipelines.second_moments import inputs_of
 from quantkit.placement.allocation import costs as costs_file
 from quantkit.runtime.loading import load
 from tests.evaluate.conftest import rewrite
@@ -92,6 +93,22 @@ def test_experts_are_sampled_with_their_own_importance(rng: np.random.Generator)
     sample = RowSample(Stored("blk.0.ffn_up_exps.weight", w), imatrix, 128)
     values = sample.row_errors(Q4_0).reshape(4, 32).mean(axis=1)
     assert values / values[0] == pytest.approx([1, 2, 3, 4], rel=0.3)
+
+
+def test_a_matrix_has_the_inputs_of_its_entry_or_of_a_stand_in() -> None:
+    values = np.arange(1, 9, dtype=np.float32).reshape(2, 4)
+    moments = SecondMoments(4, 4, np.ones((1, 10), np.float16), np.array([10]))
+    entry = Entry(values, np.full(2, 10), 1)
+    measured = Imatrix({"blk.0.ffn_up_exps.weight": entry}, second_moments={"blk.0.ffn_up_exps.weight": moments})
+    for name in ("blk.0.ffn_up_exps.weight", "blk.0.ffn_gate_exps.weight"):
+        found, importance, stored = inputs_of(name, 4, 1, measured)
+        assert found == "blk.0.ffn_up_exps.weight"
+        assert stored is moments
+        assert np.array_equal(importance, values[1])
+    assert inputs_of("blk.0.ffn_down_exps.weight", 4, 1, measured) == (None, None, None)
+    assert inputs_of("blk.0.ffn_up_exps.weight", 4, 1, None) == (None, None, None)
+    with pytest.raises(DataError, match="8 importance values do not fit rows of 3 columns"):
+        inputs_of("blk.0.ffn_up_exps.weight", 3, 1, measured)
 
 
 def test_probes_are_the_divergence_of_a_file(f16_model: Path, tmp_path: Path, golden: Path) -> None:

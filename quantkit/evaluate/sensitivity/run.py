@@ -264,15 +264,13 @@ class _Run:
     def _encoded(self, tensor: Tensor, kind: QuantType) -> np.ndarray:
         """All rows of a tensor in the probe's type, encoded as a file's tensors will be."""
         o, rows = self.options, tensor.shape[-2]
-        entry = importance_entry(tensor.name, self.matrix) if self.matrix is not None else None
-        parts = []
+        parts, columns = [], tensor.shape[-1]
         for matrix in range(tensor.n_rows // rows):
-            x = tensor.type.dequantize(tensor.rows(matrix * rows, (matrix + 1) * rows), tensor.shape[-1])
-            importance, moments = None, None
-            if self.moments is not None and entry is not None:
-                importance = self.moments.imatrix[entry].columns(tensor.shape[-1])[matrix]
-                if kind.uses_second_moments_at(o.effort):
-                    moments = self.moments.get(entry, matrix)
+            x = tensor.type.dequantize(tensor.rows(matrix * rows, (matrix + 1) * rows), columns)
+            importance, prepared = None, None
+            if self.moments is not None:
+                importance, prepared = self.moments.of_matrix(tensor.name, columns, matrix, kind, o.effort)
+            moments = prepared() if prepared is not None else None
             parts.append(kind.quantize(x, importance, second_moments=moments, effort=o.effort, threads=o.threads))
         return np.concatenate(parts)
 

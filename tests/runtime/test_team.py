@@ -178,7 +178,7 @@ def test_a_list_published_late_is_run_all_the_same(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("threads", [2, 3])
 def test_random_delays_at_every_synchronisation_point(threads: int) -> None:
     """benchmarks/stress_team.py does a million."""
-    stress_team.stress(threads, 1000, seed=threads)
+    assert stress_team.stress(threads, 1000, seed=threads) == 1000
 
 
 def test_an_empty_list_and_the_one_after_it(new_team) -> None:

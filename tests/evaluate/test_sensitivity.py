@@ -181,6 +181,15 @@ def test_a_killed_run_is_resumed_with_the_same_numbers(
     assert costs_file.read(out).tensors == whole.tensors
 
 
+def test_a_probe_that_changes_nothing(
+    f16_model: Path, tmp_path: Path, golden: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RowSample, "measure", lambda *_: (0.0, {"q4_0": (0.0, 0.0), "q6_0": (1.5, 0.1)}))
+    with pytest.raises(DataError, match=r"\.weight: the probe type has no error, q6_0 has 1\.5: .* --probe"):
+        sensitivity(f16_model, golden / "eval.txt", tmp_path / "c.json", FEW)
+    assert not (tmp_path / "c.json").exists()
+
+
 def test_what_cannot_be_measured(f16_model: Path, tmp_path: Path, golden: Path) -> None:
     text = golden / "eval.txt"
     with pytest.raises(UnsupportedError, match="row by row"):

@@ -34,7 +34,7 @@ from quantkit.formats.imatrix import Imatrix
 from quantkit.formats.owned import followed
 from quantkit.pipelines import planning
 from quantkit.pipelines.second_moments import PreparedMoments
-from quantkit.placement.allocation.costs import Costs, TensorCost
+from quantkit.placement.allocation.costs import Costs, TensorCost, check_probe
 from quantkit.recipe import Options, PlannedTensor, parse, plan
 from quantkit.recipe.planning.planner import fitted_type, importance_entry
 from quantkit.runtime.scale_check import layer_of
@@ -279,6 +279,10 @@ class _Run:
         kinds = list(dict.fromkeys(self._kind(t, kind) for kind in self.wanted))
         quantized = [kind for kind in kinds if kind.block_size > 1]
         probe, errors = sample.measure(self._kind(t, self.probe), quantized, self.options.effort)
+        try:
+            check_probe(probe, errors)
+        except DataError as error:
+            raise DataError(f"{t.name}: {error}") from None
         return {"probe": probe, "errors": {name: list(values) for name, values in errors.items()},
                 "metric": sample.metric}  # fmt: skip
 

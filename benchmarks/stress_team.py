@@ -99,8 +99,11 @@ class Chain:
             wanted = (wanted.sum() + np.arange(1, self.threads + 1)) & 0xFFFFFF
 
 
-def stress(threads: int, lists: int, seed: int, on_message: Callable[[str], None] = lambda text: None) -> None:
-    """Run so many lists of one to five operations, by a team whose kernels are delayed; check each."""
+def stress(threads: int, lists: int, seed: int, on_message: Callable[[str], None] = lambda text: None) -> int:
+    """Run so many lists of one to five operations, by a team whose kernels are delayed; check each.
+
+    Returns the lists that the team has counted; SystemExit for a wrong result.
+    """
     kernels = delayed_kernels()
     before = {name: getattr(thread_team, name) for name in ("_lead", "_work")}
     random, chains = np.random.default_rng(seed), [Chain(threads, count) for count in range(1, 6)]
@@ -126,6 +129,7 @@ def stress(threads: int, lists: int, seed: int, on_message: Callable[[str], None
         thread_team._lead, thread_team._work = before["_lead"], before["_work"]
     if mine.epoch != lists:
         raise SystemExit(f"{lists} lists were run, the epoch is {mine.epoch}")
+    return mine.epoch
 
 
 def main() -> None:

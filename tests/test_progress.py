@@ -171,9 +171,17 @@ def test_end_closes_all_bars(terminal: Terminal) -> None:
 
 
 def test_a_terminal_that_is_gone_does_not_stop_the_job(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = []
+
+    def write(text: str) -> int:
+        refused.append(text)
+        raise OSError(5, "gone")
+
     with progress.ProgressBar("a", 2) as bar:
-        monkeypatch.setattr(terminal, "write", lambda text: (_ for _ in ()).throw(OSError(5, "gone")))
+        monkeypatch.setattr(terminal, "write", write)
         bar.show(2, 2)
+        assert bar.done == 2
+    assert refused
 
 
 @pytest.mark.parametrize("why", ["settings", "QUANTKIT_PROGRESS", "TERM", "a pipe"])

@@ -42,7 +42,6 @@ from quantkit.pipelines.pieces import Piece, QuantizeSource, TensorProgress
 from quantkit.pipelines.second_moments import PreparedMoments
 from quantkit.recipe import Plan, PlannedTensor
 from quantkit.recipe.planning.interleaving import FILE_TYPE_BEFORE, rename_repacked
-from quantkit.recipe.planning.planner import importance_entry
 from quantkit.recipe.planning.presets import in_dialect
 from quantkit.types import effort_level
 
@@ -417,12 +416,10 @@ class _Run:
         importance, of_matrix = None, None
         if moments is not None and planned.importance is not None:
             matrix = rows[0] // planned.shape[-2] if len(planned.shape) > 1 else 0
-            entry = importance_entry(planned.name, moments.imatrix)
-            if entry is not None:
-                importance = moments.imatrix[entry].columns(planned.shape[-1])[matrix]
-                if planned.type.uses_second_moments_at(self.effort):
-                    of_matrix = functools.partial(moments.get, entry, matrix)
-            elif planned.type.requires_imatrix:
+            importance, of_matrix = moments.of_matrix(
+                planned.name, planned.shape[-1], matrix, planned.type, self.effort
+            )
+            if importance is None and planned.type.requires_imatrix:
                 raise DataError(f"{planned.name}: no importance was measured, which {planned.type.name} needs")
         # Copied float tensors, above all norms, are checked too: a NaN in them breaks the model like any other.
         same_bits = planned.copied or planned.reordered

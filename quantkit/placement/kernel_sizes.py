@@ -22,10 +22,13 @@ RECORD_BYTES = 88  # bytes in a tile for 32 columns of one token
 # float_gemm.py: float32 products of batches
 FLOAT_TILE_TOKENS = 6
 
+# attention of a batch: prefill_attention.py, compressed_attention.py, latent_attention.py (absorbed pieces)
+# Query rows (tokens times the heads that share keys) of a piece: enough to make decoding keys cheap; whole tiles.
+PIECE_QUERIES = 192
+
 # decode_attention.py and prefill_attention.py
 MIN_HEAD_DIM = 16  # of a key or value: one vector
 DECODE_SPAN = 64  # positions per online-softmax step when decoding; a multiple of 16
-PIECE_QUERIES = 192  # query rows (tokens times heads of a group) per piece: enough to make decoding keys cheap
 KEY_BLOCK = 128  # positions decoded at a time in prefill; a multiple of 32
 
 # hyper_connections.py, altup.py
@@ -40,12 +43,8 @@ DELTA_FEW_TOKENS = 4  # up to this many tokens of a sequence are computed one by
 INDEX_BLOCK = 64  # keys of an indexer decoded at a time; a multiple of 8
 INDEX_GROUP = 8  # tokens of a batch scored with a block of keys
 
-# compressed_attention.py
-PIECE_ROWS = 192  # query rows (tokens times heads) of a piece of a batch
-
 # latent_attention.py
 LATENT_BLOCK = 64  # latents decoded at a time, in scratch of each thread; a multiple of 16
-LATENT_PIECE = 192  # query rows (tokens times heads) of an absorbed piece; whole tiles
 LATENT_QUERIES = 96  # tokens of an expanded piece multiplied with a block of keys at a time; whole tiles
 
 # prefill_experts.py
@@ -163,6 +162,11 @@ def entry_rows(n_ctx: int, rate: int) -> int:
     return -(-(n_ctx // rate) // 4) * 4 if rate else 0
 
 
+def scored_entries(n_ctx: int, rate: int) -> int:
+    """Entries that buffers of scores and ranks have room for: no buffer is empty, however short the context."""
+    return max(4, entry_rows(n_ctx, rate))
+
+
 def compressor_bytes(rate: int, kept: int, dim: int, overlapping: bool) -> int:
     """Per thread, to make an entry: the decoded rows of its window, and of the one before; maxima and totals."""
     return 4 * ((1 + overlapping) * rate * kept + 2 * dim)
@@ -175,7 +179,7 @@ def compressed_decode_bytes(heads: int, dim: int) -> int:
 
 def compressed_piece_tokens(heads: int) -> int:
     """Tokens of a piece of a batch in compressed attention."""
-    return max(1, PIECE_ROWS // heads)
+    return max(1, PIECE_QUERIES // heads)
 
 
 def compressed_piece_bytes(heads: int, dim: int) -> int:

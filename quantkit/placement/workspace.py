@@ -343,7 +343,7 @@ def _latent_attention(
     step.add("partial", 4 * threads * part.heads * (part.kv_lora + 2))
     step.private("latents", kernel_sizes.latent_decode_bytes(part.heads, latent, span), threads)
     step.add("attended", activation_bytes(width))
-    rows = kernel_sizes.LATENT_PIECE
+    rows = kernel_sizes.PIECE_QUERIES
     floats = kernel_sizes.latent_prefill_floats(
         part.nope, part.rope.dim, part.kv_lora, part.head_dim_v, rows, positions
     )
@@ -408,7 +408,7 @@ def _entries(buffers: _Buffers, part: blocks.CompressedAttention, tokens: int, t
     if part.indexer is None:
         return
     indexer = part.indexer
-    room = max(4, kernel_sizes.entry_rows(n_ctx, indexer.compressor.rate))
+    room = kernel_sizes.scored_entries(n_ctx, indexer.compressor.rate)
     buffers.add("index q", 4 * tokens * indexer.heads * indexer.dim)
     buffers.add("index weights", 4 * tokens * indexer.heads)
     buffers.add("selection", tokens * kernel_sizes.selection_bytes(indexer.top_k))
@@ -496,7 +496,7 @@ def _pooled_indexer(
     n_ctx: int,
 ) -> None:  # fmt: skip
     """Keys, queries and scores of an indexer of blocks, and what it selects."""
-    embd, room = tensors[part.q.weight].shape[1], max(4, kernel_sizes.entry_rows(n_ctx, part.rate))
+    embd, room = tensors[part.q.weight].shape[1], kernel_sizes.scored_entries(n_ctx, part.rate)
     _read(prompt, [tensors[linear.weight] for linear in (part.q, part.k)], embd, threads)
     for buffers, tokens in ((prompt, BATCH_TOKENS), (step, 1)):
         buffers.add("index key", 4 * tokens * part.dim)

@@ -236,6 +236,16 @@ def test_costs_files(tmp_path: Path) -> None:
         path.write_text(json.dumps(document | {"tensors": document["tensors"] | wrong}), encoding="utf-8")
         with pytest.raises(FormatError, match=r"blk\.3\.attn_q\.weight: .* nats per token; at most 1e[+]12"):
             costs_file.read(path)
+    exact = document["tensors"]["blk.3.attn_q.weight"] | {
+        "probe_error": 0,
+        "errors": {"q4_0": [0, 0], "q6_0": [0.5, 0]},
+    }
+    path.write_text(json.dumps(document | {"tensors": {"blk.3.attn_q.weight": exact}}), encoding="utf-8")
+    with pytest.raises(FormatError, match=r"attn_q\.weight: the probe type has no error, q6_0 has 0\.5: .* --probe"):
+        costs_file.read(path)
+    exact["errors"] = {"q4_0": [0, 0], "q6_0": [0, 0]}  # of a matrix that is zero, say
+    path.write_text(json.dumps(document | {"tensors": {"blk.3.attn_q.weight": exact}}), encoding="utf-8")
+    assert costs_file.read(path).tensors["blk.3.attn_q.weight"].of("q6_0") == 0
     path.write_text(json.dumps(document | {"factors": {"q4_0": 1e300}}), encoding="utf-8")
     with pytest.raises(FormatError, match=r"factors: q4_0 has 1e[+]300; a factor is from"):
         costs_file.read(path)

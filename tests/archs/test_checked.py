@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import warnings
 from collections.abc import Callable, Iterator
@@ -12,9 +11,10 @@ from typing import Any
 import pytest
 
 from quantkit import archs, recipe
-from quantkit.errors import FormatError, QuantkitError, UnsupportedError
+from quantkit.errors import FormatError, UnsupportedError
 from quantkit.pipelines.conversion.convert import convert_checkpoint
 from tests.archs.checkpoints import tiny
+from tests.refusals import Refusals
 
 LLAMA = archs.get("llama").EXAMPLE
 
@@ -131,11 +131,16 @@ def _with(config: dict[str, Any], value: object) -> Iterator[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", [arch.name for arch in archs.all()])
 def test_settings_of_other_types_end_in_errors_of_ours(name: str) -> None:
-    for value in WRONG:
-        for config in _with(archs.get(name).EXAMPLE, value):
-            with contextlib.suppress(QuantkitError), warnings.catch_warnings(action="ignore"):
-                given = archs.language_model(config)
-                arch = archs.from_hf(given)
-                arch.metadata(given)
-                arch.generated(given)
-                arch.tensors(given)
+    def read(config: dict[str, Any]) -> None:
+        given = archs.language_model(config)
+        arch = archs.from_hf(given)
+        arch.metadata(given)
+        arch.generated(given)
+        arch.tensors(given)
+
+    tried = Refusals()
+    with warnings.catch_warnings(action="ignore"):
+        for value in WRONG:
+            for config in _with(archs.get(name).EXAMPLE, value):
+                tried.call(read, config)
+    tried.check_both()

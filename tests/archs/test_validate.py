@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,10 @@ import pytest
 from quantkit import archs
 from quantkit.archs.common import validate
 from quantkit.cli import main
-from quantkit.errors import FormatError, QuantkitError, UnsupportedError
+from quantkit.errors import FormatError, UnsupportedError
 from quantkit.formats import gguf
 from tests.archs.files import changed, reshaped, written
+from tests.refusals import Refusals
 
 NAN, INF = float("nan"), float("inf")
 SCALED = {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}}
@@ -261,14 +261,12 @@ def test_heads_that_do_not_share_evenly(tmp_path: Path) -> None:
 def test_contradictory_keys_end_in_errors_of_ours(arch: str, tmp_path: Path) -> None:
     """Each key with values of other types, short lists and numbers out of bounds: read, described, exported."""
     file, of = gguf.open(written(tmp_path / "m.gguf", arch, tokenizer=True)), archs.get(arch)
-    shapes = {name: tensor.shape for name, tensor in file.tensors.items()}
+    shapes, tried = {name: tensor.shape for name, tensor in file.tensors.items()}, Refusals()
     for key in [key for key in file.metadata if key.startswith(f"{arch}.")]:
         for value in (0, 1, 3, -1, 1 << 31, NAN, "x", True, [], [0], [1], [0, 1, 1, 1], [1.5] * 4, ["x"] * 4, {}, None):
             metadata = {k: v for k, v in {**file.metadata, key: value}.items() if v is not None}
-            validate.problems(metadata, file.tensors)
-            with contextlib.suppress(QuantkitError):
-                validate.describe(metadata, file.tensors)
-            with contextlib.suppress(QuantkitError):
-                of.config(metadata, file.tensors)
-            with contextlib.suppress(QuantkitError):
-                of.to_hf(of.hparams(metadata, shapes.keys()), shapes)
+            assert all(validate.problems(metadata, file.tensors))
+            tried.call(validate.describe, metadata, file.tensors)
+            tried.call(of.config, metadata, file.tensors)
+            tried.call(lambda given: of.to_hf(of.hparams(given, shapes.keys()), shapes), metadata)
+    tried.check_both()

@@ -19,6 +19,7 @@ from quantkit.formats import gguf
 from quantkit.formats.atomic import JOURNAL, PARTIAL_JOB
 from quantkit.formats.imatrix import Entry, Imatrix, second_moments
 from quantkit.formats.imatrix.second_moments import SecondMoments, pack
+from quantkit.pipelines.second_moments import inputs_of
 from quantkit.placement.allocation import costs as costs_file
 from quantkit.runtime.loading import load
 from tests.evaluate.conftest import rewrite
@@ -94,6 +95,22 @@ def test_experts_are_sampled_with_their_own_importance(rng: np.random.Generator)
     assert values / values[0] == pytest.approx([1, 2, 3, 4], rel=0.3)
 
 
+def test_a_matrix_has_the_inputs_of_its_entry_or_of_a_stand_in() -> None:
+    values = np.arange(1, 9, dtype=np.float32).reshape(2, 4)
+    moments = SecondMoments(4, 4, np.ones((1, 10), np.float16), np.array([10]))
+    entry = Entry(values, np.full(2, 10), 1)
+    measured = Imatrix({"blk.0.ffn_up_exps.weight": entry}, second_moments={"blk.0.ffn_up_exps.weight": moments})
+    for name in ("blk.0.ffn_up_exps.weight", "blk.0.ffn_gate_exps.weight"):
+        found, importance, stored = inputs_of(name, 4, 1, measured)
+        assert found == "blk.0.ffn_up_exps.weight"
+        assert stored is moments
+        assert np.array_equal(importance, values[1])
+    assert inputs_of("blk.0.ffn_down_exps.weight", 4, 1, measured) == (None, None, None)
+    assert inputs_of("blk.0.ffn_up_exps.weight", 4, 1, None) == (None, None, None)
+    with pytest.raises(DataError, match="8 importance values do not fit rows of 3 columns"):
+        inputs_of("blk.0.ffn_up_exps.weight", 3, 1, measured)
+
+
 def test_probes_are_the_divergence_of_a_file(f16_model: Path, tmp_path: Path, golden: Path) -> None:
     names = ["token_embd.weight", "blk.0.ffn_down.weight", "blk.17.attn_v.weight", "blk.29.ffn_up.weight"]
     model = load(f16_model)
@@ -162,6 +179,15 @@ def test_a_killed_run_is_resumed_with_the_same_numbers(
     assert out.read_bytes() == (tmp_path / "whole.json").read_bytes()
     assert not journal.exists()
     assert costs_file.read(out).tensors == whole.tensors
+
+
+def test_a_probe_that_changes_nothing(
+    f16_model: Path, tmp_path: Path, golden: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RowSample, "measure", lambda *_: (0.0, {"q4_0": (0.0, 0.0), "q6_0": (1.5, 0.1)}))
+    with pytest.raises(DataError, match=r"\.weight: the probe type has no error, q6_0 has 1\.5: .* --probe"):
+        sensitivity(f16_model, golden / "eval.txt", tmp_path / "c.json", FEW)
+    assert not (tmp_path / "c.json").exists()
 
 
 def test_what_cannot_be_measured(f16_model: Path, tmp_path: Path, golden: Path) -> None:

@@ -21,8 +21,14 @@ def test_every_task_runs_once(threads):
 
 
 def test_threads_work_at_the_same_time():
-    meeting = threading.Barrier(3)
-    spread([lambda: meeting.wait(timeout=10) for _ in range(3)], 3, threads=3, progress=False)
+    meeting, met = threading.Barrier(3), []
+
+    def task():
+        met.append(meeting.wait(timeout=10))
+        return 1
+
+    spread([task] * 3, 3, threads=3, progress=False)
+    assert sorted(met) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])

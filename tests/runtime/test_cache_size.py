@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 
 import quantkit
 from quantkit import archs, types
-from quantkit.errors import DataError, FormatError, QuantkitError
+from quantkit.errors import DataError, FormatError
 from quantkit.formats import gguf
 from quantkit.pipelines.api import plan
 from quantkit.pipelines.options import PlanOptions
@@ -18,6 +17,7 @@ from quantkit.pipelines.planning import PlanInput
 from quantkit.placement.kv_size import TYPES, of_layers
 from quantkit.runtime.kv.cache import Cache
 from tests.archs.files import written
+from tests.refusals import Refusals
 
 LLAMA = {"general.architecture": "llama", "llama.block_count": 2, "llama.embedding_length": 128,
          "llama.attention.head_count": 4, "llama.attention.head_count_kv": 2}  # fmt: skip
@@ -51,12 +51,13 @@ def test_plans_of_contradictory_metadata_end_in_errors_of_ours(name: str, tmp_pa
         PlanOptions(ctx_size=64, fit=True, vram=(0.01,), ram=1),
         PlanOptions(ctx_size=64, mla=0, placement="-ngl 99 -sm graph", vram=(1, 1)),
     ]
+    tensors, tried = list(file.tensors.values()), Refusals()
     for key in [key for key in file.metadata if key.startswith(f"{name}.")]:
         for value in (0, 3, -1, float("nan"), "x", True, [], [0], [1], [1, 2, 3], [0, 1, 1, 1], ["x"] * 4, {}, None):
             metadata = {k: v for k, v in {**file.metadata, key: value}.items() if v is not None}
             for way in ways:
-                with contextlib.suppress(QuantkitError):
-                    plan(PlanInput(list(file.tensors.values()), metadata, None), "Q4_0", way)
+                tried.call(plan, PlanInput(tensors, metadata, None), "Q4_0", way)
+    tried.check_both()
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from quantkit.codegen.simd import call3, load_int, store_int
 from quantkit.errors import KernelError
 from quantkit.runtime.kernels.cpu import decode_ops, thread_team
 from quantkit.runtime.kernels.cpu.op_list import OpList
-from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record
+from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record, row_share
 
 
 @pytest.fixture
@@ -178,7 +178,7 @@ def test_a_list_published_late_is_run_all_the_same(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("threads", [2, 3])
 def test_random_delays_at_every_synchronisation_point(threads: int) -> None:
     """benchmarks/stress_team.py does a million."""
-    stress_team.stress(threads, 1000, seed=threads)
+    assert stress_team.stress(threads, 1000, seed=threads) == 1000
 
 
 def test_an_empty_list_and_the_one_after_it(new_team) -> None:
@@ -290,6 +290,16 @@ def test_parameters_must_be_complete() -> None:
     np.testing.assert_array_equal(values, [0, 1, 2, 7, 4, 5, 6])
     with pytest.raises(ValueError, match="not in tuple"):
         stored.set(m=7)
+
+
+@pytest.mark.parametrize(("rows", "multiple", "threads"), [(0, 4, 3), (1, 4, 3), (7, 1, 3), (70, 32, 2), (96, 32, 5)])
+def test_shares_of_rows_follow_one_another(rows: int, multiple: int, threads: int) -> None:
+    shares = [row_share(rows, multiple, thread, threads) for thread in range(threads)]
+    assert [first for first, _ in shares] == [0, *(last for _, last in shares[:-1])]
+    assert shares[-1][1] == rows
+    assert all(first % multiple == 0 or first == rows for first, _ in shares)
+    runs = [-(-(last - first) // multiple) for first, last in shares]
+    assert max(runs) - min(runs) <= 1  # no thread has much more than another
 
 
 def test_kernels_read_parameters_by_name() -> None:

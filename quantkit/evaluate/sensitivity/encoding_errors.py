@@ -18,7 +18,7 @@ import numpy as np
 
 from quantkit.formats.gguf import Tensor
 from quantkit.formats.imatrix import Imatrix
-from quantkit.recipe.planning.planner import importance_entry
+from quantkit.pipelines.second_moments import inputs_of
 from quantkit.types import QuantType
 
 MATRICES = 8  # of a stack of experts, sampled: each has second moments of its own
@@ -55,22 +55,20 @@ class RowSample:
     """
 
     def __init__(self, tensor: Tensor, imatrix: Imatrix | None, rows: int):
-        entry = importance_entry(tensor.name, imatrix) if imatrix is not None else None
-        stored = imatrix.second_moments.get(entry) if imatrix is not None and entry is not None else None
-        self.metric = "plain" if entry is None else "importance" if stored is None else "second moments"
+        self.metric = "plain"
         self.total_rows = tensor.n_rows
         columns, of_matrix, count = tensor.shape[-1], tensor.shape[-2], math.prod(tensor.shape[:-2])
         chosen = np.unique(np.linspace(0, count - 1, min(count, MATRICES)).round().astype(int)).tolist()
         per_matrix = max(1, -(-rows // len(chosen)))
         self._matrices: list[_Matrix] = []
         for matrix in chosen:
-            importance = None
-            if imatrix is not None and entry is not None:
-                importance = imatrix[entry].columns(columns)[matrix]
-            moments = None if stored is None or importance is None else stored.dense(importance, matrix)
-            self._matrices.append(
-                _Matrix(_rows(tensor, matrix * of_matrix, of_matrix, per_matrix), importance, moments)
-            )
+            _, importance, stored = inputs_of(tensor.name, columns, matrix, imatrix)
+            moments = None
+            if importance is not None:
+                self.metric = "importance" if stored is None else "second moments"
+                moments = None if stored is None else stored.dense(importance, matrix)
+            sampled = _rows(tensor, matrix * of_matrix, of_matrix, per_matrix)
+            self._matrices.append(_Matrix(sampled, importance, moments))
 
     def row_errors(self, kind: QuantType, effort: str = "normal") -> np.ndarray:
         """float64[sampled rows]: the error of each row in a type."""

@@ -34,7 +34,7 @@ from quantkit.formats.imatrix import Imatrix
 from quantkit.formats.owned import followed
 from quantkit.pipelines import planning
 from quantkit.pipelines.second_moments import PreparedMoments
-from quantkit.placement.allocation.costs import Costs, TensorCost
+from quantkit.placement.allocation.costs import Costs, TensorCost, check_probe
 from quantkit.recipe import Options, PlannedTensor, parse, plan
 from quantkit.recipe.planning.planner import fitted_type, importance_entry
 from quantkit.runtime.scale_check import layer_of
@@ -264,15 +264,13 @@ class _Run:
     def _encoded(self, tensor: Tensor, kind: QuantType) -> np.ndarray:
         """All rows of a tensor in the probe's type, encoded as a file's tensors will be."""
         o, rows = self.options, tensor.shape[-2]
-        entry = importance_entry(tensor.name, self.matrix) if self.matrix is not None else None
-        parts = []
+        parts, columns = [], tensor.shape[-1]
         for matrix in range(tensor.n_rows // rows):
-            x = tensor.type.dequantize(tensor.rows(matrix * rows, (matrix + 1) * rows), tensor.shape[-1])
-            importance, moments = None, None
-            if self.moments is not None and entry is not None:
-                importance = self.moments.imatrix[entry].columns(tensor.shape[-1])[matrix]
-                if kind.uses_second_moments_at(o.effort):
-                    moments = self.moments.get(entry, matrix)
+            x = tensor.type.dequantize(tensor.rows(matrix * rows, (matrix + 1) * rows), columns)
+            importance, prepared = None, None
+            if self.moments is not None:
+                importance, prepared = self.moments.of_matrix(tensor.name, columns, matrix, kind, o.effort)
+            moments = prepared() if prepared is not None else None
             parts.append(kind.quantize(x, importance, second_moments=moments, effort=o.effort, threads=o.threads))
         return np.concatenate(parts)
 
@@ -281,6 +279,10 @@ class _Run:
         kinds = list(dict.fromkeys(self._kind(t, kind) for kind in self.wanted))
         quantized = [kind for kind in kinds if kind.block_size > 1]
         probe, errors = sample.measure(self._kind(t, self.probe), quantized, self.options.effort)
+        try:
+            check_probe(probe, errors)
+        except DataError as error:
+            raise DataError(f"{t.name}: {error}") from None
         return {"probe": probe, "errors": {name: list(values) for name, values in errors.items()},
                 "metric": sample.metric}  # fmt: skip
 

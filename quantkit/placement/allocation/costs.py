@@ -9,7 +9,7 @@
 kld          mean KL divergence, in nats per token, with this matrix alone in the probe type, and its standard error
 errors       of each type the squared error in the metric of the matrix' inputs, with its standard error, as rows are
              sampled
-probe_error  the same of the probe type
+probe_error  the same of the probe type; if it is 0, so are all errors: the cost of others would not be known
 factors      {"q4_0": 1.1, …}: by what `recipe fit --verify` has multiplied the costs of types to agree with files that
              it measured (refine.py); 1 for types that are not there, and in the file that `sensitivity` writes
 
@@ -64,6 +64,15 @@ class TensorCost:
         if self.probe_error <= 0:
             return 0.0
         return math.hypot(self.kld_error * value, self.kld * error) / self.probe_error
+
+
+def check_probe(probe_error: float, errors: Mapping[str, tuple[float, float]]) -> None:
+    """DataError if the probe type changes nothing of a matrix that another type changes."""
+    if probe_error <= 0 and (worse := [kind for kind, (value, _) in errors.items() if value > 0]):
+        raise DataError(
+            f"the probe type has no error, {worse[0]} has {errors[worse[0]][0]:g}: what that costs cannot be told; "
+            "measure with quantkit sensitivity --probe and a type of fewer bits"
+        )
 
 
 @dataclass(frozen=True)
@@ -179,6 +188,9 @@ def from_json(document: Any, where: str = "costs") -> Costs:
     for name, entry in entries.items():
         try:
             tensors[name] = _tensor(entry)
+            check_probe(tensors[name].probe_error, tensors[name].errors)
+        except DataError as error:
+            raise FormatError(f"{where}: {name}: {error}") from None
         except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
             raise FormatError(f"{where}: {name}: not as quantkit sensitivity writes it: {error!r}") from None
     about = {key: value for key, value in document.items() if key not in ("tensors", "factors")}

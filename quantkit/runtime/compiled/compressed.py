@@ -145,18 +145,13 @@ def _selection_bytes(part: blocks.CompressedAttention) -> int:
     return kernel_sizes.selection_bytes(part.indexer.top_k) if part.indexer else 0
 
 
-def _room(part: blocks.EntryIndexer, shape: PlannedCaches) -> int:
-    """The most entries that are scored."""
-    return max(4, kernel_sizes.entry_rows(shape.n_ctx, part.compressor.rate))
-
-
 def _add_selection(ops: PlanOps, x: _Layer, q: int, weights: int, shape: PlannedCaches) -> None:
     """Append the choice of entries, if the layer has an indexer."""
     part = x.part.indexer
     if part is None:
         return
     rate = part.compressor.rate
-    room = _room(part, shape)
+    room = kernel_sizes.scored_entries(shape.n_ctx, part.compressor.rate)
     ranks, ranks_stride = ops.private_buffer("index ranks", 4 * room)
     products, stride = ops.private_buffer("index products", 4 * part.heads * INDEX_BLOCK)
     if x.tokens == 1:
@@ -201,7 +196,8 @@ def _add_attention(ops: PlanOps, x: _Layer, q: int, out: int, group_bytes: int, 
     scratch, stride = ops.private_buffer("pieces", nbytes)
     union = (0, 0)
     if x.tokens > 1 and part.indexer is not None:
-        union = ops.private_buffer("selected by any", 8 * _room(part.indexer, shape))
+        room = kernel_sizes.scored_entries(shape.n_ctx, part.indexer.compressor.rate)
+        union = ops.private_buffer("selected by any", 8 * room)
     parameters = compressed_attention.AttentionParameters(
         sizes=x.sizes,
         position=x.position,

@@ -304,7 +304,7 @@ def _add_batch_latents(
     model = ops.model
     attending = replace(model.attending, flash=not model.attends_plainly)
     step = shape.span(attending, kernel_sizes.KEY_BLOCK)
-    query_rows = min(kernel_sizes.LATENT_PIECE, attending.query_rows(1, shape.n_ctx, ops.threads))
+    query_rows = min(kernel_sizes.PIECE_QUERIES, attending.query_rows(1, shape.n_ctx, ops.threads))
     floats = kernel_sizes.latent_prefill_floats(
         part.nope, part.rope.dim, part.kv_lora, part.head_dim_v, query_rows, step
     )

@@ -67,7 +67,7 @@ def _add(
 def _add_selection(
     ops: PlanOps, part: blocks.PooledIndexer, shape: PlannedCaches, tokens: int, position: int, view: int, q: int
 ) -> Selection:
-    room = max(4, kernel_sizes.entry_rows(shape.n_ctx, part.rate))
+    room = kernel_sizes.scored_entries(shape.n_ctx, part.rate)
     ranks, ranks_stride = ops.private_buffer("index ranks", 4 * room)
     products, stride = ops.private_buffer("index products", 4 * part.heads * INDEX_BLOCK)
     if tokens == 1:

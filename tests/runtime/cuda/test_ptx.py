@@ -114,6 +114,7 @@ def test_every_type_of_files_has_kernels() -> None:
 def test_the_table_loads_no_numba() -> None:
     code = (
         "import sys; from quantkit.runtime.kernels.cuda.dispatch import product; from quantkit import types; "
-        "product(types.get('iq4_k')); assert not {'numba', 'torch'} & set(sys.modules)"
+        "print(product(types.get('iq4_k')) is not None, {'numba', 'torch'} & set(sys.modules))"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout == "True set()\n"

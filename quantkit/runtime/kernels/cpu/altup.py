@@ -27,9 +27,8 @@ from quantkit.codegen.simd import (
 )
 from quantkit.placement.kernel_sizes import STREAM_BLOCK
 from quantkit.runtime.kernels.cpu.decode_ops import rms_scale, sum_of, sum_of_squares
-from quantkit.runtime.kernels.cpu.gemm import token_share
-from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record, split
-from quantkit.runtime.kernels.cpu.prefill_ops import BatchState
+from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record, row_share
+from quantkit.runtime.kernels.cpu.prefill_ops import batch_share
 from quantkit.runtime.kernels.reference import expm1
 
 _HALF_ROOT = np.float32(2**-0.5)
@@ -214,7 +213,8 @@ def spread_token(parameters, thread, threads):
     """Stream 0 = x, the others = products with the size of x."""
     p = load_record(TokenParameters, parameters)
     s = load_record(Streams, p.streams)
-    _spread(s, 0, split(s.width, p.multiple, thread, threads), split(s.width, p.multiple, thread + 1, threads))
+    first, last = row_share(s.width, p.multiple, thread, threads)
+    _spread(s, 0, first, last)
 
 
 @callback(OPERATION)
@@ -222,7 +222,8 @@ def merge_token(parameters, thread, threads):
     """x = the mean of stream 0 and the products, of its size."""
     p = load_record(TokenParameters, parameters)
     s = load_record(Streams, p.streams)
-    _merge(s, 0, split(s.width, p.multiple, thread, threads), split(s.width, p.multiple, thread + 1, threads))
+    first, last = row_share(s.width, p.multiple, thread, threads)
+    _merge(s, 0, first, last)
 
 
 @callback(OPERATION)
@@ -230,7 +231,7 @@ def predict_token(parameters, thread, threads):
     """The streams become p, x = p_0."""
     p = load_record(TokenParameters, parameters)
     s, coefficients = load_record(Streams, p.streams), load_record(Coefficients, p.numbers)
-    first, last = split(s.width, p.multiple, thread, threads), split(s.width, p.multiple, thread + 1, threads)
+    first, last = row_share(s.width, p.multiple, thread, threads)
     weights = s.weights + thread * s.record_bytes
     _route(s.logits, s.n, weights)
     _predict(s, coefficients.predict, 0, weights, first, last)
@@ -241,7 +242,7 @@ def correct_token(parameters, thread, threads):
     """The streams, which are p, are corrected by x, which is z; entering = correct_scale * stream 0, x = 0."""
     p = load_record(TokenParameters, parameters)
     s, coefficients = load_record(Streams, p.streams), load_record(Coefficients, p.numbers)
-    first, last = split(s.width, p.multiple, thread, threads), split(s.width, p.multiple, thread + 1, threads)
+    first, last = row_share(s.width, p.multiple, thread, threads)
     weights = s.weights + thread * s.record_bytes
     _route(s.logits, s.n, weights)
     _correct(s, coefficients, 0, weights, first, last)
@@ -252,7 +253,8 @@ def add_token(parameters, thread, threads):
     """Streams but the first += x."""
     p = load_record(TokenParameters, parameters)
     s = load_record(Streams, p.streams)
-    _add(s, 0, split(s.width, p.multiple, thread, threads), split(s.width, p.multiple, thread + 1, threads))
+    first, last = row_share(s.width, p.multiple, thread, threads)
+    _add(s, 0, first, last)
 
 
 @callback(OPERATION)
@@ -260,7 +262,7 @@ def laurel_token(parameters, thread, threads):
     """x = 2^-1/2 (x + y + norm(product))."""
     p = load_record(TokenParameters, parameters)
     s, laurel = load_record(Streams, p.streams), load_record(LaurelSum, p.numbers)
-    first, last = split(s.width, p.multiple, thread, threads), split(s.width, p.multiple, thread + 1, threads)
+    first, last = row_share(s.width, p.multiple, thread, threads)
     _add_laurel(s, laurel, 0, laurel.y + thread * laurel.stride, first, last)
 
 
@@ -280,7 +282,7 @@ def spread_batch(parameters, thread, threads):
     """As `spread_token`, for each token."""
     p = load_record(BatchParameters, parameters)
     s = load_record(Streams, p.streams)
-    first, last = token_share(load_record(BatchState, p.state).tokens, thread, threads)
+    first, last = batch_share(p.state, thread, threads)
     for token in range(first, last):
         _spread(s, token * s.width * 4, 0, s.width)
 
@@ -290,7 +292,7 @@ def merge_batch(parameters, thread, threads):
     """As `merge_token`, for each token."""
     p = load_record(BatchParameters, parameters)
     s = load_record(Streams, p.streams)
-    first, last = token_share(load_record(BatchState, p.state).tokens, thread, threads)
+    first, last = batch_share(p.state, thread, threads)
     for token in range(first, last):
         _merge(s, token * s.width * 4, 0, s.width)
 
@@ -300,7 +302,7 @@ def predict_batch(parameters, thread, threads):
     """As `predict_token`, for each token."""
     p = load_record(BatchParameters, parameters)
     s, coefficients = load_record(Streams, p.streams), load_record(Coefficients, p.numbers)
-    first, last = token_share(load_record(BatchState, p.state).tokens, thread, threads)
+    first, last = batch_share(p.state, thread, threads)
     weights = s.weights + thread * s.record_bytes
     for token in range(first, last):
         _route(s.logits + token * s.n * 4, s.n, weights)
@@ -312,7 +314,7 @@ def correct_batch(parameters, thread, threads):
     """As `correct_token`, for each token."""
     p = load_record(BatchParameters, parameters)
     s, coefficients = load_record(Streams, p.streams), load_record(Coefficients, p.numbers)
-    first, last = token_share(load_record(BatchState, p.state).tokens, thread, threads)
+    first, last = batch_share(p.state, thread, threads)
     weights = s.weights + thread * s.record_bytes
     for token in range(first, last):
         _route(s.logits + token * s.n * 4, s.n, weights)
@@ -324,7 +326,7 @@ def add_batch(parameters, thread, threads):
     """As `add_token`, for each token."""
     p = load_record(BatchParameters, parameters)
     s = load_record(Streams, p.streams)
-    first, last = token_share(load_record(BatchState, p.state).tokens, thread, threads)
+    first, last = batch_share(p.state, thread, threads)
     for token in range(first, last):
         _add(s, token * s.width * 4, 0, s.width)
 
@@ -334,7 +336,7 @@ def laurel_batch(parameters, thread, threads):
     """As `laurel_token`, for each token."""
     p = load_record(BatchParameters, parameters)
     s, laurel = load_record(Streams, p.streams), load_record(LaurelSum, p.numbers)
-    first, last = token_share(load_record(BatchState, p.state).tokens, thread, threads)
+    first, last = batch_share(p.state, thread, threads)
     for token in range(first, last):
         at = token * s.width * 4
         _add_laurel(s, laurel, at, laurel.y + at, 0, s.width)
@@ -388,7 +390,7 @@ class TokenGatesParameters(NamedTuple):
 def largest_gates_token(parameters, thread, threads):
     """out = what is left of all gates above their threshold: every thread computes it and writes its own share."""
     p = load_record(TokenGatesParameters, parameters)
-    first, last = split(p.n, p.multiple, thread, threads), split(p.n, p.multiple, thread + 1, threads)
+    first, last = row_share(p.n, p.multiple, thread, threads)
     _above(p.gate, _threshold(p.gate, p.n, load_float(p.cutoff)), first, last, p.out)
 
 
@@ -405,7 +407,7 @@ class BatchGatesParameters(NamedTuple):
 def largest_gates_batch(parameters, thread, threads):
     """As `largest_gates_token`, for each token, in place."""
     p = load_record(BatchGatesParameters, parameters)
-    first, last = token_share(load_record(BatchState, p.state).tokens, thread, threads)
+    first, last = batch_share(p.state, thread, threads)
     for token in range(first, last):
         gate = p.gate + token * p.n * 4
         _above(gate, _threshold(gate, p.n, load_float(p.cutoff)), 0, p.n, gate)

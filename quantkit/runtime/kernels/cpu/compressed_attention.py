@@ -27,12 +27,18 @@ from quantkit.placement.kernel_sizes import FLOAT_TILE_TOKENS, KEY_BLOCK, LATENT
 from quantkit.runtime.kernels.cpu.activations import quantize_range
 from quantkit.runtime.kernels.cpu.decode_ops import add_range
 from quantkit.runtime.kernels.cpu.entries import ENTRY_CACHE_BYTES, EntryCache, Sizes, rotate_tail
-from quantkit.runtime.kernels.cpu.gemm import token_share
 from quantkit.runtime.kernels.cpu.kv_rows import LayerView
 from quantkit.runtime.kernels.cpu.latent_attention import block_scores, block_values
-from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record, split
+from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record, row_share
 from quantkit.runtime.kernels.cpu.prefill_attention import find_span, matmul, softmax_update, transpose_keys
-from quantkit.runtime.kernels.cpu.prefill_ops import NEXT_PIECE, SPAN_BYTES, STATE_BYTES, BatchState, SpanState
+from quantkit.runtime.kernels.cpu.prefill_ops import (
+    NEXT_PIECE,
+    SPAN_BYTES,
+    STATE_BYTES,
+    BatchState,
+    SpanState,
+    batch_share,
+)
 from quantkit.runtime.kernels.cpu.selection import selected_positions
 from quantkit.runtime.kernels.reference import exp
 
@@ -120,7 +126,7 @@ def attend_token(parameters, thread, threads):
     """The results of the thread's heads, in the activation buffers of their groups."""
     p = load_record(AttentionParameters, parameters)
     s, view, position = load_record(Sizes, p.sizes), load_record(LayerView, p.layer_view), load_int(p.position)
-    first, last = split(s.heads, 1, thread, threads), split(s.heads, 1, thread + 1, threads)
+    first, last = row_share(s.heads, 1, thread, threads)
     heads, buffer, in_group = last - first, p.scratch + thread * p.private_stride, s.heads // p.groups
     if heads == 0:
         return
@@ -319,7 +325,7 @@ class JoinParameters(NamedTuple):
 def join_groups(parameters, thread, threads):
     """The rows of all groups of a token one after another, for the thread's tokens."""
     p = load_record(JoinParameters, parameters)
-    first, last = token_share(load_record(BatchState, p.state).tokens, thread, threads)
+    first, last = batch_share(p.state, thread, threads)
     for token in range(first, last):
         for group in range(p.groups):
             x = p.x + group * p.group_bytes + token * p.n * 4

@@ -28,7 +28,7 @@ from quantkit.codegen.jit import kernel
 from quantkit.codegen.simd import call6, copy_floats, floats, integers, load_float, load_int, store_int
 from quantkit.runtime.kernels.cpu.activations import quantize_range
 from quantkit.runtime.kernels.cpu.decode_ops import add_range, scale_range
-from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record, split
+from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record, row_share
 from quantkit.runtime.kernels.reference import route, route_softplus
 
 SOFTMAX, SIGMOID, SQRT_SOFTPLUS = range(3)
@@ -145,7 +145,7 @@ def gate_up(parameters, thread, threads):
     selected = p.selected + thread * p.selected_stride
     x = p.x + thread * p.x_stride
     rows = load_int(selected) * ff
-    first, last = split(rows, p.multiple, thread, threads), split(rows, p.multiple, thread + 1, threads)
+    first, last = row_share(rows, p.multiple, thread, threads)
     while first < last:
         i = first // ff
         begin = first - i * ff
@@ -206,7 +206,7 @@ def down(parameters, thread, threads):
     p = load_record(DownParameters, parameters)
     selected, used, rows = p.selected + thread * p.selected_stride, p.used, p.rows
     weights = floats(selected + 8 + 8 * used, used)
-    first, last = split(rows, p.multiple, thread, threads), split(rows, p.multiple, thread + 1, threads)
+    first, last = row_share(rows, p.multiple, thread, threads)
     out, residual = floats(p.out, rows), floats(p.residual, rows)
     if p.fresh != 0:
         residual[first:last] = np.float32(0)

@@ -17,7 +17,7 @@ from quantkit.codegen.simd import floats, load_float, load_int
 from quantkit.runtime.kernels.cpu.decode_attention import apply_rope
 from quantkit.runtime.kernels.cpu.decode_ops import add_range, rms_scale, scale_range
 from quantkit.runtime.kernels.cpu.kv_rows import LayerView
-from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record, split
+from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record, row_share
 from quantkit.runtime.kernels.reference import exp
 
 
@@ -37,7 +37,7 @@ class NormRowsParameters(NamedTuple):
 def norm_rows(parameters, thread, threads):
     """out (+)= norm(x): every thread sums the squares of all elements and writes its own share."""
     p = load_record(NormRowsParameters, parameters)
-    first, last = split(p.n, p.multiple, thread, threads), split(p.n, p.multiple, thread + 1, threads)
+    first, last = row_share(p.n, p.multiple, thread, threads)
     scale = rms_scale(p.x, p.n, load_float(p.eps))
     x, weight, out = floats(p.x, p.n), floats(p.weight, p.n), floats(p.out, p.n)
     if p.add != 0:
@@ -61,7 +61,7 @@ class ScaleParameters(NamedTuple):
 def scale(parameters, thread, threads):
     """x *= factor; each thread has its own share."""
     p = load_record(ScaleParameters, parameters)
-    first, last = split(p.n, p.multiple, thread, threads), split(p.n, p.multiple, thread + 1, threads)
+    first, last = row_share(p.n, p.multiple, thread, threads)
     scale_range(p.x, first, last, load_float(p.factor))
 
 
@@ -78,7 +78,8 @@ class AddParameters(NamedTuple):
 def add(parameters, thread, threads):
     """x += y; each thread has its own share."""
     p = load_record(AddParameters, parameters)
-    add_range(p.y, p.x, split(p.n, p.multiple, thread, threads), split(p.n, p.multiple, thread + 1, threads))
+    first, last = row_share(p.n, p.multiple, thread, threads)
+    add_range(p.y, p.x, first, last)
 
 
 class SoftCapParameters(NamedTuple):
@@ -94,7 +95,7 @@ class SoftCapParameters(NamedTuple):
 def soft_cap(parameters, thread, threads):
     """x = cap * tanh(x / cap), of the elements that the thread computed."""
     p = load_record(SoftCapParameters, parameters)
-    first, last = split(p.n, p.multiple, thread, threads), split(p.n, p.multiple, thread + 1, threads)
+    first, last = row_share(p.n, p.multiple, thread, threads)
     cap, x = load_float(p.cap), floats(p.x, p.n)
     for i in range(first, last):
         x[i] = cap - np.float32(2) * cap / (exp(x[i] * (np.float32(2) / cap)) + np.float32(1))
@@ -121,6 +122,7 @@ def rope_heads(parameters, thread, threads):
     view, position = load_record(LayerView, p.layer_view), load_int(p.position)
     cos = floats(view.cos + position * p.rope_dim * 2, p.rope_dim // 2)
     sin = floats(view.sin + position * p.rope_dim * 2, p.rope_dim // 2)
-    for row in range(split(p.rows, p.multiple, thread, threads), split(p.rows, p.multiple, thread + 1, threads), p.dim):
+    first, last = row_share(p.rows, p.multiple, thread, threads)
+    for row in range(first, last, p.dim):
         x = floats(p.x + row * 4, p.dim)
         apply_rope(x, x, p.dim, cos, sin, p.rope_dim, p.pair_step, p.pair_stride, np.float32(1))

@@ -18,7 +18,7 @@ from quantkit.codegen.callbacks import callback
 from quantkit.codegen.jit import kernel
 from quantkit.codegen.simd import F32, call6, copy_floats, floats, load_float, simd_intrinsic, vector
 from quantkit.runtime.kernels.cpu.activations import quantize, quantize_range
-from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record, split
+from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record, row_share
 
 # ------------------------------------------------------------------------------------------------------------- rms norm
 
@@ -121,7 +121,8 @@ def head_norm(parameters, thread, threads):
     """out = norm(x) of every head. Shares are whole heads."""
     p = load_record(HeadNormParameters, parameters)
     eps = load_float(p.eps)
-    for row in range(split(p.rows, p.multiple, thread, threads), split(p.rows, p.multiple, thread + 1, threads), p.dim):
+    first, last = row_share(p.rows, p.multiple, thread, threads)
+    for row in range(first, last, p.dim):
         rms_norm_into(p.x + row * 4, p.weight, p.dim, eps, p.out + row * 4)
 
 
@@ -148,7 +149,7 @@ class MatvecParameters(NamedTuple):
 def matvec(parameters, thread, threads):
     """out = W x (* scale) (+ bias); residual += out. Each thread computes its rows."""
     p = load_record(MatvecParameters, parameters)
-    first, last = split(p.rows, p.multiple, thread, threads), split(p.rows, p.multiple, thread + 1, threads)
+    first, last = row_share(p.rows, p.multiple, thread, threads)
     call6(p.product, p.weights, p.n, first, last, p.buffer + thread * p.stride, p.out)
     if p.scale != 0:
         out, scale = floats(p.out, p.rows), load_float(p.scale)
@@ -195,6 +196,6 @@ class GatedParameters(NamedTuple):
 def gated(parameters, thread, threads):
     """Write the thread's rows of act(gate) * up, quantized, to an activation buffer that threads share."""
     p = load_record(GatedParameters, parameters)
-    first, last = split(p.n, p.multiple, thread, threads), split(p.n, p.multiple, thread + 1, threads)
+    first, last = row_share(p.n, p.multiple, thread, threads)
     call6(p.activation, p.gate, p.up, first, last, p.buffer, p.numbers)
     quantize_range(p.buffer, p.n, first, last)

@@ -59,7 +59,7 @@ from quantkit.placement.kernel_sizes import (
 from quantkit.runtime.kernels.cpu.decode_ops import sum_of_squares
 from quantkit.runtime.kernels.cpu.float_gemm import float_tile, panel_rows, transpose_block
 from quantkit.runtime.kernels.cpu.gates import dot
-from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record, record_bytes, split
+from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record, record_bytes, row_share
 from quantkit.runtime.kernels.cpu.prefill_ops import SPAN_BYTES, STATE_BYTES, BatchState, SpanState
 from quantkit.runtime.kernels.reference import exp, softplus
 
@@ -127,7 +127,7 @@ def split_projection(parameters, thread, threads):
     dim, each = heads.dim_k, heads.value_heads // heads.key_heads * heads.dim_v
     keys, inner, width = heads.key_heads * dim, heads.key_heads * each, 2 * (dim + each)
     channels = 2 * keys + inner
-    first, last = split(channels, p.multiple, thread, threads), split(channels, p.multiple, thread + 1, threads)
+    first, last = row_share(channels, p.multiple, thread, threads)
     for t in range(tokens):
         x = floats(p.projected + t * heads.key_heads * width * 4, heads.key_heads * width)
         y, z = floats(p.qkv + t * channels * 4, channels), floats(p.gates + t * inner * 4, inner)
@@ -208,7 +208,7 @@ def convolve(kernel_size: int) -> Callback:
         p = load_record(ConvolveParameters, parameters)
         view, spans = load_record(StatesView, p.layer_states), load_record(BatchState, p.state).spans
         channels, stride, scale = p.channels, p.channels * 4, load_float(p.query_scale)
-        first, last = split(channels, p.multiple, thread, threads), split(channels, p.multiple, thread + 1, threads)
+        first, last = row_share(channels, p.multiple, thread, threads)
         for s in range(spans):
             span = load_record(SpanState, p.state + STATE_BYTES + s * SPAN_BYTES)
             past = load_record(LayerStates, view.states + s * STATES_BYTES).inputs
@@ -345,7 +345,7 @@ def update(parameters, thread, threads):
     heads, rates = load_record(HeadFields, p.heads), load_record(RateFields, p.rates)
     state = load_record(LayerStates, load_record(StatesView, p.layer_states).states).heads
     dim, inner = heads.dim_v, heads.value_heads * heads.dim_v
-    first, last = split(inner, p.multiple, thread, threads), split(inner, p.multiple, thread + 1, threads)
+    first, last = row_share(inner, p.multiple, thread, threads)
     for head in range(first // dim, last // dim):
         _update(heads, rates, p.qkv, 0, head, state + head * heads.dim_k * dim * 4, p.out)
 

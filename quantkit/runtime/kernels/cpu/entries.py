@@ -29,7 +29,7 @@ from quantkit.runtime.kernels.cpu.decode_ops import rms_norm_into
 from quantkit.runtime.kernels.cpu.gemm import token_share
 from quantkit.runtime.kernels.cpu.kv_rows import NAMES, LayerView, rotate, store_row
 from quantkit.runtime.kernels.cpu.matvec import SIGNATURE
-from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record, record_bytes, split
+from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record, record_bytes, row_share
 from quantkit.runtime.kernels.cpu.prefill_attention import decode_keys
 from quantkit.runtime.kernels.cpu.prefill_ops import NEXT_PIECE, SPAN_BYTES, STATE_BYTES, BatchState, SpanState
 from quantkit.runtime.kernels.reference import exp
@@ -202,11 +202,11 @@ def append_token(parameters, thread, threads):
         scratch = p.scratch + thread * p.private_stride
         _append_rows(p, s, view, load_record(EntryCache, view.caches), 0, position, scratch)
     rows = s.heads * s.dim
-    first, last = split(rows, p.multiple, thread, threads), split(rows, p.multiple, thread + 1, threads)
+    first, last = row_share(rows, p.multiple, thread, threads)
     _prepare_queries(p, s, view, p.q, first // s.dim, last // s.dim, position)
     if p.index_q != 0:
         rows = p.index_heads * p.index_dim
-        first, last = split(rows, p.index_multiple, thread, threads), split(rows, p.index_multiple, thread + 1, threads)
+        first, last = row_share(rows, p.index_multiple, thread, threads)
         _prepare_index_queries(p, s, view, p.index_q, first // p.index_dim, last // p.index_dim, position)
 
 

@@ -18,7 +18,7 @@ from quantkit.placement.kernel_sizes import INDEX_BLOCK, INDEX_GROUP
 from quantkit.runtime.kernels.cpu.entries import ENTRY_CACHE_BYTES, EntryCache
 from quantkit.runtime.kernels.cpu.indexer import IndexSizes, score_block, select
 from quantkit.runtime.kernels.cpu.kv_rows import LayerView
-from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record, split
+from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record, row_share
 from quantkit.runtime.kernels.cpu.prefill_ops import SPAN_BYTES, STATE_BYTES, BatchState, SpanState
 
 
@@ -50,8 +50,8 @@ def score_entries(parameters, thread, threads):
     if count <= s.top_k:
         return
     keys, products = load_record(EntryCache, view.caches).keys, p.products + thread * p.private_stride
-    last = split(count, INDEX_BLOCK, thread + 1, threads)
-    for start in range(split(count, INDEX_BLOCK, thread, threads), last, INDEX_BLOCK):
+    first, last = row_share(count, INDEX_BLOCK, thread, threads)
+    for start in range(first, last, INDEX_BLOCK):
         n = min(INDEX_BLOCK, last - start)
         score_block(s, p.q, p.weights, keys + start * s.dim * 4, n, products, p.scores + start * 4)
 

@@ -19,7 +19,7 @@ from quantkit.codegen.simd import F32, IrBuilder, Value, floats, load_float, loa
 from quantkit.placement.kernel_sizes import FLOAT_TILE_TOKENS, float_lanes
 from quantkit.runtime.kernels.cpu.dequantize import FLOAT_TYPES, decode_rows
 from quantkit.runtime.kernels.cpu.formats.registry import FORMATS
-from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record, split
+from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record, row_share
 
 _FLOATS16 = vector(16, F32)
 
@@ -155,7 +155,8 @@ def multiply(ggml_type: int, add: int) -> Callback:
         panel = decoded + step * n * 4
         padded_x = panel + step * n * 4
         results = padded_x + FLOAT_TILE_TOKENS * n * 4
-        for first in range(split(rows, step, thread, threads), split(rows, step, thread + 1, threads), step):
+        start, end = row_share(rows, step, thread, threads)
+        for first in range(start, end, step):
             row_count = min(step, rows - first)
             decode_rows(ggml_type, p.weights + first * (n // block * nbytes + head), n, row_count, decoded)
             transpose_rows(decoded, n, step, panel, step * 4)

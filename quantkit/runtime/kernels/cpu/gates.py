@@ -31,7 +31,7 @@ from quantkit.codegen.simd import (
 )
 from quantkit.runtime.kernels.cpu.decode_ops import scale_range
 from quantkit.runtime.kernels.cpu.gemm import token_share
-from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record, split
+from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record, row_share
 from quantkit.runtime.kernels.reference import exp
 
 
@@ -84,7 +84,7 @@ class SplitQueriesParameters(NamedTuple):
 def split_queries(parameters, thread, threads):
     """Copy the queries and gates of one token; each thread those of its heads."""
     p = load_record(SplitQueriesParameters, parameters)
-    first, last = split(p.heads, p.multiple, thread, threads), split(p.heads, p.multiple, thread + 1, threads)
+    first, last = row_share(p.heads, p.multiple, thread, threads)
     _split_heads(p.projected, first, last, p.dim, p.q, p.gates)
 
 
@@ -161,7 +161,7 @@ class SharedGateParameters(NamedTuple):
 def gate_shared(parameters, thread, threads):
     """up *= sigmoid(weight . x), for one token; each thread its rows."""
     p = load_record(SharedGateParameters, parameters)
-    first, last = split(p.rows, p.multiple, thread, threads), split(p.rows, p.multiple, thread + 1, threads)
+    first, last = row_share(p.rows, p.multiple, thread, threads)
     _scale_by_gate(p.x + thread * p.stride, p.weight, p.n, p.up, first, last)
 
 

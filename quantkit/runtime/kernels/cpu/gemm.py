@@ -38,7 +38,7 @@ from quantkit.runtime.kernels.cpu.activations import int16_block, int16_sums
 from quantkit.runtime.kernels.cpu.float_gemm import MultiplyParameters, add_bias, copy_tile, scale_rows
 from quantkit.runtime.kernels.cpu.formats.base import Format, InterleavedSubBlock
 from quantkit.runtime.kernels.cpu.formats.registry import FORMATS
-from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record, split
+from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record, row_share
 
 _CODES = 512  # bytes of codes in a panel's record
 _LOW, _SCALES, _SUMS, _SCALED_SUMS = 32, 64, 68, 76  # offsets in a tile's record, times TILE_TOKENS
@@ -68,7 +68,7 @@ def scratch_bytes(f: Format, n: int) -> int:
 def token_share(count, thread, threads):
     """First and last + 1 of a thread's tokens: whole tiles."""
     tiles = -(-count // TILE_TOKENS)
-    first, last = split(tiles, 1, thread, threads), split(tiles, 1, thread + 1, threads)
+    first, last = row_share(tiles, 1, thread, threads)
     return min(count, first * TILE_TOKENS), min(count, last * TILE_TOKENS)
 
 
@@ -118,7 +118,8 @@ def quantize_tiles(parameters, thread, threads):
     count, tokens = load_int(p.tokens), TILE_TOKENS
     tile_bytes = RECORD_BYTES * tokens * (p.n // 32)
     total = -(-count // tokens)
-    for tile in range(split(total, 1, thread, threads), split(total, 1, thread + 1, threads)):
+    first, last = row_share(total, 1, thread, threads)
+    for tile in range(first, last):
         address = p.tiles + tile * tile_bytes
         if (tile + 1) * tokens > count:
             _clear(address, tile_bytes)
@@ -310,7 +311,8 @@ def multiply(ggml_type: int, add: int) -> Callback:
         panels = p.scratch + thread * p.private_stride
         panel_bytes = n // 32 * sub_block_bytes
         results = panels + PANELS * panel_bytes
-        for first in range(split(rows, step, thread, threads), split(rows, step, thread + 1, threads), step):
+        begin, end = row_share(rows, step, thread, threads)
+        for first in range(begin, end, step):
             for panel in range(PANELS):
                 row_count = min(PANEL_ROWS, rows - first - panel * PANEL_ROWS)
                 start = p.weights + (first + panel * PANEL_ROWS) * (n // columns * block_bytes + head)

@@ -17,9 +17,8 @@ from quantkit.codegen.callbacks import callback
 from quantkit.codegen.jit import kernel
 from quantkit.codegen.simd import copy_floats, floats, load_float
 from quantkit.placement.kernel_sizes import STREAM_BLOCK
-from quantkit.runtime.kernels.cpu.gemm import token_share
-from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record, split
-from quantkit.runtime.kernels.cpu.prefill_ops import BatchState
+from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record, row_share
+from quantkit.runtime.kernels.cpu.prefill_ops import batch_share
 from quantkit.runtime.kernels.reference import exp
 
 
@@ -148,7 +147,7 @@ def spread_token(parameters, thread, threads):
     """Every stream = x."""
     p = load_record(TokenParameters, parameters)
     s = load_record(Streams, p.streams)
-    first, last = split(s.width, p.multiple, thread, threads), split(s.width, p.multiple, thread + 1, threads)
+    first, last = row_share(s.width, p.multiple, thread, threads)
     for i in range(s.n):
         copy_floats(s.streams + (i * s.width + first) * 4, s.x + first * 4, last - first)
 
@@ -158,7 +157,7 @@ def read_token(parameters, thread, threads):
     """Weigh the streams. entering = what the part reads, x = 0; of the head, x = what the last norm reads."""
     p = load_record(TokenParameters, parameters)
     s, mixing = load_record(Streams, p.streams), load_record(Mixing, p.mixing)
-    first, last = split(s.width, p.multiple, thread, threads), split(s.width, p.multiple, thread + 1, threads)
+    first, last = row_share(s.width, p.multiple, thread, threads)
     weights = s.weights + thread * s.record_bytes
     _weigh(mixing, s.n, s.logits, weights)
     out = s.x
@@ -173,7 +172,7 @@ def write_token(parameters, thread, threads):
     """Write what the part made to the streams, with the weights of `read_token`."""
     p = load_record(TokenParameters, parameters)
     s = load_record(Streams, p.streams)
-    first, last = split(s.width, p.multiple, thread, threads), split(s.width, p.multiple, thread + 1, threads)
+    first, last = row_share(s.width, p.multiple, thread, threads)
     _write(s.streams, s.n, s.width, s.weights + thread * s.record_bytes, first, last, s.x)
 
 
@@ -182,7 +181,7 @@ def spread_batch(parameters, thread, threads):
     """Every stream = x."""
     p = load_record(BatchParameters, parameters)
     s = load_record(Streams, p.streams)
-    first, last = token_share(load_record(BatchState, p.state).tokens, thread, threads)
+    first, last = batch_share(p.state, thread, threads)
     for token in range(first, last):
         for i in range(s.n):
             copy_floats(s.streams + (token * s.n + i) * s.width * 4, s.x + token * s.width * 4, s.width)
@@ -193,7 +192,7 @@ def read_batch(parameters, thread, threads):
     """As `read_token`, for each token."""
     p = load_record(BatchParameters, parameters)
     s, mixing = load_record(Streams, p.streams), load_record(Mixing, p.mixing)
-    first, last = token_share(load_record(BatchState, p.state).tokens, thread, threads)
+    first, last = batch_share(p.state, thread, threads)
     count = (2 + s.n) * s.n if mixing.iterations != 0 else s.n
     for token in range(first, last):
         weights, at = s.weights + token * s.record_bytes, token * s.width * 4
@@ -210,7 +209,7 @@ def write_batch(parameters, thread, threads):
     """As `write_token`, for each token."""
     p = load_record(BatchParameters, parameters)
     s = load_record(Streams, p.streams)
-    first, last = token_share(load_record(BatchState, p.state).tokens, thread, threads)
+    first, last = batch_share(p.state, thread, threads)
     for token in range(first, last):
         at = token * s.width * 4
         _write(s.streams + at * s.n, s.n, s.width, s.weights + token * s.record_bytes, 0, s.width, s.x + at)

@@ -24,7 +24,7 @@ from quantkit.runtime.kernels.cpu.decode_attention import apply_rope
 from quantkit.runtime.kernels.cpu.gemm import token_share
 from quantkit.runtime.kernels.cpu.kv_rows import CACHE_BYTES, LayerCache, LayerView
 from quantkit.runtime.kernels.cpu.latent_attention import block_scores, query_scale
-from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record, split
+from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record, row_share
 from quantkit.runtime.kernels.cpu.prefill_ops import SPAN_BYTES, STATE_BYTES, BatchState, SpanState
 
 
@@ -103,7 +103,7 @@ def index_token(parameters, thread, threads):
     if thread == threads - 1:
         _append_key(p, s, view, p.k, load_record(LayerCache, view.caches).v + position * s.row_bytes, position)
     rows = s.heads * s.dim
-    first, last = split(rows, p.multiple, thread, threads), split(rows, p.multiple, thread + 1, threads)
+    first, last = row_share(rows, p.multiple, thread, threads)
     for head in range(first // s.dim, last // s.dim):
         _prepare_query(p, s, view, p.q + head * s.dim * 4, position, head)
     if p.rotate != 0:

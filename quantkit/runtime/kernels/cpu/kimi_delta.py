@@ -25,7 +25,7 @@ from quantkit.runtime.kernels.cpu.delta_net import (
     update_state,
 )
 from quantkit.runtime.kernels.cpu.gates import dot
-from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record, split
+from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record, row_share
 from quantkit.runtime.kernels.cpu.prefill_ops import SPAN_BYTES, STATE_BYTES, BatchState, SpanState
 from quantkit.runtime.kernels.reference import exp, softplus
 
@@ -78,7 +78,7 @@ def update(parameters, thread, threads):
     heads, fields = load_record(HeadFields, p.heads), load_record(RuleFields, p.fields)
     state = load_record(LayerStates, load_record(StatesView, p.layer_states).states).heads
     dim, inner = heads.dim_k, heads.value_heads * heads.dim_k
-    first, last = split(inner, p.multiple, thread, threads), split(inner, p.multiple, thread + 1, threads)
+    first, last = row_share(inner, p.multiple, thread, threads)
     for head in range(first // dim, last // dim):
         _advance_head(heads, fields, 0, head, state + head * dim * dim * 4)
 
@@ -127,7 +127,7 @@ def join(parameters, thread, threads):
     """Copy the outputs of three matrices to one buffer, side by side. Threads split the channels."""
     p = load_record(JoinParameters, parameters)
     tokens, inner = load_record(BatchState, p.state).tokens, p.inner
-    first, last = split(3 * inner, p.multiple, thread, threads), split(3 * inner, p.multiple, thread + 1, threads)
+    first, last = row_share(3 * inner, p.multiple, thread, threads)
     for part in range(3):
         source = p.q if part == 0 else p.k if part == 1 else p.v
         begin, end = max(first, part * inner), min(last, (part + 1) * inner)

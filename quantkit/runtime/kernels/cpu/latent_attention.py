@@ -55,7 +55,7 @@ from quantkit.runtime.kernels.cpu.formats.registry import FORMATS
 from quantkit.runtime.kernels.cpu.gemm import token_share
 from quantkit.runtime.kernels.cpu.kv_rows import CACHE_BYTES, NAMES, LayerCache, LayerView, rotate, store_row
 from quantkit.runtime.kernels.cpu.matvec import SIGNATURE
-from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record, split
+from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record, row_share
 from quantkit.runtime.kernels.cpu.prefill_attention import decode_keys, divide, matmul, softmax_update
 from quantkit.runtime.kernels.cpu.prefill_ops import NEXT_PIECE, SPAN_BYTES, STATE_BYTES, BatchState, SpanState
 from quantkit.runtime.kernels.cpu.selection import hide_others, selected_positions
@@ -228,7 +228,7 @@ def query_scale(scale, view, position, head, head_scale, head_bias):
 @kernel
 def _head_share(heads, dim, multiple, thread, threads):
     """First and last + 1 of the heads whose rows a thread has computed, `dim` each; they were split at `multiple`."""
-    first, last = split(heads * dim, multiple, thread, threads), split(heads * dim, multiple, thread + 1, threads)
+    first, last = row_share(heads * dim, multiple, thread, threads)
     return first // dim, last // dim
 
 
@@ -512,7 +512,7 @@ def merge_values(parameters, thread, threads):
     p = load_record(MergeParameters, parameters)
     s, matrices = load_record(Sizes, p.sizes), load_record(HeadMatrices, p.matrices)
     buffer = p.scratch + thread * p.private_stride
-    first, last = split(s.heads, 1, thread, threads), split(s.heads, 1, thread + 1, threads)
+    first, last = row_share(s.heads, 1, thread, threads)
     for head in range(first, last):
         _merge_head(p.partial, threads, s.heads, head, s.kv_lora, buffer)
         if p.rotate != 0:
@@ -602,7 +602,8 @@ def full_batch_heads(parameters, thread, threads):
     matrix = p.scratch + thread * p.private_stride
     decoded = matrix + max(s.nope, s.dim_v) * s.kv_lora * 4
     rows = -(-count // FLOAT_TILE_TOKENS) * FLOAT_TILE_TOKENS
-    for head in range(split(s.heads, 1, thread, threads), split(s.heads, 1, thread + 1, threads)):
+    first, last = row_share(s.heads, 1, thread, threads)
+    for head in range(first, last):
         k, v = p.k + head * dim * 4, p.v + head * s.dim_v * 4
         _read_matrix(p.read_keys, m.keys + head * m.key_bytes, s.nope, s.kv_lora, m.keys_transposed, matrix, decoded)
         matmul(p.kv, latent, matrix, s.nope * 4, s.kv_lora, k, s.heads * dim * 4, rows, s.nope, False)

@@ -28,8 +28,8 @@ from quantkit.runtime.kernels.cpu.delta_net import (
     StatesView,
     by_columns,
 )
-from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record, split
-from quantkit.runtime.kernels.cpu.prefill_ops import SPAN_BYTES, STATE_BYTES, BatchState, SpanState, token_share
+from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record, row_share
+from quantkit.runtime.kernels.cpu.prefill_ops import SPAN_BYTES, STATE_BYTES, BatchState, SpanState, batch_share
 from quantkit.runtime.kernels.reference import exp, softplus
 
 
@@ -105,7 +105,7 @@ def update(parameters, thread, threads):
     p = load_record(UpdateParameters, parameters)
     heads, fields = load_record(HeadFields, p.heads), load_record(ScanFields, p.fields)
     state = load_record(LayerStates, load_record(StatesView, p.layer_states).states).heads
-    first, last = split(heads.value_heads, 1, thread, threads), split(heads.value_heads, 1, thread + 1, threads)
+    first, last = row_share(heads.value_heads, 1, thread, threads)
     for head in range(first, last):
         _advance_head(heads, fields, 0, head, state + head * heads.dim_k * heads.dim_v * 4)
 
@@ -176,7 +176,7 @@ def norm_token(parameters, thread, threads):
     p = load_record(TokenNormParameters, parameters)
     fields = load_record(GatedNormFields, p.fields)
     n = fields.n
-    first, last = split(n, p.multiple, thread, threads), split(n, p.multiple, thread + 1, threads)
+    first, last = row_share(n, p.multiple, thread, threads)
     if first < last:
         _gate_and_norm(fields, 0, first, last, p.buffer)
         quantize_range(p.buffer, n, first, last)
@@ -194,6 +194,6 @@ def norm_batch(parameters, thread, threads):
     """x = the gated norm of x, for all tokens."""
     p = load_record(BatchNormParameters, parameters)
     fields = load_record(GatedNormFields, p.fields)
-    first, last = token_share(load_record(BatchState, p.state).tokens, thread, threads)
+    first, last = batch_share(p.state, thread, threads)
     for token in range(first, last):
         _gate_and_norm(fields, token, 0, fields.n, fields.x + token * fields.n * 4)

@@ -20,9 +20,8 @@ from quantkit.codegen.jit import kernel
 from quantkit.codegen.simd import copy_floats, floats, load_float
 from quantkit.runtime.kernels.cpu.decode_ops import rms_norm_into, rms_scale
 from quantkit.runtime.kernels.cpu.delta_net import STATES_BYTES, LayerStates, StatesView
-from quantkit.runtime.kernels.cpu.gemm import token_share
-from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record, split
-from quantkit.runtime.kernels.cpu.prefill_ops import SPAN_BYTES, STATE_BYTES, BatchState, SpanState
+from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record, row_share
+from quantkit.runtime.kernels.cpu.prefill_ops import SPAN_BYTES, STATE_BYTES, BatchState, SpanState, batch_share
 from quantkit.runtime.kernels.reference import exp
 
 _LEAST = np.float32(1e-6)  # of the scores whose roots are taken
@@ -74,7 +73,7 @@ def _gate(score):
 def gate(parameters, thread, threads):
     """v is added to the streams; keys become conv_norm(v)."""
     p = load_record(NGramParameters, parameters)
-    first, last = token_share(load_record(BatchState, p.state).tokens, thread, threads)
+    first, last = batch_share(p.state, thread, threads)
     width = p.width
     for token in range(first, last):
         value = floats(p.value + token * width * 4, width)
@@ -121,7 +120,7 @@ def convolve(parameters, thread, threads):
     p = load_record(NGramParameters, parameters)
     view, channels = load_record(StatesView, p.layer_states), p.n * p.width
     stride = channels * 4
-    first, last = split(channels, p.multiple, thread, threads), split(channels, p.multiple, thread + 1, threads)
+    first, last = row_share(channels, p.multiple, thread, threads)
     for s in range(load_record(BatchState, p.state).spans):
         span = load_record(SpanState, p.state + STATE_BYTES + s * SPAN_BYTES)
         past, inputs = load_record(LayerStates, view.states + s * STATES_BYTES).inputs, p.keys + span.start * stride

@@ -30,7 +30,7 @@ from quantkit.codegen.simd import load_record
 OPERATION = "void(int64, int64, int64)"  # parameters, thread, threads
 _FIELD_BYTES = 8
 
-__all__ = ["OPERATION", "StoredRecord", "load_record", "offset_of", "record_bytes", "split"]
+__all__ = ["OPERATION", "StoredRecord", "load_record", "offset_of", "record_bytes", "row_share"]
 
 
 def offset_of(declaration: type[NamedTuple], field: str) -> int:
@@ -62,6 +62,7 @@ class StoredRecord:
 
 
 @kernel(inline="always")
-def split(rows, multiple, thread, threads):
-    """First row of a thread's share of `rows`. Shares are multiples of `multiple` rows, except the last."""
-    return min(rows, -(-rows // multiple) * thread // threads * multiple)
+def row_share(rows, multiple, thread, threads):
+    """First and last + 1 of a thread's share of `rows`. Shares are multiples of `multiple` rows, except the last."""
+    runs = -(-rows // multiple)
+    return min(rows, runs * thread // threads * multiple), min(rows, runs * (thread + 1) // threads * multiple)

@@ -17,7 +17,7 @@ from quantkit.runtime.kernels.cpu.decode_ops import add_range, rms_norm_into, sc
 from quantkit.runtime.kernels.cpu.gemm import token_share
 from quantkit.runtime.kernels.cpu.kv_rows import LayerView
 from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record
-from quantkit.runtime.kernels.cpu.prefill_ops import SPAN_BYTES, STATE_BYTES, BatchState, SpanState
+from quantkit.runtime.kernels.cpu.prefill_ops import SPAN_BYTES, STATE_BYTES, BatchState, SpanState, batch_share
 
 
 class AddParameters(NamedTuple):
@@ -35,7 +35,7 @@ class AddParameters(NamedTuple):
 def add(parameters, thread, threads):
     """x += norm(y), or x += y without a weight."""
     p = load_record(AddParameters, parameters)
-    first, last = token_share(load_record(BatchState, p.state).tokens, thread, threads)
+    first, last = batch_share(p.state, thread, threads)
     for token in range(first, last):
         y = p.y + token * p.n * 4
         if p.weight != 0:
@@ -56,7 +56,7 @@ class ScaleParameters(NamedTuple):
 def scale(parameters, thread, threads):
     """x *= factor."""
     p = load_record(ScaleParameters, parameters)
-    first, last = token_share(load_record(BatchState, p.state).tokens, thread, threads)
+    first, last = batch_share(p.state, thread, threads)
     scale_range(p.x, first * p.n, last * p.n, load_float(p.factor))
 
 
@@ -72,7 +72,7 @@ class ClearParameters(NamedTuple):
 def clear(parameters, thread, threads):
     """x = 0."""
     p = load_record(ClearParameters, parameters)
-    first, last = token_share(load_record(BatchState, p.state).tokens, thread, threads)
+    first, last = batch_share(p.state, thread, threads)
     floats(p.x, last * p.n)[first * p.n :] = np.float32(0)
 
 

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from quantkit.codegen.callbacks import Callback, callback
+from quantkit.codegen.jit import kernel
 from quantkit.codegen.simd import call6, floats, load_float, store_int
 from quantkit.runtime.kernels.cpu.decode_attention import apply_rope
 from quantkit.runtime.kernels.cpu.decode_ops import norm_into, rms_norm_into
@@ -46,6 +47,12 @@ STATE_BYTES, SPAN_BYTES = record_bytes(BatchState), record_bytes(SpanState)
 TOKENS, NEXT_PIECE = offset_of(BatchState, "tokens"), offset_of(BatchState, "next_piece")
 
 
+@kernel
+def batch_share(state, thread, threads):
+    """First and last + 1 of a thread's tokens of the batch whose BatchState is at `state`: whole tiles."""
+    return token_share(load_record(BatchState, state).tokens, thread, threads)
+
+
 class NormParameters(NamedTuple):
     """Parameters of `norm`."""
 
@@ -64,7 +71,7 @@ def norm(parameters, thread, threads):
     """out = x / sqrt(mean(x^2) + eps) * weight (+ bias), for each token."""
     p = load_record(NormParameters, parameters)
     eps = load_float(p.eps)
-    first, last = token_share(load_record(BatchState, p.state).tokens, thread, threads)
+    first, last = batch_share(p.state, thread, threads)
     for token in range(first, last):
         x, out = p.x + token * p.n * 4, p.out + token * p.n * 4
         norm_into(x, p.weight, p.n, eps, p.centred, p.bias, out)
@@ -87,7 +94,7 @@ def head_norm(parameters, thread, threads):
     """out = norm(x) of every head."""
     p = load_record(HeadNormParameters, parameters)
     eps = load_float(p.eps)
-    first, last = token_share(load_record(BatchState, p.state).tokens, thread, threads)
+    first, last = batch_share(p.state, thread, threads)
     for head in range(first * p.heads, last * p.heads):
         rms_norm_into(p.x + head * p.dim * 4, p.weight, p.dim, eps, p.out + head * p.dim * 4)
 
@@ -108,7 +115,7 @@ class GatedParameters(NamedTuple):
 def gated(parameters, thread, threads):
     """out = act(gate) * up."""
     p = load_record(GatedParameters, parameters)
-    first, last = token_share(load_record(BatchState, p.state).tokens, thread, threads)
+    first, last = batch_share(p.state, thread, threads)
     call6(p.activation, p.gate, p.up, first * p.n, last * p.n, p.out, p.numbers)
 
 

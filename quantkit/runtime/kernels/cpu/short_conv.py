@@ -15,7 +15,7 @@ from quantkit.codegen.callbacks import Callback, callback
 from quantkit.codegen.simd import F32, IrBuilder, Value, simd_intrinsic, vector
 from quantkit.runtime.kernels.cpu.activations import quantize_range
 from quantkit.runtime.kernels.cpu.delta_net import STATES_BYTES, LayerStates, StatesView
-from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record, split
+from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record, row_share
 from quantkit.runtime.kernels.cpu.prefill_ops import SPAN_BYTES, STATE_BYTES, BatchState, SpanState
 
 COLUMNS = 32  # channels at a time; models have a multiple
@@ -73,7 +73,7 @@ def gated_conv(kernel_size: int) -> Callback:
         p = load_record(GatedConvParameters, parameters)
         view, spans = load_record(StatesView, p.layer_states), load_record(BatchState, p.state).spans
         channels, stride = p.channels, p.channels * 4
-        first, last = split(channels, p.multiple, thread, threads), split(channels, p.multiple, thread + 1, threads)
+        first, last = row_share(channels, p.multiple, thread, threads)
         for s in range(spans):
             span = load_record(SpanState, p.state + STATE_BYTES + s * SPAN_BYTES)
             past = load_record(LayerStates, view.states + s * STATES_BYTES).inputs

@@ -18,9 +18,8 @@ from quantkit.codegen.jit import kernel
 from quantkit.codegen.simd import floats, load_float
 from quantkit.runtime.kernels.cpu.activations import quantize
 from quantkit.runtime.kernels.cpu.decode_ops import rms_norm_into
-from quantkit.runtime.kernels.cpu.gemm import token_share
-from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record, split
-from quantkit.runtime.kernels.cpu.prefill_ops import BatchState
+from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record, row_share
+from quantkit.runtime.kernels.cpu.prefill_ops import batch_share
 from quantkit.runtime.kernels.reference import exp
 
 
@@ -87,7 +86,7 @@ def norm_token(parameters, thread, threads):
 def mix_token(parameters, thread, threads):
     """out = what the part reads of the streams that `norm_token` has normed; x = 0."""
     p = load_record(MixerParameters, parameters)
-    first, last = split(p.width, p.multiple, thread, threads), split(p.width, p.multiple, thread + 1, threads)
+    first, last = row_share(p.width, p.multiple, thread, threads)
     _mix(p.normed + thread * p.normed_stride, p.gates, p.n, p.width, first, last, p.out)
     if p.clears != 0:
         floats(p.x, p.width)[first:last] = np.float32(0)
@@ -97,7 +96,7 @@ def mix_token(parameters, thread, threads):
 def write_token(parameters, thread, threads):
     """Add what the part made to the streams."""
     p = load_record(MixerParameters, parameters)
-    first, last = split(p.width, p.multiple, thread, threads), split(p.width, p.multiple, thread + 1, threads)
+    first, last = row_share(p.width, p.multiple, thread, threads)
     _write(p.streams, p.shares, p.n, p.width, first, last, p.x)
 
 
@@ -105,7 +104,7 @@ def write_token(parameters, thread, threads):
 def norm_batch(parameters, thread, threads):
     """The norms of all streams of each token."""
     p = load_record(MixerParameters, parameters)
-    first, last = token_share(load_record(BatchState, p.state).tokens, thread, threads)
+    first, last = batch_share(p.state, thread, threads)
     for token in range(first, last):
         at = token * p.n * p.width * 4
         norm_streams(p.streams + at, p.weight, p.n, p.width, load_float(p.eps), p.normed + at)
@@ -115,7 +114,7 @@ def norm_batch(parameters, thread, threads):
 def mix_batch(parameters, thread, threads):
     """As `mix_token`, for each token."""
     p = load_record(MixerParameters, parameters)
-    first, last = token_share(load_record(BatchState, p.state).tokens, thread, threads)
+    first, last = batch_share(p.state, thread, threads)
     for token in range(first, last):
         at = token * p.width * 4
         _mix(p.normed + at * p.n, p.gates + at * p.n, p.n, p.width, 0, p.width, p.out + at)
@@ -127,7 +126,7 @@ def mix_batch(parameters, thread, threads):
 def write_batch(parameters, thread, threads):
     """As `write_token`, for each token."""
     p = load_record(MixerParameters, parameters)
-    first, last = token_share(load_record(BatchState, p.state).tokens, thread, threads)
+    first, last = batch_share(p.state, thread, threads)
     for token in range(first, last):
         at = token * p.width * 4
         _write(p.streams + at * p.n, p.shares + token * p.n * 4, p.n, p.width, 0, p.width, p.x + at)

@@ -126,6 +126,45 @@ def attend(k_kind: str, v_kind: str, dim_k: int, dim_v: int, values_in_keys: boo
     warps = threads // 32
     rounds = -(-ROWS // warps)
 
+    @inlined
+    def decode(read, data, first_row, nbytes, runs, dim, key_count, thread, tile):
+        """Rows of a cache to the tile."""
+        for i in range(thread, key_count * runs, threads):
+            read(data, (first_row + i // runs) * nbytes, nbytes, i % runs, dim, tile, i // runs * pitch)
+
+    @inlined
+    def score_keys(query, tile, positions, first_row, last_row, group, start, key_count, window, thread, score):
+        """score[row, key] of the tile's keys that a row sees, _MASKED of others."""
+        for i in range(thread, ROWS * keys, threads):
+            row, key = i // keys, i % keys
+            position = positions[min(first_row + row, last_row) // group]
+            value = _MASKED
+            if key < key_count and start + key <= position and start + key > position - window:
+                value = np.float32(0)
+                for d in range(dim_k):
+                    value += query[row * dim_k + d] * tile[key * pitch + d]
+            score[row * 32 + key] = value
+
+    @inlined
+    def update(score, rescale, running_max, running_sum, lane, warp):
+        """One step of the online softmax: scores become e^(score - m'), rescale is e^(m - m'). A warp takes a row."""
+        for r in range(rounds):
+            row = min(r * warps + warp, ROWS - 1)
+            is_own_row = r * warps + warp < ROWS
+            value = score[row * 32 + lane] if lane < keys else _MASKED
+            new = max(running_max[row], warp_max(value))
+            portion = np.float32(math.exp(value - new)) if value > _MASKED or value != value else np.float32(0)
+            total = warp_sum(portion)
+            cuda.syncthreads()
+            if is_own_row and lane < keys:
+                score[row * 32 + lane] = portion
+            if is_own_row and lane == 0:
+                rescale[row] = (
+                    np.float32(math.exp(running_max[row] - new)) if running_sum[row] > np.float32(0) else np.float32(0)
+                )
+                running_sum[row] = running_sum[row] * rescale[row] + total
+                running_max[row] = new
+
     def kernel(
         q,
         k,
@@ -173,43 +212,15 @@ def attend(k_kind: str, v_kind: str, dim_k: int, dim_v: int, values_in_keys: boo
         for start in range(begin, end, keys):
             key_count = min(keys, end - start)
             cuda.syncthreads()
-            for i in range(thread, key_count * runs_k, threads):
-                row_at = (np.int64(head) * n_ctx + start + i // runs_k) * k_bytes
-                read_k(k, row_at, k_bytes, i % runs_k, dim_k, tile, i // runs_k * pitch)
+            first_key = np.int64(head) * n_ctx + start
+            decode(read_k, k, first_key, k_bytes, runs_k, dim_k, key_count, thread, tile)
             cuda.syncthreads()
-            for i in range(thread, ROWS * keys, threads):
-                row, key = i // keys, i % keys
-                position = positions[min(first_row + row, last_row) // group]
-                value = _MASKED
-                if key < key_count and start + key <= position and start + key > position - window:
-                    value = np.float32(0)
-                    for d in range(dim_k):
-                        value += query[row * dim_k + d] * tile[key * pitch + d]
-                score[row * 32 + key] = value
+            score_keys(query, tile, positions, first_row, last_row, group, start, key_count, window, thread, score)
             cuda.syncthreads()
-            for r in range(rounds):
-                row = min(r * warps + warp, ROWS - 1)
-                is_own_row = r * warps + warp < ROWS
-                value = score[row * 32 + lane] if lane < keys else _MASKED
-                new = max(running_max[row], warp_max(value))
-                portion = np.float32(math.exp(value - new)) if value > _MASKED or value != value else np.float32(0)
-                total = warp_sum(portion)
-                cuda.syncthreads()
-                if is_own_row and lane < keys:
-                    score[row * 32 + lane] = portion
-                if is_own_row and lane == 0:
-                    rescale[row] = (
-                        np.float32(math.exp(running_max[row] - new))
-                        if running_sum[row] > np.float32(0)
-                        else np.float32(0)
-                    )
-                    running_sum[row] = running_sum[row] * rescale[row] + total
-                    running_max[row] = new
+            update(score, rescale, running_max, running_sum, lane, warp)
             if not values_in_keys:
                 cuda.syncthreads()
-                for i in range(thread, key_count * runs_v, threads):
-                    row_at = (np.int64(head) * n_ctx + start + i // runs_v) * v_bytes
-                    read_v(v, row_at, v_bytes, i % runs_v, dim_v, tile, i // runs_v * pitch)
+                decode(read_v, v, first_key, v_bytes, runs_v, dim_v, key_count, thread, tile)
             cuda.syncthreads()
             for row in range(ROWS):
                 value = acc_of_rows[row] * rescale[row]

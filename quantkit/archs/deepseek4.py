@@ -243,7 +243,7 @@ class DeepSeek4(Decoder):
     def rope_dim(self, config: Config) -> int:
         if (given := integer(config, "qk_rope_head_dim")) > 0:
             return given
-        part = real(config, "partial_rotary_factor") or real(_rope_settings(config)[0], "partial_rotary_factor")
+        part = real(_rope_settings(config)[0], "partial_rotary_factor") or real(config, "partial_rotary_factor")
         return int(self.head_dim(config) * (part or _ROPE_DIM))
 
     def metadata(self, config: Config) -> Entries:

@@ -149,7 +149,7 @@ def _read(model: Path) -> tuple[Tokenizer, int]:
     from quantkit.tokenizers.tokenizer import Tokenizer
 
     file = gguf.require_model(gguf.open(model))
-    return Tokenizer.from_gguf(file.metadata), trained_context(file)
+    return Tokenizer.from_gguf(file.metadata, file.path), trained_context(file)
 
 
 def _prompt(text: str | None, file: Path | None) -> str:

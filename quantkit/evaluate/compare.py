@@ -62,7 +62,7 @@ def vocabulary_of(path: Path) -> Vocabulary:
     """The vocabulary in a file's metadata; the model is not opened."""
     file = gguf.require_model(gguf.open(path))
     described = validate.describe(file.metadata, file.tensors, file.path)
-    return Vocabulary(described.hparams.n_vocab, Tokenizer.from_gguf(file.metadata))
+    return Vocabulary(described.hparams.n_vocab, Tokenizer.from_gguf(file.metadata, file.path))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -262,7 +262,7 @@ def score_tasks(
     tasks = _READERS[kind](file, limit)
     if not tasks:
         raise QuantkitError(f"{file} contains no tasks")
-    tokenizer = Tokenizer.from_gguf(gguf.require_model(gguf.open(path)).metadata)
+    tokenizer = Tokenizer.from_gguf(gguf.require_model(gguf.open(path)).metadata, path)
     longest = max(len(tokenizer.encode(text, bos=None)) for task in tasks for text in task.texts)
     loaded = open_model(path, numerics=numerics, threads=threads, n_ctx=longest, tokenizer=tokenizer)
     on_message(f"{kind}: {len(tasks)} tasks of {file}")

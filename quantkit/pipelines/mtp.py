@@ -12,10 +12,15 @@ follow.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
+
+from quantkit import archs
 from quantkit.archs.common import validate
 from quantkit.archs.common.mtp import in_head_file
+from quantkit.archs.common.required_tensors import Shaped
 from quantkit.archs.common.tensors import split_name
-from quantkit.errors import DataError, UnsupportedError
+from quantkit.errors import DataError, FormatError, UnknownNameError, UnsupportedError
 from quantkit.formats import provenance
 from quantkit.formats.gguf import GGUF, Metadata
 from quantkit.pipelines.rewrite import Rewrite, RewrittenTensor, by_shard, copied
@@ -36,6 +41,7 @@ def plan_trunk(source: GGUF) -> Rewrite:
 def plan_head(source: GGUF) -> Rewrite:
     """Plan the file of the MTP layers alone. UnsupportedError if there are none."""
     _, main, _ = _layers(source)
+    _check_layers(source.metadata, source.tensors, source.path)
     made = [copied(tensor, shard) for shard, tensor in by_shard(source) if in_head_file(tensor.name, main)]
     metadata = source.metadata.copy()
     _keep_records(metadata, made)
@@ -60,8 +66,22 @@ def plan_join(trunk: GGUF, head: GGUF) -> Rewrite:
     last = max(i for i, tensor in enumerate(made) if tensor.spec.name.startswith("blk."))
     made[last + 1 : last + 1] = [copied(tensor, made[last].shard) for tensor in layers]
     _keep_records(metadata, made, head.metadata)
-    validate.describe(metadata, {tensor.spec.name: tensor.spec for tensor in made}, trunk.path)
+    specs = {tensor.spec.name: tensor.spec for tensor in made}
+    validate.describe(metadata, specs, trunk.path)
+    _check_layers(metadata, specs, head.path)
     return Rewrite([trunk, head], made, metadata)
+
+
+def _check_layers(metadata: Metadata, tensors: Mapping[str, Shaped], path: str | os.PathLike[str]) -> None:
+    """FormatError, UnsupportedError for MTP layers that are incomplete or contradict the metadata."""
+    try:
+        arch = archs.get(str(metadata["general.architecture"]))
+        hparams = arch.hparams(metadata, tensors.keys())
+    except FormatError as error:
+        raise FormatError(f"{path}: {error}; {validate.REMEDY}") from None
+    except (UnsupportedError, UnknownNameError) as error:
+        raise UnsupportedError(f"{path}: {error}") from None
+    validate.check_mtp(arch, hparams, tensors, path)
 
 
 def _layers(source: GGUF) -> tuple[str, int, int]:

@@ -230,7 +230,7 @@ class Model(BlockRunner, Locked):
             if self._tokenizer is None:
                 from quantkit.tokenizers.tokenizer import Tokenizer
 
-                self._tokenizer = Tokenizer.from_gguf(self.metadata)
+                self._tokenizer = Tokenizer.from_gguf(self.metadata, self.path)
             return self._tokenizer
 
     def new_cache(self, n_ctx: int | None = None, cache_type: str | CacheType | None = None) -> Cache:

@@ -27,8 +27,9 @@ from quantkit.archs.common import blocks
 from quantkit.archs.common.base import Arch
 from quantkit.archs.common.required_tensors import required_of_mtp
 from quantkit.archs.common.tensors import split_name
+from quantkit.archs.common.validate import REMEDY, check_mtp
 from quantkit.codegen import blas
-from quantkit.errors import DataError, FormatError, UnsupportedError
+from quantkit.errors import DataError, FormatError, UnknownNameError, UnsupportedError
 from quantkit.formats.gguf import Tensor
 from quantkit.runtime.blocks import float_linear, latent
 from quantkit.runtime.blocks.block_runner import BlockRunner
@@ -52,12 +53,16 @@ class MtpHead:
         self.path = model.path if file is None else file.path
         metadata = model.metadata if file is None else file.metadata
         weights = dict(model.weights) | (_of_head(file) if file is not None else {})
-        arch = archs.get(str(metadata.get("general.architecture")))
-        self._hparams = arch.hparams(metadata, weights.keys())
+        try:
+            arch = archs.get(str(metadata.get("general.architecture")))
+            self._hparams = arch.hparams(metadata, weights.keys())
+        except (FormatError, UnsupportedError, UnknownNameError) as error:
+            raise FormatError(f"{self.path}: {error}; {REMEDY}") from None
         if file is not None:
             _require_same(model, self._hparams, file)
         self.layers = _heads(arch, self._hparams, str(self.path))
-        _check_tensors(self._hparams, self.layers, weights, str(self.path))
+        check_mtp(arch, self._hparams, weights, self.path, self.layers)
+        _check_types(self._hparams, self.layers, weights, str(self.path))
         self._model = model
         self._runner = BlockRunner(
             self.path, weights, numerics=model.numerics, threads=model.threads, attention=model.attention,
@@ -206,11 +211,7 @@ def _require_same(model: Model, hp: blocks.HParams, file: ModelFile) -> None:
             )
 
 
-def _check_tensors(hp: blocks.HParams, layers: list[blocks.MtpLayer], weights: dict[str, Tensor], path: str) -> None:
-    for name, shape in required_of_mtp(hp, layers, weights):
-        if name not in weights:
-            raise FormatError(f"{path}: tensor {name} is missing; the metadata make it {shape}")
-        if weights[name].shape != shape:
-            raise FormatError(f"{path}: tensor {name} has shape {weights[name].shape}, the metadata say {shape}")
+def _check_types(hp: blocks.HParams, layers: list[blocks.MtpLayer], weights: dict[str, Tensor], path: str) -> None:
+    for name, _ in required_of_mtp(hp, layers, weights):
         if not weights[name].type.has_codec:
             raise UnsupportedError(f"{path}: tensor {name}: quantkit cannot decode {weights[name].type.name} yet")

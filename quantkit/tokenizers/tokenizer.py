@@ -15,11 +15,12 @@ import codecs
 import functools
 import itertools
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from quantkit.errors import DataError, FormatError, UnsupportedError, printable
+from quantkit.errors import DataError, FormatError, UnknownNameError, UnsupportedError, printable
 from quantkit.inputs import arguments
 from quantkit.inputs.json_input import Json
 from quantkit.tokenizers import hf_tokenizer, tiktoken
@@ -52,13 +53,22 @@ class Tokenizer:
         self.adds_eos = hf_tokenizer.adds_token(metadata, "eos") and self.eos_id is not None
 
     @classmethod
-    def from_gguf(cls, metadata: Mapping[str, object]) -> Tokenizer:
-        """The tokenizer of a GGUF file's metadata.
+    def from_gguf(cls, metadata: Mapping[str, object], path: str | os.PathLike[str] | None = None) -> Tokenizer:
+        """The tokenizer of a GGUF file's metadata; errors name the file's `path`, where it is given.
 
-        FormatError when keys are missing or contradict each other; UnsupportedError and UnknownNameError name a
-        tokenizer.ggml.model or tokenizer.ggml.pre that is not handled.
+        FormatError when keys are missing or contradict each other; UnsupportedError, and without a path
+        UnknownNameError, name a tokenizer.ggml.model or tokenizer.ggml.pre that is not handled.
         """
-        return cls(metadata)
+        if path is None:
+            return cls(metadata)
+        try:
+            found = cls(metadata)
+            _ = found._engines  # the library checks its own part when it is built
+        except FormatError as error:
+            raise FormatError(f"{path}: {error}") from None
+        except (UnsupportedError, UnknownNameError) as error:
+            raise UnsupportedError(f"{path}: {error}") from None
+        return found
 
     @property
     def vocab_size(self) -> int:

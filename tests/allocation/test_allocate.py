@@ -163,7 +163,7 @@ def test_a_speed_that_must_be_reached() -> None:
         ({"bpw": 4.5, "min": ["nothing=q8_0"]}, "matches none of the"),
         ({"bpw": 4.5, "min": ["attn_v"]}, "is not REGEX=TYPE"),
         ({"bpw": 4.5, "min": ["attn_v=q8_0"], "max": ["attn_v=q4_K"]}, "none of the types .* is within --min attn_v"),
-        ({"bpw": 4.5, "types": ["q5_K"]}, "has no error for q5_K.*sensitivity --types q5_K"),
+        ({"bpw": 4.5, "types": ["q5_K"]}, "costs: token_embd.weight has no error for q5_K.*sensitivity --types q5_K"),
         ({"bpw": 4.5, "types": ["q8_K"]}, "."),
         ({}, "needs a limit"),
         ({"bpw": 4.5, "same": "all"}, "--same all: choose one of"),

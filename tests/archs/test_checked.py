@@ -8,12 +8,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from quantkit import archs, recipe
+from quantkit.archs.common import checked
 from quantkit.errors import FormatError, UnsupportedError
 from quantkit.pipelines.conversion.convert import convert_checkpoint
 from tests.archs.checkpoints import tiny
+from tests.archs.test_hybrid import rewritten
 from tests.refusals import Refusals
 
 LLAMA = archs.get("llama").EXAMPLE
@@ -116,6 +119,59 @@ def test_a_shape_that_config_does_not_say(
     ):
         convert_checkpoint(tmp_path / "hf", tmp_path / "m.gguf", "f16")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
+
+
+@pytest.mark.parametrize(
+    ("arch", "name", "more"),
+    [
+        ("granitemoe", "model.layers.1.block_sparse_moe.input_linear.weight", 0),  # an expert more
+        ("granitemoe", "model.layers.1.block_sparse_moe.input_linear.weight", 1),  # rows of each expert
+        ("llama4", "model.layers.1.feed_forward.experts.gate_up_proj", 2),
+        ("minimax-m3", "model.layers.2.mlp.experts.gate_up_proj", 0),
+        ("qwen35", "model.layers.2.linear_attn.in_proj_qkv.weight", 0),
+        ("ernie4_5-moe", "model.layers.1.mlp.moe_statics.e_score_correction_bias", 0),
+    ],
+)
+def test_a_tensor_is_taken_whole_or_refused(tmp_path: Path, arch: str, name: str, more: int) -> None:
+    """A stack of more experts, or of larger ones, than config.json says is not cut to what it says."""
+    tiny(tmp_path / "hf", arch=arch)
+
+    def longer(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        x = tensors[name]
+        return tensors | {name: np.concatenate([x, np.take(x, [0], more)], more)}
+
+    made = rewritten(tmp_path / "hf", tmp_path / "longer", longer)
+    with pytest.raises(FormatError, match=rf"model\.safetensors: tensor {name} has shape .* belongs to another model"):
+        convert_checkpoint(made, tmp_path / "m.gguf", "f32")
+
+
+@pytest.mark.parametrize(("arch", "part"), [("qwen2", "q_proj.bias"), ("glm4moe", "v_proj.bias"),
+                                            ("gpt-oss", "router.bias"), ("seed_oss", "k_proj.bias")])  # fmt: skip
+def test_biases_that_no_layer_has_are_missed(tmp_path: Path, arch: str, part: str) -> None:
+    tiny(tmp_path / "hf", arch=arch)
+    made = rewritten(
+        tmp_path / "hf", tmp_path / "cut", lambda tensors: {n: x for n, x in tensors.items() if not n.endswith(part)}
+    )
+    with pytest.raises(FormatError, match=rf"cut: this checkpoint lacks \d bias.* of a {arch} model .*bias"):
+        convert_checkpoint(made, tmp_path / "m.gguf", "f32")
+
+
+def test_the_part_of_a_head_that_rotates() -> None:
+    """rope_parameters come first, as in transformers; 0 is no number for "not given"."""
+    glm = archs.get("glm4")
+    config = {**glm.EXAMPLE, "partial_rotary_factor": 1.0, "rope_parameters": {"partial_rotary_factor": 0.25}}
+    assert glm.metadata(config)["glm4.rope.dimension_count"] == (glm.EXAMPLE["head_dim"] // 4, "u32")
+    with pytest.raises(FormatError, match="partial_rotary_factor = 0; it has to be a number above 0, at most 1"):
+        checked.check_config(glm.EXAMPLE | {"partial_rotary_factor": 0})
+
+
+def test_a_bound_holds_after_rounding_to_float32() -> None:
+    """What `convert` takes from config.json, it reads again in the file."""
+    checked.check_config({"rms_norm_eps": 0.1, "rope_theta": 1e30})
+    rounded = {"attention.layer_norm_rms_epsilon": 0.1, "rope.freq_base": 1e30}
+    checked.check_keys("llama", {f"llama.{key}": float(np.float32(value)) for key, value in rounded.items()})
+    with pytest.raises(FormatError, match="rms_norm_eps"):
+        checked.check_config({"rms_norm_eps": 0.1001})
 
 
 WRONG = (0, 1, 7, -1, 1 << 31, 0.5, float("nan"), "x", True, [], [0], [1], [[1]], ["x"], [None] * 4, {}, {"0": 5}, None)

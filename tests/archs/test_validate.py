@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +218,27 @@ def test_commands_refuse_them(
     said = capsys.readouterr().err
     assert f"{path}: blk.0: rope.dimension_count = 1024" in said
     assert "quantkit metadata set" in said
+
+
+@pytest.mark.parametrize(
+    ("keys", "match"),
+    [
+        ({"general.architecture": ("qwun3", "str")}, "unknown architecture 'qwun3'; did you mean"),
+        ({"tokenizer.ggml.model": ("bert", "str")}, "tokenizer.ggml.model = 'bert'"),
+        ({"tokenizer.ggml.pre": ("gpt-7", "str")}, r"unknown pre-tokenizer \(tokenizer.ggml.pre\) 'gpt-7'"),
+        ({"tokenizer.ggml.merges": None}, "tokenizer.ggml.merges is missing"),
+    ],
+)
+def test_unknown_names_come_with_the_file(
+    keys: dict[str, Any], match: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = changed(written(tmp_path / "llama.gguf", "llama", tokenizer=True), tmp_path / "m.gguf", keys)
+    text = tmp_path / "text"
+    text.write_text("some words " * 50)
+    for command in (["generate", path, "-p", "a", "-n", "1"], ["perplexity", path, "-f", text, "-c", "16"],
+                    ["compare", path, path, "-f", text, "-c", "16"]):  # fmt: skip
+        assert main([*map(str, command)]) == 1
+        assert re.search(f"error: {path}: .*{match}", capsys.readouterr().err), command
 
 
 @pytest.mark.parametrize(

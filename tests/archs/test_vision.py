@@ -182,6 +182,14 @@ def test_what_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
         plan_mmproj(directory)
 
 
+def test_an_unknown_tensor_comes_with_the_directory(tmp_path: Path) -> None:
+    directory, _ = checkpoint(tmp_path / "hf", "gemma3")
+    stored = (directory / "model.safetensors").read_bytes()
+    (directory / "model.safetensors").write_bytes(stored.replace(b"patch_embedding.weight", b"patch_embeddinx.weight"))
+    with pytest.raises(UnsupportedError, match=rf"{directory}: 1 tensor.*patch_embeddinx"):
+        plan_mmproj(directory)
+
+
 def contradictions(projector: str) -> list[tuple[str, Any, str]]:
     """Settings of a checkpoint, vision_config's with a dot before them, that its tensors or its loader contradict."""
     found: list[tuple[str, Any, str]] = [

@@ -149,7 +149,7 @@ def test_an_interrupted_run_resumes(
 
 
 @pytest.mark.usefixtures("saves_always")
-@pytest.mark.parametrize("states", ["older", "missing", "short", "not ours"])
+@pytest.mark.parametrize("states", ["older", "missing", "short", "not ours", "changed"])
 def test_sums_without_their_states_are_not_measured_again(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, states: str
 ) -> None:
@@ -167,6 +167,10 @@ def test_sums_without_their_states_are_not_measured_again(
         left.write_bytes(left.read_bytes()[:-1])
     elif states == "not ours":
         left.write_bytes(b"{}\n")
+    elif states == "changed":
+        data = bytearray(left.read_bytes())
+        data[-100] ^= 64
+        left.write_bytes(data)
     monkeypatch.setattr(by_layer, "save_states", real)
     messages: list[str] = []
     measured(folder, "llama", out, replace(OPTIONS, by_layer=True), on_message=messages.append)

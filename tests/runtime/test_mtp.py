@@ -12,7 +12,7 @@ import quantkit
 from quantkit import types
 from quantkit.archs.common import validate
 from quantkit.cli import main
-from quantkit.errors import DataError, UnsupportedError
+from quantkit.errors import DataError, FormatError, UnsupportedError
 from quantkit.evaluate.imatrix.one_pass import CalibrationOptions, quantize_calibrated
 from quantkit.evaluate.imatrix.run import ImatrixOptions, imatrix
 from quantkit.evaluate.mtp import Drafting, continued, measure
@@ -25,6 +25,7 @@ from quantkit.placement.kv_size import of_layers
 from quantkit.recipe.models import from_config, read_config
 from quantkit.runtime.mtp import MtpHead
 from tests.archs.checkpoints import tiny
+from tests.archs.files import changed, reshaped
 from tests.archs.mtp_checkpoints import mtp_checkpoint
 
 TOKENS = np.random.default_rng(1).integers(3, 300, (2, 24))
@@ -111,6 +112,26 @@ def test_what_cannot_be_joined_or_run_is_refused(files: Path, tmp_path: Path) ->
         plan_join(gguf.open(tmp_path / "other.gguf"), head)
     with pytest.raises(DataError, match=r"n_main = 3, .* has 4"):
         MtpHead(quantkit.load(tmp_path / "other.gguf"), head)
+
+
+def test_layers_that_contradict_their_metadata_are_refused(files: Path, tmp_path: Path) -> None:
+    """By every command, with the name of the file that has them."""
+    whole = gguf.open(files / "whole.gguf")
+    plan_trunk(whole).write(tmp_path / "trunk.gguf")
+    plan_head(whole).write(tmp_path / "head.gguf")
+    trunk, head, name = gguf.open(tmp_path / "trunk.gguf"), tmp_path / "head.gguf", "blk.3.attn_v.weight"
+    other = gguf.open(reshaped(head, tmp_path / "shape.gguf", name, (64, 128)))
+    with pytest.raises(FormatError, match=rf"shape\.gguf: tensor {name} has shape \(64, 128\), the metadata say"):
+        plan_join(trunk, other)
+    with pytest.raises(FormatError, match=rf"shape\.gguf: tensor {name} has shape"):
+        MtpHead(quantkit.load(trunk.path), other)
+    with pytest.raises(FormatError, match=rf"whole2\.gguf: tensor {name} has shape"):
+        plan_head(gguf.open(reshaped(whole.path, tmp_path / "whole2.gguf", name, (64, 128))))
+    with pytest.raises(FormatError, match=rf"less\.gguf: tensor {name} is missing"):
+        plan_join(trunk, gguf.open(changed(head, tmp_path / "less.gguf", {}, drop=name)))
+    wrong = changed(head, tmp_path / "key.gguf", {"glm4moe.expert_weights_scale": (-1.0, "f32")})
+    with pytest.raises(FormatError, match=r"key\.gguf: metadata key glm4moe\.expert_weights_scale = -1"):
+        MtpHead(quantkit.load(trunk.path), gguf.open(wrong))
 
 
 def test_acceptance_is_that_of_the_logits(files: Path, capsys: pytest.CaptureFixture[str]) -> None:

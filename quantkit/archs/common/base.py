@@ -341,7 +341,18 @@ class Arch(ABC):
         _check_experts(rules, stored, hparams)
         found = pieces(rules, {name: shapes[stored[name]] for name in stored}, hparams, to_gguf=True)
         self._check(rules, stored, found, hparams, "checkpoint")
+        self._check_biases(config, found)
         return [replace(piece, sources=tuple(stored[source] for source in piece.sources)) for piece in found]
+
+    def _check_biases(self, config: Config, found: list[Piece]) -> None:
+        """FormatError if biases that config.json states are in no layer; transformers would take zeros for them."""
+        made = {piece.name for piece in found}
+        if absent := [t.name for t in self.tensors(config) if t.name.endswith(".bias") and t.name not in made]:
+            raise FormatError(
+                f"this checkpoint lacks {len(absent)} bias(es) of a {self.name} model with this config.json: "
+                f"{', '.join(absent[:5])}{', …' if len(absent) > 5 else ''}; a shard is missing or the file is "
+                "incomplete, or config.json states biases, such as attention_bias, that the model does not have"
+            )
 
     def expected(self, config: Config, shapes: Mapping[str, Shape]) -> set[str]:
         """Which of a checkpoint's tensors, given by name and shape, a model of this config.json has."""

@@ -47,6 +47,9 @@ class Count:
         return f"a whole number from {self.minimum} to {self.maximum}"
 
 
+_ROUNDED = 2.0**-23  # a bound of config.json may be above itself in a GGUF, where it is a float32
+
+
 @dataclass(frozen=True)
 class Real:
     """A finite number. `open_below` excludes `minimum` itself."""
@@ -59,7 +62,8 @@ class Real:
         """Whether a value is within the bounds."""
         if type(value) not in (int, float):  # NaN, infinities and integers beyond floats compare as out of bounds
             return False
-        return self.minimum <= value <= self.maximum and not (self.open_below and value == self.minimum)
+        most = self.maximum + abs(self.maximum) * _ROUNDED
+        return self.minimum <= value <= most and not (self.open_below and value == self.minimum)
 
     def __str__(self) -> str:
         if self.open_below:
@@ -169,7 +173,7 @@ _SIZE = Count(0, 1 << 24, per_layer=True)
 _EXPERTS = Count(0, 1 << 16)
 _TOKENS = Count(1, 1 << 26)
 _POSITIONS = Count(1, 1 << 31)
-_PART = Real(0, 1)
+_PART = Real(0, 1, open_below=True)
 _FACTOR = Real(0, 1e6, open_below=True)
 _STRENGTH = Real(0, 1e3)
 _BASE = Real(1, 1e30, open_below=True)

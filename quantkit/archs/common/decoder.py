@@ -38,8 +38,8 @@ class Decoder(Arch):
         return integer(config, "head_dim") or int(need(config, "hidden_size") // need(config, "num_attention_heads"))
 
     def rope_dim(self, config: Config) -> int:
-        """Elements of a head that get RoPE."""
-        part = real(config, "partial_rotary_factor") or real(rope_parameters(config), "partial_rotary_factor")
+        """Elements of a head that get RoPE. As in transformers, rope_parameters come before a setting beside them."""
+        part = real(rope_parameters(config), "partial_rotary_factor") or real(config, "partial_rotary_factor")
         return int(self.head_dim(config) * (part or self.rotary_fraction or 1))
 
     def head_lengths(self, config: Config) -> Entries:

@@ -14,16 +14,16 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from quantkit import archs
 from quantkit.archs.common import blocks, checked
 from quantkit.archs.common.base import Arch
 from quantkit.archs.common.blocks import Block, Head, HParams
-from quantkit.archs.common.required_tensors import Shaped, required
+from quantkit.archs.common.required_tensors import Shaped, required, required_of_mtp
 from quantkit.archs.common.tensors import split_name
-from quantkit.errors import FormatError, QuantkitError, UnsupportedError
+from quantkit.errors import FormatError, QuantkitError, UnknownNameError, UnsupportedError
 from quantkit.formats.gguf.reader import PART
 from quantkit.formats.gguf.scales import SCALED, all_companions, scale_name
 from quantkit.types import QuantType
@@ -55,7 +55,7 @@ def describe(
         wrong = list(_contradictions(found, metadata, tensors))
     except FormatError as error:
         raise FormatError(f"{path}: {error}; {REMEDY}") from None
-    except UnsupportedError as error:
+    except (UnsupportedError, UnknownNameError) as error:
         raise UnsupportedError(f"{path}: {error}") from None
     if wrong:
         more = f" (and {len(wrong) - 1} more: `quantkit inspect` lists them)" if len(wrong) > 1 else ""
@@ -87,6 +87,30 @@ def check_planned(metadata: Mapping[str, object], tensors: Mapping[str, Shaped],
         wrong = str(error)
     if wrong:
         raise FormatError(f"{path}: the GGUF would contradict itself: {wrong}; correct the settings of config.json")
+
+
+def check_mtp(
+    arch: Arch,
+    hparams: HParams,
+    tensors: Mapping[str, Shaped],
+    path: str | os.PathLike[str],
+    layers: Sequence[blocks.MtpLayer] | None = None,
+) -> None:
+    """FormatError for a tensor of the MTP layers that is missing or of another shape than the metadata make it.
+
+    `layers` are `arch.mtp_heads(hparams)`. What quantkit copies but does not run is not checked.
+    """
+    try:
+        wanted = list(required_of_mtp(hparams, arch.mtp_heads(hparams) if layers is None else layers, tensors))
+    except UnsupportedError:
+        return
+    for name, shape in wanted:
+        if name not in tensors:
+            raise FormatError(f"{path}: tensor {name} is missing; the metadata make it {shape}; {REMEDY}")
+        if tuple(tensors[name].shape) != tuple(shape):
+            raise FormatError(
+                f"{path}: tensor {name} has shape {tensors[name].shape}, the metadata say {shape}; {REMEDY}"
+            )
 
 
 def check_sizes(metadata: Mapping[str, object], path: str | os.PathLike[str] | None = None) -> None:

@@ -57,11 +57,10 @@ class LayerSaves:
         self._next = 0.0  # time of the next save
 
     def resumed(self, states: LayerStates) -> int:
-        """The number of layers that need not run again; fills `states` with what they gave."""
+        """The number of layers that need not run again; fills `states` with what they gave. 0 for damaged states."""
         layers = saved_layers(self.states, self.saved.run, states)
-        if not 0 < layers <= self.saved.layers:
+        if not 0 < layers <= self.saved.layers or not read_states(self.states, states):
             return 0
-        read_states(self.states, states)
         return layers
 
     def after_layer(self, layers: int, states: LayerStates) -> None:

@@ -141,8 +141,9 @@ class MergedTensor(ScaledTensor):
 
     def _rows(self, start: int, stop: int) -> np.ndarray:
         b = self._product.b.rows(start, stop).astype(np.float64)
-        added = (b @ self._product.a.dequantize().astype(np.float64)) * self._product.scale
-        return (self._base.rows(start, stop) + added).astype(np.float32)
+        with np.errstate(over="ignore", invalid="ignore"):  # the encoder names the values that are not finite
+            added = (b @ self._product.a.dequantize().astype(np.float64)) * self._product.scale
+            return (self._base.rows(start, stop) + added).astype(np.float32)
 
     def forget(self, start: int, stop: int) -> None:
         self._base.forget(start, stop)

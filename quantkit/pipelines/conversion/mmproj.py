@@ -97,7 +97,8 @@ def plan_mmproj(
     with errors_name(directory):
         parts = tower.parts(config, shapes, _break_token(directory))
     encoder = [tower.canonical(name) for name in wrapper.encoder_tensors(opened.tensors).get("image encoder", [])]
-    require_names(parts, encoder, tower)
+    with errors_name(directory):
+        require_names(parts, encoder, tower)
     if absent := [part.source for part in parts if part.source not in stored]:
         raise FormatError(
             f"{directory}: the image encoder lacks {len(absent)} tensor(s): {', '.join(absent[:5])}; a shard is "

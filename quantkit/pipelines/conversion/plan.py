@@ -19,6 +19,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -368,4 +369,25 @@ def _check_tensors(checkpoint: Checkpoint, pieces: list[Piece], expected: Mappin
                 f"{tensor.path}: tensor {tensor.name} has shape {tensor.shape}, which makes {piece.name} "
                 f"{piece.shape}; config.json requires {expected[piece.name]}: one of the two files belongs to another "
                 "model"
+            )
+    _require_whole(checkpoint, pieces)
+
+
+def _require_whole(checkpoint: Checkpoint, pieces: list[Piece]) -> None:
+    """FormatError for a tensor of which the GGUF would take a part only, such as a stack of too many experts.
+
+    Shapes of the GGUF's tensors come from config.json where a transform cuts a tensor, so they do not show it.
+    """
+    taken = Counter[str]()  # elements of each tensor, where a piece takes equally much of what its sources have
+    for piece in pieces:
+        sizes = [math.prod(checkpoint.tensors[name].shape) for name in piece.sources]
+        for name, size in zip(piece.sources, sizes):
+            taken[name] += -(-math.prod(piece.shape) * size // max(1, sum(sizes)))
+    for name, count in taken.items():
+        tensor = checkpoint.tensors[name]
+        if count < math.prod(tensor.shape):
+            made = ", ".join(f"{piece.name} {piece.shape}" for piece in pieces if name in piece.sources)
+            raise FormatError(
+                f"{tensor.path}: tensor {name} has shape {tensor.shape}, {math.prod(tensor.shape)} values; config.json "
+                f"makes {made} of it, {count} values: one of the two files belongs to another model"
             )

@@ -178,7 +178,7 @@ def _options(
             uses = _uses(group, chosen, device, speed)
             found[names, device] = Option(names, device, sum(cost or 0.0 for cost in priced), uses)
     if not found:
-        _refuse(group, bounds, unmeasured, wanted)
+        _refuse(group, bounds, unmeasured, wanted, costs.where)
     return tuple(found.values())
 
 
@@ -193,7 +193,11 @@ def _uses(
 
 
 def _refuse(
-    group: Sequence[PlannedTensor], bounds: _Bounds, unmeasured: Mapping[str, str], wanted: Sequence[QuantType]
+    group: Sequence[PlannedTensor],
+    bounds: _Bounds,
+    unmeasured: Mapping[str, str],
+    wanted: Sequence[QuantType],
+    where: str,
 ) -> None:
     """Raise DataError: why none of the wanted types suits a group."""
     name = group[0].name
@@ -201,7 +205,7 @@ def _refuse(
     if unmeasured:
         kind, of = next(iter(unmeasured.items()))
         raise DataError(
-            f"{of}: the costs file has no error for {kind}, and none of the other types suits; measure it with "
+            f"{where}: {of} has no error for {kind}, and none of the other types suits; measure it with "
             f"quantkit sensitivity --types {','.join(unmeasured)}"
         )
     if text := bounds.text(name):

@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 
 import quantkit
+from quantkit import archs
 from quantkit.cli import main
 from quantkit.errors import FormatError, UnsupportedError
 from quantkit.formats import gguf
-from quantkit.formats.safetensors import CheckpointSpec, CheckpointWriter
+from quantkit.formats.safetensors import CheckpointSpec, CheckpointWriter, open_checkpoint
 from quantkit.formats.safetensors.peft_adapter import open_adapter
 from quantkit.pipelines.conversion.convert import convert_checkpoint
+from quantkit.pipelines.conversion.lora import merged
 from tests.archs.checkpoints import tiny
 from tests.cli.running import printed, refused
 
@@ -141,6 +143,16 @@ def test_adapter_of_another_model(tmp_path: Path) -> None:
         assert not (tmp_path / "x.gguf").exists()
     with pytest.raises(FormatError, match=r"no adapter_config\.json"):
         open_adapter(tmp_path / "hf")
+
+
+def test_two_products_of_one_matrix_are_refused(tmp_path: Path) -> None:
+    """Names with and without `model.` are of one matrix; only one of the products would be in the GGUF."""
+    model = tiny(tmp_path / "hf", "float32", "llama")
+    adapter = open_adapter(save_adapter(tmp_path / "adapter", model, modules=["0.self_attn.q_proj"]))
+    name = "model.layers.0.self_attn.q_proj.weight"
+    adapter.products[name.removeprefix("model.")] = adapter.products[name]
+    with pytest.raises(FormatError, match=rf"adapter: {name} and .* are both of {name}; leave out one"):
+        merged(open_checkpoint(tmp_path / "hf"), adapter, archs.get("llama"))
 
 
 def test_values_and_options_that_an_adapter_does_not_take(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

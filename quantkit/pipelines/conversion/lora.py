@@ -48,6 +48,10 @@ def _names_of(checkpoint: Checkpoint, adapter: Adapter, arch: Arch) -> dict[str,
             f"{adapter.path}: {len(absent)} of {len(found)} matrices are not in {checkpoint.path}: {absent[0]}; the "
             "adapter is of another model"
         )
+    of_ours: dict[str, str] = {}
+    for theirs, ours in found.items():
+        if (other := of_ours.setdefault(ours, theirs)) != theirs:
+            raise FormatError(f"{adapter.path}: {other} and {theirs} are both of {ours}; leave out one of them")
     return found
 
 

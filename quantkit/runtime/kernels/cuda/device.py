@@ -148,12 +148,6 @@ class Gpu:
         """Wait for all that was launched."""
         self.torch.cuda.synchronize(self.torch_device)
 
-    @functools.cached_property
-    def _stream_of(self) -> Callable[[int], int]:
-        """The current stream of a GPU by its number, as the driver knows it. torch's object of it takes 1 us."""
-        raw: Callable[[int], int] | None = getattr(self.torch._C, "_cuda_getCurrentRawStream", None)
-        return raw or (lambda index: int(self.torch.cuda.current_stream(index).cuda_stream))
-
     def _function(self, kernel: CudaKernel) -> driver.Function:
         function = self._functions.get(kernel.name)
         if function is None:
@@ -175,7 +169,7 @@ class Gpu:
                 where = f"{tensor.device} is not a contiguous one on {here}"
                 raise TypeError(f"{kernel.name}: a tensor on {where}")
             values[i] = tensor.data_ptr(), tensor.numel()
-        function, cuda, stream = self._function(kernel), self.torch.cuda, self._stream_of(self.index)
+        function, cuda, stream = self._function(kernel), self.torch.cuda, self.current_stream().cuda_stream
         grid = (blocks,) if isinstance(blocks, int) else blocks
         packed = kernel.packed.values(values)
         if cuda.current_device() == self.index:

@@ -260,6 +260,11 @@ class NemotronH(Decoder):
                     "0 to Infinity is supported"
                 )
 
+    def _check_biases(self, config: Config, found: list[Piece]) -> None:
+        # transformers makes attention without biases whatever attention_bias says, NVIDIA's code as it says: a
+        # checkpoint may be of either.
+        super()._check_biases(dict(config) | {"attention_bias": False}, found)
+
     def has_bias(self, rule: TensorRule, config: Config) -> bool:
         return not rule.full_names and super().has_bias(rule, config)
 

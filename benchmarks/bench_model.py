@@ -1,14 +1,15 @@
 """Prompt and generation speed compared with ik_llama.cpp, in one process and in alternation.
 
-    python benchmarks/bench_model.py [MODEL.gguf …] [--synthetic llama-1.2b --types q4_K,iq4_k]
-                                     [-t 2] [-p 512] [-n 64] [-d 2048] [-r 5] [-ctk f16] [-ctv f16] [-khad] [-vhad]
+    python benchmarks/bench_model.py [MODEL.gguf …] [--synthetic llama-1.2b,gemma3 --types q4_K,iq4_k]
+                                     [-t 2] [-p 512] [-n 64] [-d 512,4096] [-r 5] [-ctk f16] [-ctv f16] [-khad] [-vhad]
 
 In each round, libllama of the wheel runs a prompt of -p tokens (-p 0: none) and generates -n tokens into an empty
-cache, then quantkit does the same; so other load on the machine affects both alike. With -d, both then fill their
-caches to that depth once, and further rounds time generation there; the generated tokens are removed after each. Both
-have the same KV cache, f16 by default, and flash attention. The table has medians over rounds; the ratio ours /
+cache, then quantkit does the same; so other load on the machine affects both alike. For each depth of -d, both then
+fill their caches to it once, and further rounds time generation there; the generated tokens are removed after each.
+Both have the same KV cache, f16 by default, and flash attention. The table has medians over rounds; the ratio ours /
 ik_llama.cpp is the median of the ratios of the rounds. --synthetic writes models with random weights (synthetic.py) to
---folder, one at a time. The last line is JSON.
+--folder, one at a time; with several types, a line with the geometric means of the ratios follows each. The last line
+is JSON.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,24 +38,20 @@ from quantkit.evaluate.bench import bytes_per_token
 from quantkit.runtime.kv.cache_type import CacheType
 from quantkit.runtime.loading import load
 
-TABLE = Table(
-    "model",
-    "How fast do models run?",
-    (
-        Column("model"),
-        Column("pp", "prompt, t/s", ".1f"),
-        Column("pp_reference", "ik_llama.cpp", ".1f"),
-        Column("pp_ratio", "ratio", ".2f"),
-        Column("tg", "generation, t/s", ".1f"),
-        Column("tg_reference", "ik_llama.cpp", ".1f"),
-        Column("tg_ratio", "ratio", ".2f"),
-        Column("tg_gb_per_second", "GB/s", ".1f"),
-        Column("tgd", "at depth, t/s", ".1f"),
-        Column("tgd_reference", "ik_llama.cpp", ".1f"),
-        Column("tgd_ratio", "ratio", ".2f"),
-    ),
-    "Tokens per second, medians over rounds in which both programs alternate; both use flash attention and the same "
-    "KV cache. GB/s: weights and cache that generation reads.",
+COLUMNS = (
+    Column("model"),
+    Column("pp", "prompt, t/s", ".1f"),
+    Column("pp_reference", "ik_llama.cpp", ".1f"),
+    Column("pp_ratio", "ratio", ".2f"),
+    Column("tg", "generation, t/s", ".1f"),
+    Column("tg_reference", "ik_llama.cpp", ".1f"),
+    Column("tg_ratio", "ratio", ".2f"),
+    Column("tg_gb_per_second", "GB/s", ".1f"),
+)
+ABOUT = (
+    "Tokens per second, medians over rounds in which both programs alternate; both use flash attention and the same KV "
+    "cache. GB/s: weights and cache that generation reads. The models have random weights, rows as long as in real "
+    "models, and fewer layers, experts and tokens of the vocabulary (`benchmarks/synthetic.py`)."
 )
 BATCH = 512  # tokens per batch of a prompt
 REST = 0.05  # seconds between two runs, until the threads of the first one sleep
@@ -133,6 +131,9 @@ class Ours:
         self.model.forward(tokens, self.cache, logits="last")
 
 
+Task = Callable[[Any, np.ndarray, argparse.Namespace], list[float]]
+
+
 def generate(side: Any, tokens: np.ndarray, position: int) -> float:
     begin = time.perf_counter()
     for i in range(len(tokens)):
@@ -160,30 +161,36 @@ def fill(side: Any, tokens: np.ndarray, depth: int) -> None:
     side.mark()
 
 
-def at_depth(side: Any, tokens: np.ndarray, args: argparse.Namespace) -> list[float]:
-    side.keep(args.depth)
-    time.sleep(REST)
-    return [generate(side, tokens[: args.n_gen], args.depth)]
+def at_depth(depth: int) -> Task:
+    def task(side: Any, tokens: np.ndarray, args: argparse.Namespace) -> list[float]:
+        side.keep(depth)
+        time.sleep(REST)
+        return [generate(side, tokens[: args.n_gen], depth)]
+
+    return task
 
 
 def alternate(ours: Ours, reference: Reference, tokens: np.ndarray, args: argparse.Namespace) -> dict[str, list[Any]]:
     """For each timed step, the seconds of (ours, ik_llama.cpp) in each round but the first."""
     found: dict[str, list[Any]] = {}
-    kinds = [(["pp"] if args.n_prompt else []) + ["tg"]] + ([["tgd"]] if args.depth else [])
-    for names, task in zip(kinds, (from_empty_cache, at_depth)):
-        if task is at_depth:
-            for side in (reference, ours):
-                fill(side, tokens, args.depth)
+
+    def rounds(names: list[str], task: Task) -> None:
         for turn in range(args.repeat + 1):
             theirs = task(reference, tokens, args)
             mine = task(ours, tokens, args)
             for name, pair in zip(names, zip(mine, theirs)):
                 found.setdefault(name, []).extend([pair] if turn else [])
+
+    rounds((["pp"] if args.n_prompt else []) + ["tg"], from_empty_cache)
+    for depth in args.depth:
+        for side in (reference, ours):
+            fill(side, tokens, depth)
+        rounds([f"tg{depth}"], at_depth(depth))
     return found
 
 
 def measure(path: Path, args: argparse.Namespace) -> dict[str, Any]:
-    n_ctx = max(args.n_prompt, args.depth) + args.n_gen
+    n_ctx = max(args.n_prompt, *args.depth) + args.n_gen
     cache = CacheType(args.ctk, args.ctv, args.khad, args.vhad)
     ours = Ours(path, args.threads, n_ctx, cache)
     recurrent = bool(ours.model.hparams.recurrent)
@@ -207,23 +214,49 @@ def measure(path: Path, args: argparse.Namespace) -> dict[str, Any]:
 
 def line(row: dict[str, Any]) -> str:
     cells = [f"{row['model']:28}"]
-    for name in ("pp", "tg", "tgd"):
-        if name in row:
-            cells.append(f"{row[name]:9.1f} {row[f'{name}_reference']:9.1f} {row[f'{name}_ratio']:6.2f}")
+    for name in (key.removesuffix("_ratio") for key in row if key.endswith("_ratio") and "best" not in key):
+        cells.append(f"{row[name]:9.1f} {row[f'{name}_reference']:9.1f} {row[f'{name}_ratio']:6.2f}")
     cells.append(f"{row['tg_gb_per_second']:6.1f} {row['tg_reference_gb_per_second']:6.1f}")
     return " ".join(cells) + (f"  layer by layer: {row['fallback_reason']}" if row["fallback_reason"] else "")
+
+
+def of_synthetic(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for each type, and one with the geometric means of the ratios."""
+    args.folder.mkdir(parents=True, exist_ok=True)
+    rows = []
+    for kind in args.types.split(","):
+        path = write(name, kind, args.folder / f"{name} {kind}.gguf")
+        rows.append(measure(path, args))
+        path.unlink()
+        print(line(rows[-1]), flush=True)
+    if len(rows) > 1:
+        ratios = [key for key in rows[0] if key.endswith("_ratio")]
+        means = {key: statistics.geometric_mean(row[key] for row in rows) for key in ratios}
+        rows.append({"model": f"{name}, geometric mean", **means})
+        print(rows[-1]["model"], *(f"{key} {means[key]:.2f}" for key in ratios if "best" not in key), flush=True)
+    return rows
+
+
+def names(text: str) -> list[str]:
+    if unknown := set(text.split(",")) - set(NAMES):
+        raise argparse.ArgumentTypeError(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(NAMES)}")
+    return text.split(",")
+
+
+def depths(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", type=Path)
-    parser.add_argument("--synthetic", choices=NAMES)
+    parser.add_argument("--synthetic", type=names, default=[], help=f"of {', '.join(NAMES)}; separated by commas")
     parser.add_argument("--types", default="q4_K")
     parser.add_argument("--folder", type=Path, default=Path("/tmp/quantkit-models"))
     parser.add_argument("-t", "--threads", type=int, default=thread_pool.default_threads())
     parser.add_argument("-p", "--n-prompt", type=int, default=512)
     parser.add_argument("-n", "--n-gen", type=int, default=64)
-    parser.add_argument("-d", "--depth", type=int, default=0)
+    parser.add_argument("-d", "--depth", type=depths, default=[0], help="separated by commas")
     parser.add_argument("-r", "--repeat", type=int, default=5)
     parser.add_argument("-ctk", default="f16", help="type of keys in the cache")
     parser.add_argument("-ctv", default="f16", help="of values")
@@ -231,21 +264,20 @@ def main() -> None:
     parser.add_argument("-vhad", action="store_true", help="rotate values")
     records.add_option(parser)
     args = parser.parse_args()
+    args.depth = [depth for depth in args.depth if depth]
     kinds = [f"PP{args.n_prompt}"] if args.n_prompt else []
-    kinds += [f"TG{args.n_gen}"] + ([f"@{args.depth}"] if args.depth else [])
+    kinds += [f"TG{args.n_gen}", *(f"@{depth}" for depth in args.depth)]
     print(f"{args.threads} threads, {cpu_target.isa()}, {args.repeat} rounds, tokens/s")
     print(" ".join([f"{'model':28}", *(f"{k:>9} {'ref':>9} {'ratio':>6}" for k in kinds), f"{'GB/s':>6} {'ref':>6}"]))
     rows = []
     for path in args.models:
         rows.append(measure(path, args))
         print(line(rows[-1]), flush=True)
-    for kind in args.types.split(",") if args.synthetic else ():
-        args.folder.mkdir(parents=True, exist_ok=True)
-        path = write(args.synthetic, kind, args.folder / f"{args.synthetic}.{kind}.gguf")
-        rows.append(measure(path, args))
-        print(line(rows[-1]), flush=True)
-        path.unlink()
-    records.save(TABLE, rows, args)
+    for name in args.synthetic:
+        rows += of_synthetic(name, args)
+    at = [c for depth in args.depth for c in (Column(f"tg{depth}", f"at {depth:,}, t/s", ".1f"),
+                                              Column(f"tg{depth}_ratio", "ratio", ".2f"))]  # fmt: skip
+    records.save(Table("model", "How fast do models run?", (*COLUMNS, *at), ABOUT), rows, args)
     conditions = {"threads": args.threads, "isa": cpu_target.isa(), "n_prompt": args.n_prompt, "n_gen": args.n_gen}
     print(json.dumps({**conditions, "depth": args.depth, "repeat": args.repeat, "models": rows}))
 

@@ -190,7 +190,7 @@ def alternate(ours: Ours, reference: Reference, tokens: np.ndarray, args: argpar
 
 
 def measure(path: Path, args: argparse.Namespace) -> dict[str, Any]:
-    n_ctx = max(args.n_prompt, *args.depth) + args.n_gen
+    n_ctx = max([args.n_prompt, *args.depth]) + args.n_gen
     cache = CacheType(args.ctk, args.ctv, args.khad, args.vhad)
     ours = Ours(path, args.threads, n_ctx, cache)
     recurrent = bool(ours.model.hparams.recurrent)

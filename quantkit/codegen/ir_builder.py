@@ -97,8 +97,8 @@ class IrBuilder:
     # ------------------------------------------------------------------------------------------------------ control
 
     @contextlib.contextmanager
-    def loop(self, start: Value | int, stop: Value | int, step: int = 1) -> Iterator[Value]:
-        """`for i in range(start, stop, step)` with an int64 index."""
+    def loop(self, start: Value | int, stop: Value | int, step: int = 1, unroll: bool = True) -> Iterator[Value]:
+        """`for i in range(start, stop, step)` with an int64 index. LLVM may unroll it, if it is allowed to."""
         first, last = (v if isinstance(v, Value) else self.integer(v) for v in (start, stop))
         index = self.variable(first)
         block = self.builder.append_basic_block
@@ -110,8 +110,18 @@ class IrBuilder:
         self.builder.position_at_end(body)
         yield i
         index.set(i + step)
-        self.builder.branch(head)
+        back = self.builder.branch(head)
+        if not unroll:
+            back.set_metadata("llvm.loop", self._not_unrolled())
         self.builder.position_at_end(after)
+
+    def _not_unrolled(self) -> llvm.MDValue:
+        """Metadata for one loop. LLVM tells loops apart by a node whose first operand is the node itself."""
+        module = self.builder.module
+        unique = module.add_metadata([llvm.Constant(I64, len(module.metadata))])
+        node = module.add_metadata([unique, module.add_metadata(["llvm.loop.unroll.disable"])])
+        node.operands = (node, *node.operands[1:])
+        return node
 
     def _declared(self, name: str, returns: llvm.Type, parameters: Sequence[llvm.Type]) -> llvm.Function:
         """An LLVM intrinsic or C function, declared in this module."""

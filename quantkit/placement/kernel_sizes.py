@@ -16,7 +16,7 @@ CACHE_LINE = 64
 # gemm.py: integer products of batches
 PANEL_ROWS = 16  # weight rows in a panel
 PANELS = 2  # panels multiplied together
-TILE_TOKENS = 6  # tokens in a tile: their sums stay in registers (on AVX2 those of one panel)
+TILE_TOKENS = 6  # tokens in a tile: with VNNI, their sums with two panels stay in registers
 RECORD_BYTES = 88  # bytes in a tile for 32 columns of one token
 
 # float_gemm.py: float32 products of batches
@@ -72,6 +72,12 @@ def activation_bytes(n: int) -> int:
 def tiles_bytes(n: int, tokens: int) -> int:
     """Integer tiles of a batch."""
     return -(-tokens // TILE_TOKENS) * RECORD_BYTES * TILE_TOKENS * (n // 32)
+
+
+@functools.cache
+def panel_code_bytes() -> int:
+    """Codes of a panel for 32 columns: bytes with VNNI, 16-bit integers on other CPUs."""
+    return PANEL_ROWS * 32 * (1 if cpu_target.isa() == "avx512vnni" else 2)
 
 
 def panels_bytes(n: int, record: int) -> int:

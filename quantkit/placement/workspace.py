@@ -35,7 +35,7 @@ from quantkit.placement.kernel_sizes import BATCH_TOKENS, activation_bytes, whol
 from quantkit.placement.tensor_info import TensorInfo
 from quantkit.repack.eligible import EMBEDDINGS
 
-_PANEL_RECORD = 640  # bytes of 16 rows of 32 columns, unpacked: 576 to 768, by the type's scales
+_PANEL_SCALES = 128  # bytes of the scales and minimums of 16 rows of 32 columns, unpacked: 64 to 256, by the type
 _BATCH_RECORDS = 24 * (1 + BATCH_TOKENS)  # bytes of the record of a batch, and of its sequences: at most one a token
 _TRANSPOSED_ROWS = 8  # of a head's matrix, decoded at a time: 16 for the one type that interleaves 16 rows
 _DECODED = 64 << 20
@@ -159,6 +159,10 @@ def device_bytes(shapes: Mapping[str, tuple[int, ...]], used: int, tokens: int =
     return max(layers.values(), default=0) + state + largest + logits
 
 
+def _panel_record() -> int:
+    return kernel_sizes.panel_code_bytes() + _PANEL_SCALES
+
+
 def _rows(tensors: Mapping[str, TensorInfo], linear: blocks.Linear) -> int:
     """Rows of a matrix."""
     return tensors[linear.weight].shape[0] if linear.rows is None else linear.rows[1] - linear.rows[0]
@@ -171,7 +175,7 @@ def _read(buffers: _Buffers, tensors: list[TensorInfo], n: int, threads: int) ->
             buffers.private("panels", kernel_sizes.float_scratch_bytes(n), threads)
         else:
             buffers.add("tiles", kernel_sizes.tiles_bytes(n, BATCH_TOKENS))
-            buffers.private("panels", kernel_sizes.panels_bytes(n, _PANEL_RECORD), threads)
+            buffers.private("panels", kernel_sizes.panels_bytes(n, _panel_record()), threads)
 
 
 def _attention(
@@ -580,7 +584,7 @@ def _experts(
         for i in range(2):
             prompt.add(f"product {i}", 4 * most * ff)
     for t in (gate, up, down):
-        panel = 8 * kernel_sizes.EXPERT_ROWS * 32 if t.type.name in _FLOATS else 2 * _PANEL_RECORD
+        panel = 8 * kernel_sizes.EXPERT_ROWS * 32 if t.type.name in _FLOATS else 2 * _panel_record()
         prompt.private("panels", kernel_sizes.expert_panels_bytes(t.shape[2], kernel_sizes.TILE_TOKENS, panel), threads)
     if part.post_norm is not None:
         for name in ("both", "routed", "router normed"):

@@ -4,9 +4,12 @@ Weights are read through `formats` and unpacked to panels of PANEL_ROWS rows in 
 has its unpacking and all share the product. Per sub-block of 32 columns a panel has one record:
 
     offset   content
-    0        8 x 16 x 4 u8   codes: four columns of each of the 16 rows, then the next four
-    512      16 x f32        scale of each row; in formats with two scales per sub-block, of its first half, then of
-                             its second half; in formats with minimums, then the minimum of each row, or both
+    0        8 x 16 x 4 u8   with VNNI: codes, four columns of each of the 16 rows, then the next four
+             16 x 16 x 2 i16 without VNNI: code - offset, the first and third of four columns of each row, then the
+                             second and fourth, then of the next four
+    C        16 x f32        scale of each row; in formats with two scales per sub-block, of its first half, then of
+                             its second half; in formats with minimums, then the minimum of each row, or both;
+                             C is 512 or 1024
 
 Activations are quantized once, to tiles of TILE_TOKENS = T tokens. Per tile and sub-block of 32 columns there is one
 record. x = scale * a with 16-bit a, as the int16 form of activations.py:
@@ -18,11 +21,11 @@ record. x = scale * a with 16-bit a, as the int16 form of activations.py:
     68 T     2 x T x i32     minus the sum of a over each half
     76 T     3 x T x f32     scale * sum of a, over all and over each half
 
-The last tile may have fewer tokens: the missing ones are zero and their results are not stored. The inner loop takes
-four columns of 16 rows from a panel and four of one token from a tile, and one instruction (VNNI) sums 64 products: for
-the high bytes of a sub-block, then, added to that sum shifted, for the low bytes. Other CPUs take two of the four
-columns at a time as 16-bit integers, and pmaddwd sums pairs of products: twice as many products per vector as float32.
-The integers are the same on all CPUs. The formula is that of matvec.py.
+The last tile may have fewer tokens: the missing ones are zero and their results are not stored. With VNNI, the inner
+loop takes four columns of 16 rows from a panel and four of one token from a tile, and one instruction sums 64 products:
+for the high bytes of a sub-block, then, added to that sum shifted, for the low bytes. Other CPUs take two columns of as
+many rows as fill two vectors, and pmaddwd sums pairs of products: twice as many products per vector as float32. The
+integers are the same on all CPUs. The formula is that of matvec.py.
 """
 
 from __future__ import annotations
@@ -32,23 +35,31 @@ from typing import NamedTuple
 
 from quantkit.codegen.callbacks import Callback, callback
 from quantkit.codegen.jit import kernel
-from quantkit.codegen.simd import F32, I8, I16, I32, IrBuilder, Value, load_int, simd_intrinsic, vector
-from quantkit.placement.kernel_sizes import PANEL_ROWS, PANELS, RECORD_BYTES, TILE_TOKENS, panels_bytes
+from quantkit.codegen.simd import F32, I8, I16, I32, IrBuilder, Value, Variable, load_int, simd_intrinsic, vector
+from quantkit.placement.kernel_sizes import (
+    PANEL_ROWS,
+    PANELS,
+    RECORD_BYTES,
+    TILE_TOKENS,
+    panel_code_bytes,
+    panels_bytes,
+)
 from quantkit.runtime.kernels.cpu.activations import int16_block, int16_sums
 from quantkit.runtime.kernels.cpu.float_gemm import MultiplyParameters, add_bias, copy_tile, scale_rows
 from quantkit.runtime.kernels.cpu.formats.base import Format, InterleavedSubBlock
 from quantkit.runtime.kernels.cpu.formats.registry import FORMATS
 from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record, row_share
 
-_CODES = 512  # bytes of codes in a panel's record
 _LOW, _SCALES, _SUMS, _SCALED_SUMS = 32, 64, 68, 76  # offsets in a tile's record, times TILE_TOKENS
 
-_INTS32, _INTS16, _FLOATS16, _BYTES64 = vector(16, I32), vector(32, I16), vector(16, F32), vector(64, I8)
+_CHUNK = 8  # sub-blocks multiplied with some rows and tokens, before others
+
+_INTS32, _INTS16, _BYTES64 = vector(16, I32), vector(32, I16), vector(64, I8)
 
 
 def record_bytes(f: Format) -> int:
     """Bytes in a panel for 32 columns."""
-    return _CODES + 4 * PANEL_ROWS * _scales_per_row(f) * (1 + f.has_minimum)
+    return panel_code_bytes() + 4 * PANEL_ROWS * _scales_per_row(f) * (1 + f.has_minimum)
 
 
 def _scales_per_row(f: Format) -> int:
@@ -151,21 +162,33 @@ def unpack_panel(ir: IrBuilder, ggml_type: int, weights: Value, n: Value, rows: 
                 numbers = [sub_block.scale, sub_block.minimum] if f.has_minimum else [sub_block.scale]
                 for j, number in enumerate(numbers):
                     for half in range(_scales_per_row(f)):
-                        target = record + row * 4 + _CODES + 64 * (_scales_per_row(f) * j + half)
+                        target = record + row * 4 + panel_code_bytes() + 64 * (_scales_per_row(f) * j + half)
                         ir.store(number.lane(4 * half), target)
-        if f.rows == 1:
-            with ir.loop(0, sub_blocks) as s:
-                _transpose_codes(ir, records + s * size)
+        with ir.loop(0, sub_blocks) as s:
+            record = records + s * size
+            words = [ir.load(_INTS32, record + 64 * i) for i in range(8)]
+            _store_codes(ir, f, _transposed_words(ir, words) if f.rows == 1 else words, record)
 
 
-def _transpose_codes(ir: IrBuilder, record: Value) -> None:
-    """Transpose 16 rows of 8 words to 8 rows of 16, in place.
+def _store_codes(ir: IrBuilder, f: Format, words: list[Value], record: Value) -> None:
+    """Store the codes of a record, from 8 vectors with four columns of 16 rows each."""
+    if _has_vnni(ir):
+        vectors = words
+    else:
+        pairs = [((four >> 8 * parity) & 0xFF00FF).view(_INTS16) for four in words for parity in (0, 1)]
+        vectors = [pair - f.offset for pair in pairs] if f.offset else pairs
+    for i, codes in enumerate(vectors):
+        ir.store(codes, record + 64 * i)
+
+
+def _transposed_words(ir: IrBuilder, vectors: list[Value]) -> list[Value]:
+    """Transpose 16 rows of 8 words, two rows to a vector, to 8 rows of 16.
 
     At first, word w of row r is in vector r // 2, lane r % 2 * 8 + w. Each of three rounds exchanges a bit of the
     vector number with a bit of the lane number, until vector w holds word w of all rows; the last round also sorts the
     lanes by row.
     """
-    vectors = [ir.load(_INTS32, record + 64 * i) for i in range(8)]
+    vectors = list(vectors)
     rows = [[(2 * i + lane // 8, lane % 8) for lane in range(16)] for i in range(8)]
     for bit in (1, 2, 4):
         for i in (i for i in range(8) if not i & bit):
@@ -173,8 +196,7 @@ def _transpose_codes(ir: IrBuilder, record: Value) -> None:
             for j, bit_value in ((i, 0), (i | bit, bit)):
                 lanes = sorted((k for k in range(32) if words_of[k][1] & bit == bit_value), key=lambda k: words_of[k])
                 vectors[j], rows[j] = ir.shuffle(*pair, lanes), [words_of[k] for k in lanes]
-    for i, words in enumerate(vectors):
-        ir.store(words, record + 64 * i)
+    return vectors
 
 
 _unpack_panel = simd_intrinsic("void")(unpack_panel)
@@ -190,7 +212,7 @@ def _store_interleaved(ir: IrBuilder, f: Format, sub_block: InterleavedSubBlock,
             ir.store(ir.part(words, 0, 4), record + 16 * low)
             ir.store(ir.part(words, 4, 4), record + 16 * high)
     for j, number in enumerate([sub_block.scale, sub_block.minimum] if sub_block.minimum else [sub_block.scale]):
-        target = record + _CODES + 64 * _scales_per_row(f) * j
+        target = record + panel_code_bytes() + 64 * _scales_per_row(f) * j
         if f.rows == 8:
             ir.store(number, target)
             continue
@@ -205,81 +227,58 @@ def multiply_tile(
     ir: IrBuilder, ggml_type: int, panels: Value, n: Value, tile: Value, out: Value, stride: Value | int, add: int
 ) -> None:
     """out[t, 16 p + lane] (+)= the product of PANELS panels and a tile; rows of out are `stride` bytes apart."""
-    f, tokens = FORMATS[ggml_type], TILE_TOKENS
-    sub_blocks, size = n >> 5, record_bytes(f)
-    positions = [(p, t) for p in range(PANELS) for t in range(tokens)]
-    totals = {position: ir.variable(ir.zero(_FLOATS16)) for position in positions}
-    with ir.loop(0, sub_blocks) as s:
-        records = [panels + (sub_blocks * p + s) * size for p in range(PANELS)]
-        tile_record = tile + s * (RECORD_BYTES * tokens)
-        groups = _scales_per_row(f)
-        for group in range(groups):
-            products = _products(ir, f, records, tile_record, range(group * 8 // groups, (group + 1) * 8 // groups))
-            for p, record in enumerate(records):
-                scale = ir.load(_FLOATS16, record + _CODES + 64 * group)
-                for t in range(tokens):
-                    scales = scale * ir.splat(ir.load(F32, tile_record + _SCALES * tokens + 4 * t), PANEL_ROWS)
-                    totals[p, t].set(ir.fma(products[p, t].real(), scales, totals[p, t].get()))
-        for group in range(groups if f.has_minimum else 0):
-            field = _SCALED_SUMS if groups == 1 else _SCALED_SUMS + 4 + 4 * group
-            for p, t in positions:
-                minimum = ir.load(_FLOATS16, records[p] + _CODES + 64 * (groups + group))
-                total = ir.splat(ir.load(F32, tile_record + field * tokens + 4 * t), PANEL_ROWS)
-                totals[p, t].set(ir.fma(minimum, total, totals[p, t].get()))
-    for p, t in positions:
-        address = out + stride * t + 64 * p
-        result = totals[p, t].get()
-        ir.store(ir.load(_FLOATS16, address) + result if add else result, address)
+    f, width = FORMATS[ggml_type], _lanes(ir)
+    kind = vector(width, F32)
+    places = [(row, t) for row in range(0, PANELS * PANEL_ROWS, width) for t in range(TILE_TOKENS)]
+    totals = {place: ir.variable(ir.zero(kind)) for place in places}
+    add_sub_blocks = _add_bytes if _has_vnni(ir) else _add_int16
+    add_sub_blocks(ir, f, panels, n >> 5, tile, totals)
+    for (row, t), total in totals.items():
+        address = out + stride * t + 4 * row
+        ir.store(ir.load(kind, address) + total.get() if add else total.get(), address)
 
 
 _multiply_tile = simd_intrinsic("void")(multiply_tile)
+_Totals = dict[tuple[int, int], Variable]  # float32 results by the first of their rows and the token
 
 
 def _has_vnni(ir: IrBuilder) -> bool:
-    """Whether activations are stored as high and low bytes."""
+    """Whether codes are multiplied as bytes, and activations stored as high and low bytes."""
     return ir.isa == "avx512vnni"
 
 
-def _products(
-    ir: IrBuilder, f: Format, records: list[Value], tile_record: Value, steps: range
-) -> dict[tuple[int, int], Value]:
-    """int32 x 16 per panel and token: the sum of (code - offset) * a over some steps of four columns."""
-    starts = [_offset_sum(ir, f, tile_record, t, steps) for t in range(TILE_TOKENS)]
-    if not _has_vnni(ir):
-        return {
-            (p, t): total
-            for p, record in enumerate(records)
-            for t, total in enumerate(_add_int16(ir, record, tile_record, steps, list(starts)))
-        }
-    positions = [(p, t) for p in range(len(records)) for t in range(TILE_TOKENS)]
-    sums = _add_bytes(ir, f, records, tile_record, steps, {place: ir.zero(_INTS32) for place in positions})
-    shifted = {(p, t): (sums[p, t] << 8) + starts[t] for p, t in positions}
-    return _add_bytes(ir, f, records, tile_record + _LOW * TILE_TOKENS, steps, shifted)
+def _lanes(ir: IrBuilder) -> int:
+    """32-bit lanes of the CPU's vectors."""
+    return 16 if ir.isa.startswith("avx512") else 8 if ir.isa == "avx2" else 4
 
 
-def _add_bytes(
-    ir: IrBuilder, f: Format, records: list[Value], activations: Value, steps: range,
+def _add_bytes(ir: IrBuilder, f: Format, panels: Value, sub_blocks: Value, tile: Value, totals: _Totals) -> None:
+    """Add the products of all sub-blocks by VNNI: sums of all rows and tokens stay in registers."""
+    groups, rows = _scales_per_row(f), [PANEL_ROWS * p for p in range(PANELS)]
+    with ir.loop(0, sub_blocks) as s:
+        tile_record = tile + s * (RECORD_BYTES * TILE_TOKENS)
+        records = {row: panels + (sub_blocks * p + s) * record_bytes(f) for p, row in enumerate(rows)}
+        for group in range(groups):
+            steps = range(group * 8 // groups, (group + 1) * 8 // groups)
+            high = _byte_products(ir, f, records, tile_record, steps, dict.fromkeys(totals, ir.zero(_INTS32)))
+            starts = [_offset_sum(ir, f, tile_record, t, steps) for t in range(TILE_TOKENS)]
+            shifted = {(row, t): (total << 8) + starts[t] for (row, t), total in high.items()}
+            sums = _byte_products(ir, f, records, tile_record + _LOW * TILE_TOKENS, steps, shifted)
+            _add_scaled(ir, records, tile_record, group, sums, totals)
+        _add_minimums(ir, f, records, tile_record, totals)
+
+
+def _byte_products(
+    ir: IrBuilder, f: Format, records: dict[int, Value], activations: Value, steps: range,
     sums: dict[tuple[int, int], Value],
 ) -> dict[tuple[int, int], Value]:  # fmt: skip
-    """`sums` plus the sum of code * byte, with the high or the low bytes of the activations."""
+    """`sums` plus the sum of code * byte over some steps of four columns, with the high or low bytes of activations."""
     for step in steps:
-        weights = [ir.load(_BYTES64, record + 64 * step) for record in records]
+        weights = {row: ir.load(_BYTES64, record + 64 * step) for row, record in records.items()}
         for t in range(TILE_TOKENS):
             four = ir.splat(ir.load(I32, activations + 32 * t + 4 * step), PANEL_ROWS).view(_BYTES64)
-            for p, weight in enumerate(weights):
-                sums[p, t] = ir.dot4(sums[p, t], weight, four, f.largest)
-    return sums
-
-
-def _add_int16(ir: IrBuilder, record: Value, activations: Value, steps: range, sums: list[Value]) -> list[Value]:
-    """`sums`, one per token, plus the sum of code * a of one panel."""
-    for step in steps:
-        weights = ir.load(_INTS32, record + 64 * step)
-        for parity in (0, 1):
-            codes = ((weights >> 8 * parity) & 0xFF00FF).view(_INTS16)
-            for t in range(TILE_TOKENS):
-                two = ir.splat(ir.load(I32, activations + 64 * t + 8 * step + 4 * parity), PANEL_ROWS).view(_INTS16)
-                sums[t] = sums[t] + ir.multiply_pairs(codes, two)
+            for row, weight in weights.items():
+                sums[row, t] = ir.dot4(sums[row, t], weight, four, f.largest)
     return sums
 
 
@@ -291,6 +290,73 @@ def _offset_sum(ir: IrBuilder, f: Format, tile_record: Value, t: int, steps: ran
     halves = [ir.load(I32, tile_record + (_SUMS + 4 * half) * tokens + 4 * t) for half in (0, 1) if half * 4 in steps]
     total = halves[0] if len(halves) == 1 else halves[0] + halves[1]
     return ir.splat(total * f.offset, PANEL_ROWS)
+
+
+def _add_int16(ir: IrBuilder, f: Format, panels: Value, sub_blocks: Value, tile: Value, totals: _Totals) -> None:
+    """Add the products of all sub-blocks by pmaddwd, for two vectors of rows and some tokens at a time.
+
+    CHUNK sub-blocks of them, so that totals are loaded and stored less often, and the records stay in the L1 cache.
+    """
+    width, tokens = _lanes(ir), TILE_TOKENS if _lanes(ir) == 16 else TILE_TOKENS // 2
+    with ir.loop(0, sub_blocks, _CHUNK, unroll=False) as first:
+        end = first + _CHUNK
+        last = ir.choose(ir.less(end, sub_blocks), end, sub_blocks)
+        for row in range(0, PANELS * PANEL_ROWS, 2 * width):
+            for t in range(0, TILE_TOKENS, tokens):
+                some = {(r, u): totals[r, u] for u in range(t, t + tokens) for r in (row, row + width)}
+                with ir.loop(first, last, unroll=False) as s:
+                    tile_record = tile + s * (RECORD_BYTES * TILE_TOKENS)
+                    records = {
+                        r: panels + (sub_blocks * (r // PANEL_ROWS) + s) * record_bytes(f) + 4 * (r % PANEL_ROWS)
+                        for r in (row, row + width)
+                    }
+                    for group in range(_scales_per_row(f)):
+                        sums = _pair_products(ir, f, records, tile_record, group, some)
+                        _add_scaled(ir, records, tile_record, group, sums, some)
+                    _add_minimums(ir, f, records, tile_record, some)
+
+
+def _pair_products(
+    ir: IrBuilder, f: Format, records: dict[int, Value], tile_record: Value, group: int, totals: _Totals
+) -> dict[tuple[int, int], Value]:
+    """The sums of (code - offset) * a over the columns of a scale, for the places of `totals`.
+
+    A loop that is not unrolled: LLVM would load all activations first, and spill them.
+    """
+    width, pairs = _lanes(ir), 16 // _scales_per_row(f)
+    kind = vector(2 * width, I16)
+    sums = {place: ir.variable(ir.zero(vector(width, I32))) for place in totals}
+    with ir.loop(pairs * group, pairs * (group + 1), 2, unroll=False) as first:
+        for pair in (first, first + 1):
+            codes = {row: ir.load(kind, record + (pair << 6)) for row, record in records.items()}
+            for t in dict.fromkeys(t for _, t in totals):
+                two = ir.splat(ir.load(I32, tile_record + 64 * t + (pair << 2)), width).view(kind)
+                for row, code in codes.items():
+                    sums[row, t].set(sums[row, t].get() + ir.multiply_pairs(code, two))
+    return {place: total.get() for place, total in sums.items()}
+
+
+def _add_scaled(
+    ir: IrBuilder, records: dict[int, Value], tile_record: Value, group: int, sums: dict[tuple[int, int], Value],
+    totals: _Totals,
+) -> None:  # fmt: skip
+    """Add the integer sums of a group of columns, times the scales of rows and tokens."""
+    kind = vector(_lanes(ir), F32)
+    scales = {row: ir.load(kind, record + panel_code_bytes() + 64 * group) for row, record in records.items()}
+    for (row, t), total in totals.items():
+        scale = scales[row] * ir.splat(ir.load(F32, tile_record + _SCALES * TILE_TOKENS + 4 * t), kind.count)
+        total.set(ir.fma(sums[row, t].real(), scale, total.get()))
+
+
+def _add_minimums(ir: IrBuilder, f: Format, records: dict[int, Value], tile_record: Value, totals: _Totals) -> None:
+    """Add the minimums of rows times the sums of the token's activations, in formats that have them."""
+    groups, kind = _scales_per_row(f), vector(_lanes(ir), F32)
+    for group in range(groups if f.has_minimum else 0):
+        at, field = panel_code_bytes() + 64 * (groups + group), _SCALED_SUMS + (0 if groups == 1 else 4 + 4 * group)
+        minimums = {row: ir.load(kind, record + at) for row, record in records.items()}
+        for (row, t), total in totals.items():
+            x = ir.splat(ir.load(F32, tile_record + field * TILE_TOKENS + 4 * t), kind.count)
+            total.set(ir.fma(minimums[row], x, total.get()))
 
 
 @functools.cache

@@ -442,6 +442,17 @@ class IrBuilder:
         a, b = a.view(halves), b.view(halves)
         return (a & 0xFF) * (b << 8).signed_shift(8) + (a >> 8) * b.signed_shift(8)
 
+    def signed_pairs(self, a: Value, b: Value) -> Value:
+        """int16 sums of neighbouring products of signed bytes, `b` from -127 on (vpabsb, vpsignb, vpmaddubsw)."""
+        names = {16: "llvm.x86.ssse3.psign.b.128", 32: "llvm.x86.avx2.psign.b"}
+        if self.isa != "generic" and (with_sign_of_a := self._by_instruction(names, a.type, b, a)):
+            is_negative = self.builder.icmp_signed("<", a.ir, self.zero(a.type).ir)
+            magnitude = Value(self, self.builder.select(is_negative, (a * -1).ir, a.ir))
+            return self.byte_pairs(magnitude, with_sign_of_a)
+        halves = vector(a.lanes // 2, I16)
+        a, b = a.view(halves), b.view(halves)
+        return (a << 8).signed_shift(8) * (b << 8).signed_shift(8) + a.signed_shift(8) * b.signed_shift(8)
+
     def pairs(self, v: Value) -> Value:
         """int32 sums of neighbouring int16."""
         return self.multiply_pairs(v, self.constant(v.type, 1))

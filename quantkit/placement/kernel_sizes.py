@@ -66,7 +66,7 @@ def whole_vectors(dim: int) -> int:
 
 def activation_bytes(n: int) -> int:
     """Activation buffer of n columns, with all forms that kernels read (activations.py)."""
-    return 11 * n + n // 8
+    return 13 * n + n // 8
 
 
 def tiles_bytes(n: int, tokens: int) -> int:

@@ -20,7 +20,8 @@ The activation buffer of n columns (n a multiple of 32) has `activation_bytes(n)
     7 n      n/4 x f32  INT8_SCALES          largest magnitude of the four / 127
     8 n      2 n x i8   INT16_CODES          per 32 columns the high bytes, -127 .. 127, then the low bytes
     10 n     n/4 x i32  INT16_SUMS           sums over four columns
-    11 n     n/32 x f32 INT16_SCALES         largest magnitude of the 32 / 32512
+    11 n     n x i16    INT16_WORDS          a; of each four columns the first, third, second and fourth; not with VNNI
+    13 n     n/32 x f32 INT16_SCALES         largest magnitude of the 32 / 32512
 
 If x has a NaN or an Inf, the scale is NaN, so that every result shows it.
 """
@@ -28,10 +29,11 @@ If x has a NaN or an Inf, the scale is NaN, so that every result shows it.
 from __future__ import annotations
 
 from quantkit.codegen.jit import kernel
-from quantkit.codegen.simd import F32, I8, I32, IrBuilder, Value, simd_intrinsic, vector
+from quantkit.codegen.simd import F32, I8, I16, I32, IrBuilder, Value, simd_intrinsic, vector
 
 # offsets of the fields, times n
-INT8_CODES, INT8_SUMS, INT8_SCALED_SUMS, INT8_SCALES, INT16_CODES, INT16_SUMS, INT16_SCALES = 4, 5, 6, 7, 8, 10, 11
+INT8_CODES, INT8_SUMS, INT8_SCALED_SUMS, INT8_SCALES = 4, 5, 6, 7
+INT16_CODES, INT16_SUMS, INT16_WORDS, INT16_SCALES = 8, 10, 11, 13
 _INT16_LARGEST = 127 << 8  # magnitude of a
 
 
@@ -66,6 +68,17 @@ def int16_sums(ir: IrBuilder, high: Value, low: Value) -> Value:
     return ir.dot4(ir.dot4(zero, ones, high, 1) << 8, ones, low, 1)
 
 
+def int16_words(ir: IrBuilder, high: Value, low: Value) -> Value:
+    """int16 x 32: a, of each four columns the first, third, second and fourth, as they leave 32 bits of byte codes."""
+    a = (high.signed(I16) << 8) + low.signed(I16)
+    return ir.shuffle(a, None, [4 * (i // 4) + (0, 2, 1, 3)[i % 4] for i in range(32)])
+
+
+def has_vnni(ir: IrBuilder) -> bool:
+    """Whether activations are multiplied as bytes, the high and the low ones, in all kernels."""
+    return ir.isa == "avx512vnni"
+
+
 def scaled_sums(buffer: Value, n: Value, column: Value, columns: int) -> Value:
     """Address of INT8_SCALED_SUMS from a column on, over `columns` columns each: 16 or 32."""
     start = buffer + n * INT8_SCALED_SUMS
@@ -92,6 +105,8 @@ def quantize_range(ir, buffer, n, first, last):
         ir.store(high, buffer + n * INT16_CODES + i * 2)
         ir.store(low, buffer + n * INT16_CODES + i * 2 + 32)
         ir.store(int16_sums(ir, high, low), buffer + n * INT16_SUMS + i)
+        if not has_vnni(ir):
+            ir.store(int16_words(ir, high, low), buffer + n * INT16_WORDS + i * 2)
         ir.store(scale, buffer + n * INT16_SCALES + (i >> 3))
 
 

@@ -44,7 +44,7 @@ from quantkit.placement.kernel_sizes import (
     panel_code_bytes,
     panels_bytes,
 )
-from quantkit.runtime.kernels.cpu.activations import int16_block, int16_sums
+from quantkit.runtime.kernels.cpu.activations import has_vnni, int16_block, int16_sums, int16_words
 from quantkit.runtime.kernels.cpu.float_gemm import MultiplyParameters, add_bias, copy_tile, scale_rows
 from quantkit.runtime.kernels.cpu.formats.base import Format, InterleavedSubBlock
 from quantkit.runtime.kernels.cpu.formats.registry import FORMATS
@@ -91,12 +91,11 @@ def quantize_token_into(ir: IrBuilder, x: Value, n: Value | int, tile: Value, to
         high, low, scale = int16_block(ir, ir.load(vector(32, F32), x + i * 4))
         sums = int16_sums(ir, high, low)
         halves = [ir.sum(ir.part(sums, first, 4)) for first in (0, 4)]
-        if _has_vnni(ir):
+        if has_vnni(ir):
             ir.store(high, record + token * 32)
             ir.store(low, record + _LOW * tokens + token * 32)
         else:
-            a = (high.signed(I16) << 8) + low.signed(I16)
-            ir.store(ir.shuffle(a, None, [4 * (i // 4) + (0, 2, 1, 3)[i % 4] for i in range(32)]), record + token * 64)
+            ir.store(int16_words(ir, high, low), record + token * 64)
         ir.store(scale, record + _SCALES * tokens + token * 4)
         for half, total in enumerate(halves):
             ir.store(total * -1, record + (_SUMS + 4 * half) * tokens + token * 4)
@@ -172,7 +171,7 @@ def unpack_panel(ir: IrBuilder, ggml_type: int, weights: Value, n: Value, rows: 
 
 def _store_codes(ir: IrBuilder, f: Format, words: list[Value], record: Value) -> None:
     """Store the codes of a record, from 8 vectors with four columns of 16 rows each."""
-    if _has_vnni(ir):
+    if has_vnni(ir):
         vectors = words
     else:
         pairs = [((four >> 8 * parity) & 0xFF00FF).view(_INTS16) for four in words for parity in (0, 1)]
@@ -231,7 +230,7 @@ def multiply_tile(
     kind = vector(width, F32)
     places = [(row, t) for row in range(0, PANELS * PANEL_ROWS, width) for t in range(TILE_TOKENS)]
     totals = {place: ir.variable(ir.zero(kind)) for place in places}
-    add_sub_blocks = _add_bytes if _has_vnni(ir) else _add_int16
+    add_sub_blocks = _add_bytes if has_vnni(ir) else _add_int16
     add_sub_blocks(ir, f, panels, n >> 5, tile, totals)
     for (row, t), total in totals.items():
         address = out + stride * t + 4 * row
@@ -240,11 +239,6 @@ def multiply_tile(
 
 _multiply_tile = simd_intrinsic("void")(multiply_tile)
 _Totals = dict[tuple[int, int], Variable]  # float32 results by the first of their rows and the token
-
-
-def _has_vnni(ir: IrBuilder) -> bool:
-    """Whether codes are multiplied as bytes, and activations stored as high and low bytes."""
-    return ir.isa == "avx512vnni"
 
 
 def _lanes(ir: IrBuilder) -> int:

@@ -23,10 +23,11 @@ fits in the time in which it arrives.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
 
 from quantkit.codegen.callbacks import Callback, callback
-from quantkit.codegen.simd import F32, I8, I32, IrBuilder, Value, Variable, simd_intrinsic, vector
+from quantkit.codegen.simd import F32, I8, I16, I32, IrBuilder, Value, Variable, simd_intrinsic, vector
 from quantkit.runtime.kernels.cpu.activations import (
     INT8_CODES,
     INT8_SCALES,
@@ -34,16 +35,20 @@ from quantkit.runtime.kernels.cpu.activations import (
     INT16_CODES,
     INT16_SCALES,
     INT16_SUMS,
+    INT16_WORDS,
+    has_vnni,
     scaled_sums,
 )
 from quantkit.runtime.kernels.cpu.dequantize import FLOAT_TYPES, load_floats
-from quantkit.runtime.kernels.cpu.formats.base import Format, SpreadLanes
+from quantkit.runtime.kernels.cpu.formats.base import GROUPS, Format, InterleavedSubBlock, SpreadLanes
 from quantkit.runtime.kernels.cpu.formats.registry import FORMATS
 
 SIGNATURE = "void(int64, int64, int64, int64, int64, int64)"
 ROWS_TOGETHER = 4  # one load of the activations serves them all, and four sums hide the latency of one
 
-_INTS8, _FLOATS8, _FLOATS16 = vector(8, I32), vector(8, F32), vector(16, F32)
+_SMALL = 63  # largest code for which bytes are faster than 16-bit integers without VNNI: two sums fit in 16 bits
+
+_INTS8, _WORDS16, _FLOATS8, _FLOATS16 = vector(8, I32), vector(16, I16), vector(8, F32), vector(16, F32)
 
 
 @simd_intrinsic("void")
@@ -101,25 +106,41 @@ def _rows(ir: IrBuilder, f: Format, addresses: list[Value], blocks: Value, n: Va
             column = first + 32 * i
             codes = ir.load(vector(32, I8), x + n * INT8_CODES + column)
             scales = ir.load(_FLOATS8, x + n * INT8_SCALES + column)
-            start = ir.load(_INTS8, x + n * INT8_SUMS + column) * -f.offset if f.offset else ir.zero(_INTS8)
             for r, (reader, total) in enumerate(zip(readers, totals)):
                 weight = next(reader)
                 if integer := weight.integer_scales:
-                    product = ir.multiply_pairs(ir.byte_pairs(integer.codes, codes), integer.multipliers).real()
+                    pairs = (ir.signed_pairs if integer.signed else ir.byte_pairs)(integer.codes, codes)
+                    product = ir.multiply_pairs(pairs, integer.multipliers).real()
                     lower = scales * 2.0**-integer.shift
                     if i == 0:
                         without_d.append(product * lower)
                     else:
                         without_d[r] = ir.fma(product, lower, without_d[r])
+                    if integer.added:
+                        without_d[r] = ir.fma(integer.added, _scaled_sums(ir, f, x, n, column), without_d[r])
                     if i == last:
                         total.set(ir.fma(without_d[r], integer.d, total.get()))
                 else:
-                    product = ir.dot4(start, weight.codes, codes, f.largest).real()
+                    product = _sums_of_four(ir, f, weight.codes, codes, x + n * INT8_SUMS + column).real()
                     total.set(ir.fma(product, scale_cache.load(weight.scale) * scales, total.get()))
                 if weight.minimum:
                     _add_minimum(ir, total, weight.minimum, i, scaled_sums(x, n, column, f.scale_columns))
     for r, total in enumerate(totals):
         ir.store(ir.sum(total.get()), out + 4 * r)
+
+
+def _scaled_sums(ir: IrBuilder, f: Format, x: Value, n: Value, column: Value) -> Value:
+    """Scaled sums of the activations for eight scales, from a column on, in the order of IntegerScales.added."""
+    sums = ir.load(_FLOATS8, scaled_sums(x, n, column, f.scale_columns))
+    return ir.shuffle(sums, None, GROUPS) if f.scale_columns == 16 else sums
+
+
+def _sums_of_four(ir: IrBuilder, f: Format, weights: Value, codes: Value, sums: Value) -> Value:
+    """int32 sums of four neighbouring products (code - offset) * a. `sums`: the address of those of a alone."""
+    if f.largest > 127 and not has_vnni(ir):
+        return ir.pairs(ir.signed_pairs(weights - f.offset, codes))
+    start = ir.load(_INTS8, sums) * -f.offset if f.offset else ir.zero(_INTS8)
+    return ir.dot4(start, weights, codes, f.largest)
 
 
 class _ScaleCache:
@@ -160,19 +181,10 @@ def _interleaved_rows(ir: IrBuilder, f: Format, group: Value, blocks: Value, n: 
         for i, weight in enumerate(f.sub_blocks(ir, group, b)):
             column = b * f.columns + 32 * i
             sums = _interleaved_sums(ir, f, ir.load(_INTS8, x + n * INT16_SUMS + column))
-            product = ir.zero(_INTS8)
-            for plane in (0, 32):  # high bytes, low bytes
-                codes = x + n * INT16_CODES + column * 2 + plane
-                for weights, first_column, second_column in weight.steps:
-                    if first_column == second_column:  # a load fills all lanes
-                        four = ir.splat(ir.load(I32, codes + first_column), 8)
-                    else:
-                        four = ir.shuffle(
-                            ir.load(_INTS8, codes), None, [first_column // 4] * 4 + [second_column // 4] * 4
-                        )
-                    product = ir.dot4(product, weights, four.view(vector(32, I8)), f.largest)
-                if plane == 0:
-                    product = (product << 8) + sums * -f.offset
+            if has_vnni(ir) or f.largest <= _SMALL:
+                product = _byte_planes(ir, f, weight, x + n * INT16_CODES + column * 2, sums * -f.offset)
+            else:
+                product = _word_products(ir, weight, x + n * INT16_WORDS + column * 2, sums * -f.offset)
             scale = ir.splat(ir.load(F32, x + n * INT16_SCALES + (column >> 3)), 8)
             partial = ir.fma(product.real(), weight.scale * scale, total.get())
             total.set(ir.fma(sums.real() * scale, weight.minimum, partial) if weight.minimum else partial)
@@ -181,6 +193,48 @@ def _interleaved_rows(ir: IrBuilder, f: Format, group: Value, blocks: Value, n: 
         half = lanes.lanes // 2
         lanes = ir.part(lanes, 0, half) + ir.part(lanes, half, half)
     ir.store(lanes, out)
+
+
+def _byte_planes(ir: IrBuilder, f: Format, weight: InterleavedSubBlock, codes: Value, start: Value) -> Value:
+    """start + the sums of code * a in int32, by bytes: with the high bytes of a, then with the low ones."""
+    together = max(1, 32767 // (256 * f.largest))  # steps whose sums of two products fit in 16 bits
+    product = ir.zero(_INTS8)
+    for plane in (0, 32):
+        fours = [_four_columns(ir, codes + plane, step) for step in weight.steps]
+        if has_vnni(ir):
+            for (weights, _, _), four in zip(weight.steps, fours):
+                product = ir.dot4(product, weights, four, f.largest)
+        else:
+            pairs = [ir.byte_pairs(weights, four) for (weights, _, _), four in zip(weight.steps, fours)]
+            for first in range(0, len(pairs), together):
+                product = product + ir.pairs(functools.reduce(operator.add, pairs[first : first + together]))
+        if plane == 0:
+            product = (product << 8) + start
+    return product
+
+
+def _four_columns(ir: IrBuilder, codes: Value, step: tuple[Value, int, int]) -> Value:
+    """The bytes of a step's four columns of activations, in all lanes of their rows."""
+    _, first, second = step
+    if first == second:  # a load fills all lanes
+        return ir.splat(ir.load(I32, codes + first), 8).view(vector(32, I8))
+    return ir.shuffle(ir.load(_INTS8, codes), None, [first // 4] * 4 + [second // 4] * 4).view(vector(32, I8))
+
+
+def _word_products(ir: IrBuilder, weight: InterleavedSubBlock, words: Value, start: Value) -> Value:
+    """The same by 16-bit integers: the first and third of four columns, then the second and fourth."""
+    product = start
+    for weights, first, second in weight.steps:
+        codes = weights.view(_WORDS16)
+        for parity, pair in enumerate((codes & 0xFF, codes >> 8)):
+            if first == second:
+                two = ir.splat(ir.load(I32, words + 2 * first + 4 * parity), 8)
+            else:
+                both = ir.join(*(ir.load(vector(4, I32), words + 2 * (column & -8)) for column in (first, second)))
+                lanes = [4 * half + column % 8 // 2 + parity for half, column in enumerate((first, second))]
+                two = ir.shuffle(both, None, [lanes[0]] * 4 + [lanes[1]] * 4)
+            product = product + ir.multiply_pairs(pair, two.view(_WORDS16))
+    return product
 
 
 def _interleaved_sums(ir: IrBuilder, f: Format, fours: Value) -> Value:

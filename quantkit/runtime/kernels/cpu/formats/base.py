@@ -26,21 +26,26 @@ from quantkit.codegen.simd import F32, I8, I16, I32, IrBuilder, Value, vector
 
 BYTES4, BYTES8, BYTES16, BYTES32 = (vector(lanes, I8) for lanes in (4, 8, 16, 32))
 FLOATS4, FLOATS8, FLOATS16 = (vector(lanes, F32) for lanes in (4, 8, 16))
-INTS8 = vector(8, I32)
+INTS8, WORDS16 = vector(8, I32), vector(16, I16)
 
 
 @dataclass(frozen=True)
 class IntegerScales:
     """A sub-block whose scales are small integers times a block scale: products stay integers for longer.
 
-    Codes may be shifted left by `shift` bits, where that saves an instruction; the sum of two products of bytes must
-    fit in 16 bits.
+        y[j] = d * multiplier[j] * (codes[j] / 2^shift + added[j])
+
+    Codes are unsigned, and the sums of two products with -127 .. 127 fit in 16 bits; or they are signed bytes.
     """
 
-    codes: Value  # times 2^shift
-    shift: int
-    multipliers: Value  # int16 x 16, for two columns each: scale = multiplier * d
+    codes: Value
+    multipliers: Value  # int16 x 16, for two columns each
     d: Value  # float32 x 8, of the block
+    shift: int = 0
+    signed: bool = False
+    # float32 x 8: multiplier * added of eight scales, in the first of their sub-blocks. Those of 16 columns are in the
+    # order of GROUPS.
+    added: Value | None = None
 
 
 @dataclass(frozen=True)
@@ -123,6 +128,68 @@ class SpreadLanes(Value):
     def __init__(self, ir: IrBuilder, spread: Value, source: Value, lanes_used: tuple[int, ...]):
         super().__init__(ir, spread.ir)
         self.source, self.lanes_used = source, lanes_used
+
+
+# The numbers of 16 groups of columns are two vectors of eight, of groups 0, 2, 4, 6, 1, 3, 5, 7, and of the same + 8.
+# Then a shuffle within the halves of a vector fills each half with the number of one group of a sub-block.
+GROUPS = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+def group_bytes(ir: IrBuilder, address: Value) -> Value:
+    """The bytes of eight groups, in the order of GROUPS."""
+    return ir.shuffle(ir.load(BYTES8, address), None, GROUPS)
+
+
+class GroupScales:
+    """The scales of a block's 16 groups of columns: d * (numbers - zero), numbers int32 x 8 twice, as in GROUPS.
+
+    added   float32 x 8 twice: what IntegerScales adds to the codes of each group
+    """
+
+    def __init__(self, ir: IrBuilder, d: Value, numbers: list[Value], zero: int, added: list[Value]):
+        self._ir, self._d, self._added = ir, d, added
+        self._floats = [float_minus(v, zero) for v in numbers]
+        self._multipliers = [_in_both_words(ir, v - zero) for v in numbers]
+
+    def sub_block(self, j: int, codes: Value, of_product: Value, shift: int = 0, signed: bool = False) -> SubBlock:
+        """Sub-block j with these codes, and those of IntegerScales."""
+        half, lanes = j // 4, (j % 4, 4 + j % 4)
+        multipliers = spread(self._ir, self._multipliers[half], *lanes).view(WORDS16)
+        added = self._floats[half] * self._added[half] if j % 4 == 0 else None
+        product = IntegerScales(of_product, multipliers, self._d, shift, signed, added)
+        return SubBlock(codes, spread(self._ir, self._floats[half] * self._d, *lanes), integer_scales=product)
+
+
+class SubBlockScales:
+    """The scales of a block's eight sub-blocks: d * (numbers - zero), numbers int32 x 8.
+
+    added   float32 x 8: what IntegerScales adds to the codes of each sub-block
+    """
+
+    def __init__(self, ir: IrBuilder, d: Value, numbers: Value, zero: int, added: Value | None):
+        self._ir, self._d, self._added = ir, d, added
+        self._floats = float_minus(numbers, zero)
+        # Multipliers are loaded one by one: there are fewer loads than shuffles.
+        self._multipliers = ir.in_memory(_in_both_words(ir, numbers - zero))
+
+    def sub_block(
+        self, j: int, codes: Value, of_product: Value, signed: bool = False, minimum: Value | None = None
+    ) -> SubBlock:
+        """Sub-block j with these codes, and those of IntegerScales."""
+        multipliers = self._ir.splat(self._ir.load(I32, self._multipliers + 4 * j), 8).view(WORDS16)
+        added = self._floats * self._added if self._added is not None and j == 0 else None
+        product = IntegerScales(of_product, multipliers, self._d, signed=signed, added=added)
+        return SubBlock(codes, spread(self._ir, self._floats * self._d, j), minimum, product)
+
+
+def _in_both_words(ir: IrBuilder, numbers: Value) -> Value:
+    """Small signed integers, int32 x 8, as multipliers: each twice as int16."""
+    return ir.shuffle(numbers.view(WORDS16), None, [i & ~1 for i in range(16)]).view(INTS8)
+
+
+def float_minus(bits: Value, zero: int) -> Value:
+    """float32 of integers 0 .. 2^23 - 1, minus `zero`: they become the mantissa of 2^23, so one subtraction does it."""
+    return (bits | 0x4B000000).view(vector(bits.lanes, F32)) - (8388608.0 + zero)
 
 
 def spread(ir: IrBuilder, source: Value, *lanes: int) -> SpreadLanes:

@@ -7,9 +7,9 @@ sub-block are its lanes.
 from __future__ import annotations
 
 from quantkit.codegen.simd import I32, IrBuilder, Value
-from quantkit.runtime.kernels.cpu.formats.base import BYTES8, BYTES32, InterleavedSubBlock, format_of
+from quantkit.runtime.kernels.cpu.formats.base import BYTES8, BYTES32, InterleavedSubBlock, float_minus, format_of
 from quantkit.runtime.kernels.cpu.formats.blocks32_r import bits, nibbles, row_scales_twice, steps4
-from quantkit.runtime.kernels.cpu.formats.nonlinear import float_minus, shift_words
+from quantkit.runtime.kernels.cpu.formats.nonlinear import shift_words
 
 _COLUMNS = (0, 4, 8, 12)  # of the bit_pairs of a line, and of the bits of PLANE_A
 

@@ -19,6 +19,7 @@ from quantkit.runtime.kernels.cpu.formats.base import (
     FLOATS8,
     INTS8,
     InterleavedSubBlock,
+    float_minus,
     format_of,
     load_halves,
 )
@@ -27,7 +28,6 @@ from quantkit.runtime.kernels.cpu.formats.nonlinear import (
     K3_CODES,
     K4_CODES,
     K5_CODES,
-    float_minus,
     shift_words,
 )
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from quantkit import types
+from quantkit.codegen import cpu_target
 from quantkit.codegen.jit import kernel
 from quantkit.placement import kernel_sizes
 from quantkit.repack import repack
@@ -99,16 +100,16 @@ def assert_products(result: np.ndarray, weights: np.ndarray, x: np.ndarray, tole
 
 
 def parts_of(buffer: np.ndarray, n: int) -> list[np.ndarray]:
-    """The parts of an activation buffer: fine codes, sums, floors, scales; wide codes, sums, scales."""
-    kinds = (np.int8, np.int32, np.float32, np.float32, np.int8, np.int32, np.float32)
-    places = (4, 5, 6, 7, 8, 10, 11, 12)
+    """The parts of an activation buffer: fine codes, sums, floors, scales; wide codes, sums, words, scales."""
+    kinds = (np.int8, np.int32, np.float32, np.float32, np.int8, np.int32, np.int16, np.float32)
+    places = (4, 5, 6, 7, 8, 10, 11, 13, 14)
     return [buffer[n * first : n * last].view(kind) for kind, first, last in zip(kinds, places, places[1:])]
 
 
 def test_activations(rng: np.random.Generator) -> None:
     x = rng.standard_normal(96).astype(np.float32)
     x[32:64] = 0
-    codes, sums, floors, scales, planes, wide_sums, wide_scales = parts_of(buffer_of(x), 96)
+    codes, sums, floors, scales, planes, wide_sums, words, wide_scales = parts_of(buffer_of(x), 96)
     np.testing.assert_allclose(scales, np.abs(x.reshape(24, 4)).max(1) / 127, rtol=1e-6)
     np.testing.assert_allclose(codes * np.repeat(scales, 4), fine(x + (x == 0)) * (x != 0), rtol=1e-6)
     np.testing.assert_array_equal(sums, codes.astype(int).reshape(-1, 4).sum(1))
@@ -120,6 +121,8 @@ def test_activations(rng: np.random.Generator) -> None:
     np.testing.assert_allclose(a * wide_scales[:, None], x.reshape(3, 32), atol=float(wide_scales.max()) * 0.51)
     assert np.abs(a).max(1).tolist() == [32512, 0, 32512]
     np.testing.assert_array_equal(wide_sums, a.reshape(-1, 4).sum(1))
+    if cpu_target.isa() != "avx512vnni":  # which has no use for them
+        np.testing.assert_array_equal(words.reshape(-1, 4), a.reshape(-1, 4)[:, [0, 2, 1, 3]])
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -128,7 +131,7 @@ def test_a_spoiled_activation_shows(bad: float) -> None:
     x[40] = bad
     parts = parts_of(buffer_of(x), 64)
     assert np.flatnonzero(np.isnan(parts[3])).tolist() == [10]
-    assert np.flatnonzero(np.isnan(parts[6])).tolist() == [1]
+    assert np.flatnonzero(np.isnan(parts[7])).tolist() == [1]
 
 
 # -------------------------------------------------------------------------------------------------- one vector, decode

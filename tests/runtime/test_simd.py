@@ -158,7 +158,7 @@ def test_dot4_is_exact_to_its_limits(function: Callable, largest: int, rng: np.r
 @simd_intrinsic("void")
 def _pairs(ir: IrBuilder, a: Value, b: Value, out: Value, lanes: int) -> None:
     total = ir.zero(vector(lanes, I16))
-    for _ in range(8):  # eight such sums of 4-bit codes are what gemm.py keeps in 16 bits
+    for _ in range(8):  # matvec.py keeps eight such sums of 4-bit codes in 16 bits
         total = total + ir.byte_pairs(ir.load(vector(2 * lanes, I8), a), ir.load(vector(2 * lanes, I8), b))
     ir.store(ir.pairs(total), out)
 
@@ -169,12 +169,32 @@ def pairs(a, b, out):
     _pairs(a, b, out + 32, 32)
 
 
-@pytest.mark.parametrize("sign", [-1, 1])
-def test_eight_sums_of_nibbles_fit_16_bits(sign: int) -> None:
-    a, b = np.full(64, 15, np.uint8), np.full(64, 127 * sign, np.int8)
+@pytest.mark.parametrize("byte", [-128, 127])
+def test_eight_sums_of_nibbles_fit_16_bits(byte: int) -> None:
+    a, b = np.full(64, 15, np.uint8), np.full(64, byte, np.int8)
     out = np.zeros(24, np.int32)
     pairs(a.ctypes.data, b.ctypes.data, out.ctypes.data)
-    np.testing.assert_array_equal(out, 8 * 4 * 15 * 127 * sign)
+    np.testing.assert_array_equal(out, 8 * 4 * 15 * byte)
+
+
+@simd_intrinsic("void")
+def _signed_pairs(ir: IrBuilder, a: Value, b: Value, out: Value) -> None:
+    ir.store(ir.signed_pairs(ir.load(vector(32, I8), a), ir.load(vector(32, I8), b)), out)
+
+
+@kernel
+def signed_pairs(a, b, out):
+    _signed_pairs(a, b, out)
+
+
+def test_signed_pairs_are_exact_to_their_limits(rng: np.random.Generator) -> None:
+    extremes = [(-128, -127), (-128, 127), (127, -127), (0, 127), (-1, 0)]
+    for case in itertools.chain(extremes, [None] * 50):
+        a = rng.integers(-128, 128, 32).astype(np.int8) if case is None else np.full(32, case[0], np.int8)
+        b = rng.integers(-127, 128, 32).astype(np.int8) if case is None else np.full(32, case[1], np.int8)
+        out = np.zeros(16, np.int16)
+        signed_pairs(a.ctypes.data, b.ctypes.data, out.ctypes.data)
+        np.testing.assert_array_equal(out, (a.astype(int) * b).reshape(16, 2).sum(1))
 
 
 @simd_intrinsic("void")

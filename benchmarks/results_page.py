@@ -22,7 +22,7 @@ from benchmarks.records import FOLDER, ROOT, SCHEMA
 PAGE = ROOT / "docs" / "results.md"
 _SECTIONS = {
     "Running a model": (
-        "model", "bound", "kernels", "threads", "noise", "cache", "evaluation", "positions",
+        "model_architectures", "model", "bound", "kernels", "threads", "noise", "cache", "evaluation", "positions",
     ),
     "Running on a GPU": ("gpu_rates", "gpu", "gpu_models", "gpu_hybrid", "gpu_streamed", "gpu_profile"),
     "Quantizing": (

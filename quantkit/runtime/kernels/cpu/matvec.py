@@ -44,7 +44,7 @@ from quantkit.runtime.kernels.cpu.formats.base import GROUPS, Format, Interleave
 from quantkit.runtime.kernels.cpu.formats.registry import FORMATS
 
 SIGNATURE = "void(int64, int64, int64, int64, int64, int64)"
-ROWS_TOGETHER = 4  # one load of the activations serves them all, and four sums hide the latency of one
+TOGETHER = {1: 4, 4: 2, 8: 1}  # by the rows of a group: what is loaded or computed of activations serves them all
 
 _SMALL = 63  # largest code for which bytes are faster than 16-bit integers without VNNI: two sums fit in 16 bits
 
@@ -58,18 +58,14 @@ def integer_product(
     """Matrix-vector product of a type of FORMATS, with quantized activations; see the module."""
     f = FORMATS[ggml_type]
     blocks = n >> (f.columns.bit_length() - 1)
-    if f.rows > 1:
-        with ir.loop(first, last, f.rows) as row:
-            group = weights + f.row_group_bytes(blocks) * (row >> (f.rows.bit_length() - 1))
-            _interleaved_rows(ir, f, group, blocks, n, activations, out + row * 4)
-        return
+    size, row_bits = f.row_group_bytes(blocks), f.rows.bit_length() - 1
+    products = _rows if f.rows == 1 else _interleaved_rows
 
-    def rows_at(row: Value, count: int) -> None:
-        size = f.row_group_bytes(blocks)
-        addresses = [weights + size * (row + r) for r in range(count)]
-        _rows(ir, f, addresses, blocks, n, activations, out + row * 4)
+    def groups_at(row: Value, count: int) -> None:
+        addresses = [weights + size * ((row >> row_bits) + r) for r in range(count)]
+        products(ir, f, addresses, blocks, n, activations, out + row * 4)
 
-    _for_each_rows(ir, first, last, rows_at)
+    _for_each_group(ir, first, last, f.rows, groups_at)
 
 
 def _prefetch_tile(ir: IrBuilder, start: Value, steps: Value, step: Value, nbytes: int) -> None:
@@ -83,13 +79,17 @@ def _prefetch_tile(ir: IrBuilder, start: Value, steps: Value, step: Value, nbyte
         ir.prefetch(ahead + line)
 
 
-def _for_each_rows(ir: IrBuilder, first: Value, last: Value, rows_at: Callable[[Value, int], None]) -> None:
-    """Call `rows_at(row, ROWS_TOGETHER)` for whole groups of rows, then `rows_at(row, 1)` for the rest."""
-    middle = last - ((last - first) & (ROWS_TOGETHER - 1))
-    with ir.loop(first, middle, ROWS_TOGETHER) as row:
-        rows_at(row, ROWS_TOGETHER)
-    with ir.loop(middle, last, 1) as row:
-        rows_at(row, 1)
+def _for_each_group(
+    ir: IrBuilder, first: Value, last: Value, rows: int, groups_at: Callable[[Value, int], None]
+) -> None:
+    """Call `groups_at(row, count)` for several row groups of `rows` rows together, then for each that is left."""
+    together = TOGETHER[rows]
+    middle = last - ((last - first) & (together * rows - 1))
+    with ir.loop(first, middle, together * rows) as row:
+        groups_at(row, together)
+    if together > 1:
+        with ir.loop(middle, last, rows) as row:
+            groups_at(row, 1)
 
 
 def _rows(ir: IrBuilder, f: Format, addresses: list[Value], blocks: Value, n: Value, x: Value, out: Value) -> None:
@@ -173,26 +173,32 @@ def _add_minimum(ir: IrBuilder, total: Variable, minimum: Value, sub_block: int,
         total.set(ir.fma(minimum, ir.insert(ir.zero(_FLOATS8), 0, ir.load(F32, sums)), total.get()))
 
 
-def _interleaved_rows(ir: IrBuilder, f: Format, group: Value, blocks: Value, n: Value, x: Value, out: Value) -> None:
-    """Products of a group of interleaved rows, one lane each."""
-    total = ir.variable(ir.zero(_FLOATS8))
+def _interleaved_rows(
+    ir: IrBuilder, f: Format, groups: list[Value], blocks: Value, n: Value, x: Value, out: Value
+) -> None:
+    """Products of the groups of interleaved rows at these addresses, one lane each."""
+    totals = [ir.variable(ir.zero(_FLOATS8)) for _ in groups]
     with ir.loop(0, blocks) as b:
-        _prefetch_tile(ir, group, blocks, b, f.nbytes)
-        for i, weight in enumerate(f.sub_blocks(ir, group, b)):
+        _prefetch_tile(ir, groups[0], blocks, b, f.nbytes * len(groups))
+        readers = [f.sub_blocks(ir, group, b) for group in groups]
+        for i in range(f.columns // 32):
             column = b * f.columns + 32 * i
             sums = _interleaved_sums(ir, f, ir.load(_INTS8, x + n * INT16_SUMS + column))
-            if has_vnni(ir) or f.largest <= _SMALL:
-                product = _byte_planes(ir, f, weight, x + n * INT16_CODES + column * 2, sums * -f.offset)
-            else:
-                product = _word_products(ir, weight, x + n * INT16_WORDS + column * 2, sums * -f.offset)
-            scale = ir.splat(ir.load(F32, x + n * INT16_SCALES + (column >> 3)), 8)
-            partial = ir.fma(product.real(), weight.scale * scale, total.get())
-            total.set(ir.fma(sums.real() * scale, weight.minimum, partial) if weight.minimum else partial)
-    lanes = total.get()
-    while lanes.lanes > f.rows:
-        half = lanes.lanes // 2
-        lanes = ir.part(lanes, 0, half) + ir.part(lanes, half, half)
-    ir.store(lanes, out)
+            start, scale = sums * -f.offset, ir.splat(ir.load(F32, x + n * INT16_SCALES + (column >> 3)), 8)
+            for reader, total in zip(readers, totals):
+                weight = next(reader)
+                if has_vnni(ir) or f.largest <= _SMALL:
+                    product = _byte_planes(ir, f, weight, x + n * INT16_CODES + column * 2, start)
+                else:
+                    product = _word_products(ir, weight, x + n * INT16_WORDS + column * 2, start)
+                partial = ir.fma(product.real(), weight.scale * scale, total.get())
+                total.set(ir.fma(sums.real() * scale, weight.minimum, partial) if weight.minimum else partial)
+    for r, total in enumerate(totals):
+        lanes = total.get()
+        while lanes.lanes > f.rows:
+            half = lanes.lanes // 2
+            lanes = ir.part(lanes, 0, half) + ir.part(lanes, half, half)
+        ir.store(lanes, out + 4 * f.rows * r)
 
 
 def _byte_planes(ir: IrBuilder, f: Format, weight: InterleavedSubBlock, codes: Value, start: Value) -> Value:
@@ -264,7 +270,7 @@ def float_product(
         for r, (a, b) in enumerate(totals):
             ir.store(ir.sum(a.get() + b.get()), out + row * 4 + 4 * r)
 
-    _for_each_rows(ir, first, last, rows_at)
+    _for_each_group(ir, first, last, 1, rows_at)
 
 
 @functools.cache

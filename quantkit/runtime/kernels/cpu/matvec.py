@@ -14,10 +14,11 @@ for each four of its columns with int8 activations; for all 32 with int16 activa
 first sum is 256 * sum code * high + sum code * low.
 
 The bracket is exact in int32. Scales that are small integers times a block scale d stay integers with it: the sum of
-s * multiplier * bracket over the block is multiplied by d once.
+s * multiplier * (sum code * a) over the block is multiplied by d once. What the offset and flags add to all codes of a
+scale is added to it as multiplier * s * sum a, for eight scales at once.
 
-The kernels are bound by memory bandwidth. So each byte of the weights is read once, in order, and the work per byte
-fits in the time in which it arrives.
+Each byte of the weights is read once, in order. With VNNI the work per byte fits in the time in which it arrives; with
+AVX2 the instructions bind in types of few bits.
 """
 
 from __future__ import annotations

@@ -9,9 +9,9 @@ a product does not depend on the weights, and encoding a billion of them would t
 latent attention reads in two forms, kv_b or k_b and v_b, has the same numbers in both. Embedding and output have the
 type too, or q8_0 if rows of an embedding cannot have it; norms are float32. There is no tokenizer.
 
-SHAPES are of llama and qwen3moe; CONFIGS are of other architectures, a config.json each: rows as long as in the real
-models, but fewer layers, experts and tokens of the vocabulary. With mxfp4, only experts have this type and the rest
-q8_0, as in the published gpt-oss.
+SHAPES are of llama and qwen3moe; CONFIGS are of other architectures, a config.json each, and SIZES what the EXAMPLE of
+still others is given: rows as long as in the real models, but fewer layers, experts and tokens of the vocabulary. With
+mxfp4, only experts have this type and the rest q8_0, as in the published gpt-oss.
 """
 
 from __future__ import annotations
@@ -114,7 +114,47 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "n_group": 1, "topk_group": 1,
     },
 }  # fmt: skip
-NAMES = [*SHAPES, *CONFIGS]
+
+
+def _sizes(hidden: int, ff: int, heads: int, kv_heads: int, layers: int, **others: Any) -> dict[str, Any]:
+    return {"hidden_size": hidden, "intermediate_size": ff, "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads, "num_hidden_layers": layers} | others  # fmt: skip
+
+
+SIZES: dict[str, dict[str, Any]] = {
+    "bailingmoe2": _sizes(2048, 5120, 16, 4, 8, head_dim=128, moe_intermediate_size=512, num_experts=32,
+                          num_experts_per_tok=8),
+    "bitnet-b1.58": _sizes(2560, 6912, 20, 5, 6),
+    "cohere2": _sizes(4096, 14336, 32, 8, 4, sliding_window=1024),
+    "dots1": _sizes(4096, 10944, 32, 32, 3, head_dim=128, moe_intermediate_size=1408, n_routed_experts=32,
+                    num_experts_per_tok=6, n_shared_experts=2),
+    "ernie4_5": _sizes(1024, 3072, 16, 2, 18, head_dim=128),
+    "ernie4_5-moe": _sizes(2560, 12288, 20, 4, 4, head_dim=128, moe_intermediate_size=1536, moe_num_experts=32, moe_k=6,
+                           moe_layer_end_index=3),
+    "glm4": _sizes(4096, 13696, 32, 2, 3, head_dim=128),
+    "granite": _sizes(4096, 12800, 32, 8, 3),
+    "granitemoe": _sizes(1536, 512, 24, 8, 12, num_local_experts=32, num_experts_per_tok=8),
+    "hunyuan-moe": _sizes(4096, 3072, 32, 8, 2, head_dim=128, num_experts=16, moe_topk=8),
+    "llama4": _sizes(5120, 8192, 40, 8, 2, head_dim=128, intermediate_size_mlp=16384, num_local_experts=4),
+    "minimax-m2": _sizes(3072, 1536, 48, 8, 3, head_dim=128, rotary_dim=64, num_local_experts=32,
+                         num_experts_per_tok=8),
+    "mistral3": _sizes(4096, 14336, 32, 8, 3, head_dim=128),
+    "qwen2": _sizes(3584, 18944, 28, 4, 3),
+    "qwen2moe": _sizes(3584, 18944, 28, 4, 3, num_experts=16, num_experts_per_tok=8, moe_intermediate_size=2560,
+                       shared_expert_intermediate_size=20480),
+    "qwen3": _sizes(4096, 12288, 32, 8, 3, head_dim=128),
+    "seed_oss": _sizes(5120, 27648, 80, 8, 2, head_dim=128),
+    "smollm3": _sizes(2048, 11008, 16, 4, 8),
+}  # fmt: skip
+NAMES = [*SHAPES, *CONFIGS, *SIZES]
+
+
+def config_of(name: str) -> dict[str, Any]:
+    """The config.json of a model of CONFIGS or SIZES."""
+    if name in CONFIGS:
+        return CONFIGS[name]
+    given = {"vocab_size": _ALIKE["vocab_size"], "max_position_embeddings": _ALIKE["max_position_embeddings"]}
+    return archs.get(name).EXAMPLE | given | SIZES[name]
 
 
 def of_config(config: dict[str, Any], kind: QuantType) -> tuple[Metadata, list[TensorSpec]]:
@@ -294,10 +334,10 @@ class _Rows:
 
 
 def write(name: str, kind_name: str, path: Path) -> Path:
-    """A model of SHAPES or CONFIGS with all matrices of a type."""
+    """A model of NAMES with all matrices of a type."""
     kind = types.get(kind_name)
-    if name in CONFIGS:
-        keys, wanted = of_config(CONFIGS[name], kind)
+    if name not in SHAPES:
+        keys, wanted = of_config(config_of(name), kind)
     else:
         keys, wanted = metadata(SHAPES[name]), specs(SHAPES[name], kind)
     rows = _Rows(SHAPES.get(name))

@@ -18,6 +18,7 @@ from quantkit import archs
 from quantkit.archs.common import blocks
 from quantkit.codegen.jit import kernel
 from quantkit.formats import gguf
+from quantkit.placement import kernel_sizes
 from quantkit.recipe import from_config
 from quantkit.runtime.blocks import float_ops
 from quantkit.runtime.compiled.unsupported import unsupported_feature
@@ -417,13 +418,14 @@ def run_activation(kind: blocks.Activation, gate: np.ndarray, up: np.ndarray, li
     is_xielu = isinstance(kind, blocks.Xielu)
     numbers = ops.keep(kind.numbers).ctypes.data if is_xielu else 0
     function = xielu if is_xielu else activation(kind, limit)
+    nbytes = kernel_sizes.activation_bytes(gate.size)
     parameters = decode_ops.GatedParameters(
         activation=function.address, gate=ops.keep(gate).ctypes.data, up=ops.keep(up).ctypes.data, n=gate.size,
-        multiple=32, buffer=ops.buffer("hidden", 12 * gate.size), numbers=numbers,
+        multiple=32, buffer=ops.buffer("hidden", nbytes), numbers=numbers,
     )  # fmt: skip
     ops.add(decode_ops.gated, parameters)
     ops.run()
-    return ops._buffers["hidden", 12 * gate.size].view(np.float32)[: gate.size].reshape(gate.shape).copy()
+    return ops._buffers["hidden", nbytes].view(np.float32)[: gate.size].reshape(gate.shape).copy()
 
 
 @pytest.mark.parametrize(

@@ -38,16 +38,15 @@ from quantkit.evaluate.bench import bytes_per_token
 from quantkit.runtime.kv.cache_type import CacheType
 from quantkit.runtime.loading import load
 
-COLUMNS = (
-    Column("model"),
+SPEEDS = (
     Column("pp", "prompt, t/s", ".1f"),
     Column("pp_reference", "ik_llama.cpp", ".1f"),
     Column("pp_ratio", "ratio", ".2f"),
     Column("tg", "generation, t/s", ".1f"),
     Column("tg_reference", "ik_llama.cpp", ".1f"),
     Column("tg_ratio", "ratio", ".2f"),
-    Column("tg_gb_per_second", "GB/s", ".1f"),
 )
+COLUMNS = (Column("model"), *SPEEDS, Column("tg_gb_per_second", "GB/s", ".1f"))
 ABOUT = (
     "Tokens per second, medians over rounds in which both programs alternate; both use flash attention and the same KV "
     "cache. GB/s: weights and cache that generation reads. The models have random weights, rows as long as in real "

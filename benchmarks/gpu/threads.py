@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.bench_model import Ours, Reference, from_empty_cache
+from benchmarks.bench_model import SPEEDS, Ours, Reference, from_empty_cache
 from benchmarks.gpu.run import Figures, Run
 from benchmarks.records import Column, Table
 from quantkit.codegen import thread_pool
@@ -29,15 +29,7 @@ from quantkit.runtime.kv.cache_type import CacheType
 TABLE = Table(
     "threads",
     "How does the CPU's speed grow with threads?",
-    (
-        Column("threads"),
-        Column("pp", "prompt, t/s", ".1f"),
-        Column("pp_reference", "ik_llama.cpp", ".1f"),
-        Column("pp_ratio", "ratio", ".2f"),
-        Column("tg", "generation, t/s", ".1f"),
-        Column("tg_reference", "ik_llama.cpp", ".1f"),
-        Column("tg_ratio", "ratio", ".2f"),
-    ),
+    (Column("threads"), *SPEEDS),
     "A llama of 1.2B parameters with random weights; both programs in alternation, with an f16 cache.",
 )
 MODEL_TYPES = ("q4_K",)

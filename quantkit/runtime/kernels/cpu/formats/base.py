@@ -151,12 +151,12 @@ class GroupScales:
         self._floats = [float_minus(v, zero) for v in numbers]
         self._multipliers = [_in_both_words(ir, v - zero) for v in numbers]
 
-    def sub_block(self, j: int, codes: Value, of_product: Value, shift: int = 0, signed: bool = False) -> SubBlock:
+    def sub_block(self, j: int, codes: Value, of_product: Value, signed: bool = False) -> SubBlock:
         """Sub-block j with these codes, and those of IntegerScales."""
         half, lanes = j // 4, (j % 4, 4 + j % 4)
         multipliers = spread(self._ir, self._multipliers[half], *lanes).view(WORDS16)
         added = self._floats[half] * self._added[half] if j % 4 == 0 else None
-        product = IntegerScales(of_product, multipliers, self._d, shift, signed, added)
+        product = IntegerScales(of_product, multipliers, self._d, signed=signed, added=added)
         return SubBlock(codes, spread(self._ir, self._floats[half] * self._d, *lanes), integer_scales=product)
 
 

@@ -66,22 +66,17 @@ def _q3_k(ir, block):
         yield scales.sub_block(j, codes, codes)
 
 
-def _packed_multipliers(ir: IrBuilder, block: Value) -> tuple[Value, Value]:
-    """The eight multipliers of d of a block of q4_K or q5_K, and those of dmin.
+def _scales_and_minimums(ir: IrBuilder, block: Value) -> tuple[SubBlockScales, Value]:
+    """The scales of a block of q4_K or q5_K, and its eight minimums.
 
-    Twelve bytes hold eight 6-bit multipliers of each: bytes 0..3 and 4..7 the first four of each with, in their top two
-    bits, the high bits of the last four, whose low nibbles share bytes 8..11.
+    Twelve bytes hold eight 6-bit multipliers of d and eight of dmin: bytes 0..3 and 4..7 the first four of each with,
+    in their top two bits, the high bits of the last four, whose low nibbles share bytes 8..11.
     """
     packed = [ir.load(BYTES4, block + offset) for offset in (4, 8, 12)]
     first = ir.join(packed[0], packed[2] & 15 | (packed[0] >> 2) & 0x30) & 63
     second = ir.join(packed[1], packed[2] >> 4 | (packed[1] >> 2) & 0x30) & 63
-    return first.unsigned(I32), second.unsigned(I32)
-
-
-def _scales_and_minimums(ir: IrBuilder, block: Value) -> tuple[SubBlockScales, Value]:
-    first, second = _packed_multipliers(ir, block)
-    scales = SubBlockScales(ir, ir.splat(load_half(ir, block), 8), first, 0, None)
-    return scales, second.real() * ir.splat(load_half(ir, block + 2) * -1.0, 8)
+    scales = SubBlockScales(ir, ir.splat(load_half(ir, block), 8), first.unsigned(I32), 0, None)
+    return scales, second.unsigned(I32).real() * ir.splat(load_half(ir, block + 2) * -1.0, 8)
 
 
 @format_of("q4_K", columns=256, nbytes=144, offset=0, largest=15, has_minimum=True)

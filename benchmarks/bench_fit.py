@@ -28,7 +28,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import quantkit
-from benchmarks import records
+from benchmarks import records, trained
 from benchmarks.bench_second_moments import CONTEXT, Logits, cached, divergence, padded_model
 from benchmarks.records import Column, Table
 from quantkit.evaluate.sensitivity.run import SensitivityOptions, sensitivity
@@ -78,9 +78,20 @@ def own_model(folder: Path) -> Path:
     return model
 
 
+def source_model(folder: Path, options: Any) -> Path:
+    """The model of --model: SmolLM2 as it is or padded, or a mixture of experts trained on --train."""
+    if options.model == "moe":
+        trained.train("qwen3moe", options.train, folder / "hf")
+        model = folder / "f16.gguf"
+        if not model.exists():
+            quantkit.convert(folder / "hf", model)
+        return model
+    return padded_model(folder) if options.model == "padded" else own_model(folder)
+
+
 def prepare(folder: Path, options: Any) -> tuple[Path, Path, Costs]:
     """The model, its importance matrix with second moments, and its costs; what exists is kept."""
-    model = padded_model(folder) if options.model == "padded" else own_model(folder)
+    model = source_model(folder, options)
     matrix = folder / f"imatrix.{options.calibrate.stem}.gguf"
     if not matrix.exists():
         begin = time.perf_counter()
@@ -180,23 +191,28 @@ class Bench:
             row["ratio"] = row["measured"] / best["measured"] if is_fit and best else None
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=("own", "padded"), default="own")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options that say what is measured on which texts."""
     parser.add_argument("--calibrate", type=Path, required=True)
     parser.add_argument("--text", type=Path, nargs="+", required=True)
-    parser.add_argument("--bits", default="3.5,4.5,5.5,6.5")
-    parser.add_argument("--types", default="", help="to choose from, and as single types")
-    parser.add_argument("--mixes", default=None, help="file types with their mixes")
     parser.add_argument("--no-second-moments", action="store_true")
-    parser.add_argument("--reference", action="store_true", help="also mixes of llama-quantize")
     parser.add_argument("--chunks", type=int, default=8)
     parser.add_argument("--probe-chunks", type=int, default=1)
     parser.add_argument("--imatrix-chunks", type=int, default=None)
     parser.add_argument("--rows", type=int, default=128)
+    records.add_option(parser)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=("own", "padded"), default="own")
+    parser.add_argument("--bits", default="3.5,4.5,5.5,6.5")
+    parser.add_argument("--types", default="", help="to choose from, and as single types")
+    parser.add_argument("--mixes", default=None, help="file types with their mixes")
+    parser.add_argument("--reference", action="store_true", help="also mixes of llama-quantize")
     parser.add_argument("--folder", type=Path, default=None)
     parser.add_argument("--plot", type=Path)
-    records.add_option(parser)
+    add_options(parser)
     options = parser.parse_args()
     options.types = options.types or TYPES[options.model]
     options.folder = options.folder or Path(f"/tmp/quantkit-fit-{options.model}")

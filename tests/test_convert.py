@@ -114,6 +114,27 @@ def test_the_file_computes_what_transformers_does(tmp_path: Path, variant: str) 
         assert np.abs(theirs - expected).max() < 0.05
 
 
+@pytest.mark.parametrize("differs", [False, True])
+def test_an_output_matrix_beside_a_tied_embedding(tmp_path: Path, differs: bool) -> None:
+    """config.json ties the two, and the checkpoint has both: transformers uses lm_head if its values are others."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    tiny(tmp_path / "hf", tie_word_embeddings=True)
+    weights = tmp_path / "hf" / "model.safetensors"
+    tensors = load_file(weights)
+    head = tensors["model.embed_tokens.weight"].clone()
+    head[-1, -1] += 3.0 if differs else 0.0
+    save_file(tensors | {"lm_head.weight": head}, weights, {"format": "pt"})
+    found = convert_checkpoint(tmp_path / "hf", tmp_path / "m.gguf", "f32")
+    assert ("output.weight" in open_gguf(tmp_path / "m.gguf").tensors) is differs
+    assert any("lm_head.weight differs from the embedding" in text for text in found.warnings) is differs
+    with torch.no_grad():
+        expected = log_probabilities(loaded(tmp_path / "hf")(torch.tensor([[5, 6, 7]])).logits[0].numpy())
+    ours = log_probabilities(quantkit.load(tmp_path / "m.gguf").logits([5, 6, 7]))
+    assert np.abs(ours - expected).max() < 1e-4
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_checkpoints_come_back_bit_for_bit(tmp_path: Path, variant: str, dtype: str) -> None:

@@ -210,7 +210,8 @@ def results(tmp_path: Path) -> tuple[Any, Reader]:
 
 
 def saliencies(tmp_path: Path) -> tuple[Any, Reader]:
-    path, document = tmp_path / "s.json", {"layers": {"0": {"saliency": [1.0, 2.0]}, "1": {"saliency": [1.0, 2.0]}}}
+    layers = {"0": {"saliency": [1.0, 2.0]}, "1": {"saliency": [1.0, 2.0]}}
+    path, document = tmp_path / "s.json", {"schema": prune.SALIENCY, "layers": layers}
     read = in_file(path, lambda: prune.most_salient(prune.saliencies(json_input.read_object(path), path, 2), 1))
     return document, read
 

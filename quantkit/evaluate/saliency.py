@@ -25,11 +25,10 @@ from quantkit.errors import DataError, UnsupportedError
 from quantkit.evaluate.chunk_runs import evaluate_chunks
 from quantkit.evaluate.text import Chunks
 from quantkit.formats.atomic import writing
+from quantkit.pipelines.prune import SALIENCY
 
 if TYPE_CHECKING:
     from quantkit.runtime.model import Model
-
-SCHEMA = "quantkit.saliency/1"
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class Saliency:
             str(layer): {"saliency": self.of_layer(layer).tolist(), "tokens": self.tokens[layer].tolist()}
             for layer in sorted(self.sums)
         }
-        record = {"schema": SCHEMA, "text": self.chunks.source, "chunks": len(self.chunks)}
+        record = {"schema": SALIENCY, "text": self.chunks.source, "chunks": len(self.chunks)}
         record |= {"ctx_size": self.chunks.n_ctx, "layers": layers}
         with writing(Path(path)) as stream:
             stream.write((json.dumps(record, indent=1) + "\n").encode())

@@ -25,8 +25,6 @@ from quantkit.formats import provenance
 from quantkit.formats.gguf import GGUF, Metadata
 from quantkit.pipelines.rewrite import Rewrite, RewrittenTensor, by_shard, copied
 
-_SAME = ("embedding_length", "vocab_size", "attention.head_count", "expert_count")
-
 
 def plan_trunk(source: GGUF) -> Rewrite:
     """Plan the file without its MTP layers. UnsupportedError if it has none."""
@@ -129,10 +127,15 @@ def _require_same(trunk: GGUF, head: GGUF, arch: str, main: int) -> None:
         raise DataError(f"{head.path}: MTP layers of {arch}, {trunk.path} is {other}")
     if (count := trunk.metadata.get(f"{arch}.block_count")) != main:
         raise DataError(f"{head.path}: MTP layers of a model with {main} blocks, {trunk.path} has {count}")
-    for key in _SAME:
-        mine, theirs = (file.metadata.get(f"{arch}.{key}") for file in (trunk, head))
+    counts = (f"{arch}.block_count", f"{arch}.nextn_predict_layers")
+    for key, mine in trunk.metadata.items():
+        if not key.startswith(f"{arch}.") or key in counts:
+            continue
+        theirs = head.metadata.get(key, mine)
+        if isinstance(mine, list) and isinstance(theirs, list):
+            theirs = theirs[: len(mine)]  # of values per layer the head has more
         if mine != theirs:
-            raise DataError(f"{head.path}: {arch}.{key} is {theirs}, in {trunk.path} it is {mine}: not one model")
+            raise DataError(f"{head.path}: {key} is {theirs}, in {trunk.path} it is {mine}: not one model")
     tokens = [file.metadata.get("tokenizer.ggml.tokens") for file in (trunk, head)]
     if tokens[0] != tokens[1]:
         raise DataError(f"{head.path}: other tokens than {trunk.path}: not one model")

@@ -24,6 +24,7 @@ from quantkit.errors import DataError, FormatError, UnsupportedError
 from quantkit.formats.gguf import GGUF, Metadata, Tensor
 from quantkit.pipelines.rewrite import Rewrite, RewrittenTensor, by_shard, copied, selected
 
+SALIENCY = "quantkit.saliency/1"  # schema of the files of `quantkit saliency`
 _NGRAMS = "ple.layers"  # the key that lists layers with n-grams
 _NOT_OF_LAYERS = ("ple.", "rope.dimension_sections")  # keys whose lists have no entry for each layer
 _OF_EXPERTS = re.compile(r"blk\.\d+\.(ffn_\w+_exps|ffn_gate_inp|exp_probs_b)\.(weight|bias|scale|input_scale)")
@@ -192,6 +193,8 @@ def saliencies(record: Mapping[str, object], path: object, experts: object) -> d
 
     `experts` is how many a layer of the model has.
     """
+    if (schema := record.get("schema")) != SALIENCY:
+        raise FormatError(f"{path}: schema {schema!r}, not {SALIENCY!r}: not a file of `quantkit saliency`")
     layers = record.get("layers")
     values: dict[Any, Any] = {}
     if isinstance(layers, Mapping):

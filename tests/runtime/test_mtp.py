@@ -110,6 +110,10 @@ def test_what_cannot_be_joined_or_run_is_refused(files: Path, tmp_path: Path) ->
     convert_checkpoint(tmp_path / "other", tmp_path / "other.gguf", "f32")
     with pytest.raises(DataError, match=r"with 3 blocks, .* has 4"):
         plan_join(gguf.open(tmp_path / "other.gguf"), head)
+    theta = "glm4moe.rope.freq_base"
+    changed(Path(trunk.path), tmp_path / "theta.gguf", {theta: (12345.0, "f32")})
+    with pytest.raises(DataError, match=rf"{theta} is 1000000\.0, .* 12345\.0: not one model"):
+        plan_join(gguf.open(tmp_path / "theta.gguf"), head)
     with pytest.raises(DataError, match=r"n_main = 3, .* has 4"):
         MtpHead(quantkit.load(tmp_path / "other.gguf"), head)
 

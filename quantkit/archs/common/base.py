@@ -320,8 +320,8 @@ class Arch(ABC):
     def to_gguf(self, config: Config, shapes: Mapping[str, Shape]) -> list[Piece]:
         """The GGUF tensors to make from a checkpoint's tensors, in the order in which they are written.
 
-        Errors name tensors that no rule knows and required ones that are missing. `lm_head` is left out if config.json
-        ties it to the embedding, because transformers ignores it then.
+        Errors name tensors that no rule knows and required ones that are missing. `lm_head` is left out if the config
+        ties it to the embedding.
         """
         stored = {self.canonical(name): name for name in shapes if not IGNORED_BUFFERS.search(name)}
         for names in self.dropped_tensors(config, stored).values():

@@ -31,6 +31,7 @@ import numpy as np
 from quantkit import archs, types
 from quantkit.archs import Arch
 from quantkit.archs.common import fused_experts, validate
+from quantkit.archs.common.base import is_tied
 from quantkit.archs.common.mtp import POLICIES, in_head_file
 from quantkit.archs.common.tensors import Piece
 from quantkit.errors import DataError, FormatError, UnknownNameError, UnsupportedError
@@ -63,6 +64,7 @@ from quantkit.types import QuantType
 OUTTYPES = ("auto", "bf16", "f16", "f32", "q8_0")
 STORED = "stored"  # the lossless outtype
 VALUES = "values"  # what is quantized: as STORED, but values of NVFP4 are bf16, as its own programs compute them
+_COMPARED = 1 << 22  # values that are compared at a time
 _DTYPES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 
 
@@ -218,9 +220,11 @@ def plan_conversion(
     if merge_lora is not None:
         checkpoint = merged(checkpoint, open_adapter(merge_lora), arch)
     names = [arch.canonical(name) for name in checkpoint.tensors]
+    warnings: list[str] = []
     with errors_name(directory):
         config = arch.with_mtp(config, mtp, names)
         checkpoint = _without_added_biases(checkpoint, arch, config)
+        config = _as_tied(config, arch, checkpoint, names, arrivals is None, warnings)
         pieces = arch.to_gguf(config, {name: tensor.shape for name, tensor in checkpoint.tensors.items()})
         generated = arch.generated(config)
         left_out = arch.dropped_tensors(config, names)
@@ -232,7 +236,6 @@ def plan_conversion(
             pieces = _fused(pieces, arch.name)
         expected = arch.shapes(config, [piece.name for piece in pieces])
     _check_tensors(checkpoint, pieces, expected)
-    warnings: list[str] = []
     packed = _packed(pieces, checkpoint, warnings) if outtype == STORED else set()
     specs = [TensorSpec(name, x.shape, types.get("f32")) for name, x in generated.items()]
     for piece in pieces:
@@ -270,6 +273,46 @@ def _without_added_biases(checkpoint: Checkpoint, arch: Arch, config: Mapping[st
         return checkpoint
     added = {name for name in biases.keys() - arch.expected(config, biases) if not tensors[name].dequantize().any()}
     return replace(checkpoint, tensors={name: tensor for name, tensor in tensors.items() if name not in added})
+
+
+def _as_tied(
+    config: Mapping[str, Any], arch: Arch, checkpoint: Checkpoint, names: list[str], is_here: bool, warnings: list[str]
+) -> Mapping[str, Any]:
+    """The config with tie_word_embeddings as the checkpoint has it: an lm_head that differs from the embedding counts.
+
+    transformers 5 decides so, too. `names` are the canonical ones of the checkpoint's tensors. Weights on the Hub are
+    not compared.
+    """
+    by_name = dict(zip(names, checkpoint.tensors.values()))
+    head, embedding = (by_name.get(f"{name}.weight") for name in ("lm_head", "model.embed_tokens"))
+    if head is None or embedding is None or not is_tied(config, arch.ties_by_default):
+        return config
+    if not is_here:
+        warnings.append(
+            f"{head.name} is left out: config.json ties it to the embedding. Whether their values are the same is not "
+            "checked for a checkpoint on the Hub"
+        )
+        return config
+    if _are_equal(head, embedding):
+        return config
+    warnings.append(
+        f"{head.name} differs from the embedding, so it is the output matrix, although config.json says "
+        "tie_word_embeddings: true"
+    )
+    return dict(config) | {"tie_word_embeddings": False}
+
+
+def _are_equal(a: SourceTensor, b: SourceTensor) -> bool:
+    if a.shape != b.shape:
+        return False
+    rows = max(1, _COMPARED // max(1, math.prod(a.shape[1:])))
+    for start in range(0, a.n_rows, rows):
+        stop = min(start + rows, a.n_rows)
+        if not np.array_equal(a.rows(start, stop), b.rows(start, stop), equal_nan=True):
+            return False
+        a.forget(start, stop)
+        b.forget(start, stop)
+    return True
 
 
 def _fused(pieces: list[Piece], arch: str) -> list[Piece]:

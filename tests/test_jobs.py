@@ -28,6 +28,7 @@ from quantkit.pipelines.pieces import Encoded, Piece
 from quantkit.pipelines.quantize import Written, quantize_with_plan
 from quantkit.pipelines.repack_file import plan_repack, write_repacked
 from quantkit.pipelines.verify import verify_gguf
+from tests.archs.files import changed
 
 COUNT, ROWS, COLUMNS = 8, 64, 256
 NAMES = [f"blk.{i}.ffn_up.weight" for i in range(COUNT - 2)] + ["output_norm.weight", "output.weight"]
@@ -536,6 +537,13 @@ def test_what_a_rerun_would_change(made: Path, model: Path, tmp_path: Path, monk
 _CODEC = provenance.codec
 
 
+def test_an_unknown_architecture_is_noted(made: Path, tmp_path: Path) -> None:
+    changed(made, tmp_path / "m.gguf", {"general.architecture": ("novel", "str"), "novel.block_count": (1, "u32")})
+    notes = verify_gguf(quantkit.open(tmp_path / "m.gguf")).notes
+    assert "quantkit does not know novel, so the tensors were not compared with the metadata" in notes
+    assert not any("does not know" in note for note in verify_gguf(quantkit.open(made)).notes)
+
+
 @pytest.mark.parametrize(("tensor", "value", "said"), [(3, 1, "the hash differs"), (0, 0x7E, "nan")])
 def test_damage_is_found(made: Path, tensor: int, value: int, said: str, capsys: Any) -> None:
     """A flipped bit of a code, and a half that turned NaN."""
@@ -546,10 +554,10 @@ def test_damage_is_found(made: Path, tensor: int, value: int, said: str, capsys:
     made.write_bytes(data)
     found = verify_gguf(quantkit.open(made))
     assert len(found.damage) == 1
-    assert found.damage[0].startswith(f"{NAMES[tensor]}: ")
+    assert found.damage[0].startswith(f"{made}: {NAMES[tensor]}: ")
     assert said in found.damage[0]
     assert main(["verify", str(made)]) == 1
-    assert f"damaged: {NAMES[tensor]}" in capsys.readouterr().out
+    assert f"damaged: {made}: {NAMES[tensor]}" in capsys.readouterr().out
 
 
 def test_files_that_were_made_otherwise(made: Path, model: Path, tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ class Verified:
         decoded   number of tensors whose values were checked
         hashed    number of tensors whose bytes match the recorded hash
         recorded  number of tensors with a record of what they were made from
-        damage    one sentence for each defect of the file; empty if it is sound
+        damage    one sentence for each defect, with the file that has it; empty if it is sound
         changes   by tensor that a rerun would change: the reasons
         notes     what could not be compared, and why
         rerun     whether a rerun reproduces the file; None if the sources were not compared
@@ -178,9 +178,11 @@ def verify_gguf(
     found = Verified(file)
     records = provenance.records(file.metadata)
     found.recorded = sum(name in records for name in file.tensors)
-    found.damage += validate.problems(file.metadata, file.tensors)
+    found.damage += [f"{file.path}: {sentence}" for sentence in validate.problems(file.metadata, file.tensors)]
+    if name := validate.unknown_architecture(file.metadata):
+        found.notes.append(f"quantkit does not know {name}, so the tensors were not compared with the metadata")
     if absent := [name for name in records if name not in file.tensors]:
-        found.damage.append(f"{len(absent)} recorded tensors are missing, for example {absent[0]}")
+        found.damage.append(f"{file.path}: {len(absent)} recorded tensors are missing, for example {absent[0]}")
 
     checker = Checker(file, source, imatrix, threads)
     for checked in (check or functools.partial(checker.check_all, progress=progress))(list(file.tensors)):
@@ -207,7 +209,7 @@ def _check_bytes(tensor: Tensor, record: Record | None) -> Checked:
             try:
                 check_finite(tensor.type.dequantize(data, tensor.shape[-1], threads=1), start)
             except DataError as error:
-                return Checked(name, tensor.nbytes, damage=f"{name}: {error}")
+                return Checked(name, tensor.nbytes, damage=f"{tensor.path}: {name}: {error}")
         if to_recorded is not None:
             pieces.append(provenance.of_piece(to_recorded(data)))
         release(data)
@@ -219,7 +221,9 @@ def _check_bytes(tensor: Tensor, record: Record | None) -> Checked:
         return found._replace(note=was)
     if provenance.of_pieces(record.type, pieces) == record.data:
         return found._replace(hashed=True)
-    return found._replace(damage=f"{name}: its bytes have changed since it was written: the hash differs")
+    return found._replace(
+        damage=f"{tensor.path}: {name}: its bytes have changed since it was written: the hash differs"
+    )
 
 
 def _to_recorded_layout(tensor: Tensor, record: Record) -> Callable[[np.ndarray], np.ndarray] | None:

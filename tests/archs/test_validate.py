@@ -266,7 +266,7 @@ def test_inspect_and_verify_list_them(
     assert "problem: tensor blk.0.ffn_gate.weight has shape (96, 64), the metadata say (97, 64)" in said
     assert "quantkit metadata set" in said
     assert main(["verify", str(path)]) == 1
-    assert "damaged: tensor blk.0.ffn_gate.weight has shape (96, 64)" in capsys.readouterr().out
+    assert f"damaged: {path}: tensor blk.0.ffn_gate.weight has shape (96, 64)" in capsys.readouterr().out
 
 
 def test_heads_that_do_not_share_evenly(tmp_path: Path) -> None:

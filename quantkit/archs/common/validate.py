@@ -74,6 +74,12 @@ def problems(metadata: Mapping[str, object], tensors: Mapping[str, Shaped]) -> l
         return [str(error)]
 
 
+def unknown_architecture(metadata: Mapping[str, object]) -> str:
+    """The name of a model's architecture that quantkit does not know, so that `problems` checks nothing; "" else."""
+    name = str(metadata.get("general.architecture"))
+    return name if is_model(metadata) and name not in _names() else ""
+
+
 def check_planned(metadata: Mapping[str, object], tensors: Mapping[str, Shaped], path: str | os.PathLike[str]) -> None:
     """FormatError if the GGUF that the config.json at `path` becomes would contradict itself, so that nothing loads it.
 

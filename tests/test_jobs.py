@@ -538,7 +538,9 @@ _CODEC = provenance.codec
 
 
 def test_an_unknown_architecture_is_noted(made: Path, tmp_path: Path) -> None:
-    changed(made, tmp_path / "m.gguf", {"general.architecture": ("novel", "str"), "novel.block_count": (1, "u32")})
+    keys = {"general.architecture": "novel", "general.type": "model"}
+    described = {key: (value, "str") for key, value in keys.items()} | {"novel.block_count": (1, "u32")}
+    changed(made, tmp_path / "m.gguf", described)
     notes = verify_gguf(quantkit.open(tmp_path / "m.gguf")).notes
     assert "quantkit does not know novel, so the tensors were not compared with the metadata" in notes
     assert not any("does not know" in note for note in verify_gguf(quantkit.open(made)).notes)

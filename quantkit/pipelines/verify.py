@@ -222,7 +222,7 @@ def _check_bytes(tensor: Tensor, record: Record | None) -> Checked:
     if provenance.of_pieces(record.type, pieces) == record.data:
         return found._replace(hashed=True)
     return found._replace(
-        damage=f"{tensor.path}: {name}: its bytes have changed since it was written: the hash differs"
+        damage=f"{tensor.path}: {name}: the bytes have changed since they were written: the hash differs"
     )
 
 

@@ -7,9 +7,10 @@
 
 The model is SmolLM2 in its own axes: as it is (rows of 576 columns, types of 32), or padded with zeros to 768 columns
 (tests/conformance/embedded.py), so that every type fits its rows. Costs and importance are measured on --calibrate;
-divergences on the other texts, over the second half of each chunk of 512 tokens, in exact numerics. Every file has the
-same importance matrix and quantkit's encoder; with --reference the mixes are also made by llama-quantize. All matrices
-count, the embedding too. Costs, importance and logits that exist in the folder are used again.
+divergences on its first chunks, to compare with predictions, and on the other texts, to compare files: over the second
+half of each chunk of 512 tokens, in exact numerics. Every file has the same importance matrix and quantkit's encoder;
+with --reference the mixes are also made by llama-quantize. All matrices count, the embedding too. Costs, importance and
+logits that exist in the folder are used again. --save names the results by model.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from quantkit.placement.allocation.costs import Costs
 from tests.conformance.ggml import QUANTIZE_TOOL
 from tests.types import data
 
+MODELS = {"own": "as it is", "padded": "padded with zeros to 768 columns"}
 TABLE = Table(
     "fit",
     "How much lower is the divergence at the same size when types are allocated by measured costs?",
@@ -50,14 +52,15 @@ TABLE = Table(
         Column("name", "types"),
         Column("bits", "bits per weight", ".3f"),
         Column("predicted", "predicted KLD", ".4f"),
-        Column("measured", "measured KLD", ".4f"),
-        Column("error", "predicted / measured", ".3f"),
+        Column("seen", "KLD, text of the costs", ".4f"),
+        Column("error", "predicted / that", ".3f"),
+        Column("measured", "KLD, other texts", ".4f"),
         Column("best", "best other file of this size or less"),
         Column("ratio", "KLD / best other", ".3f"),
     ),
-    "SmolLM2-135M in its own axes, all matrices. Mean KL divergence from the f16 model over texts that were not used "
-    "for costs or importance, exact numerics. All files have the same importance matrix; mixes are those of "
-    "llama-quantize.",
+    "All matrices. Mean KL divergence from the f16 model, exact numerics. Costs and importance are measured on a text, "
+    "and so predictions are for it; files are compared on other texts. All files have the same importance matrix; "
+    "mixes are those of llama-quantize.",
 )
 _SAME_SIZE = 0.02  # bits per weight: norms and rounding make no other size
 TYPES = {
@@ -65,6 +68,14 @@ TYPES = {
     "padded": "IQ2_KS,IQ2_K,IQ3_KS,IQ3_K,IQ4_KS,IQ4_K,IQ5_KS,IQ5_K,IQ6_K,Q5_0,Q6_0,Q8_0",
 }
 MIXES = {"own": "Q4_0,IQ4_NL,Q5_0,Q6_0", "padded": "IQ3_K,IQ4_KS,IQ4_K,IQ5_K,Q4_0,Q5_0,IQ4_XS,IQ3_M"}
+
+
+def table(options: Any) -> Table:
+    """The table of a model, with or without second moments."""
+    moments = "without second moments" if options.no_second_moments else "with second moments"
+    name = f"{TABLE.name}_{options.model}{'_importance' if options.no_second_moments else ''}"
+    question = f"{TABLE.question.removesuffix('?')}: SmolLM2 {MODELS[options.model]}, {moments}?"
+    return replace(TABLE, name=name, question=question)
 
 
 def own_model(folder: Path) -> Path:
@@ -141,7 +152,7 @@ class Bench:
     def __init__(self, options: Any):
         self.options = options
         self.model, self.matrix, self.costs = prepare(options.folder, options)
-        self.measure = Measurement(self.model, options.text, options.chunks)
+        self.measure = Measurement(self.model, [options.calibrate, *options.text], options.chunks)
         self.rows: list[dict[str, Any]] = []
         self.quantizing = quantkit.QuantizeOptions(
             imatrix=self.matrix, no_second_moments=options.no_second_moments
@@ -149,14 +160,16 @@ class Bench:
 
     def add(self, name: str, out: Path, expected: float | None) -> None:
         """Measure a file, remove it and print the row."""
-        texts = self.measure(out)
-        row: dict[str, Any] = {"name": name, "bits": bits_of(out), "predicted": expected, "texts": texts}
+        seen, *texts = self.measure(out)
+        row: dict[str, Any] = {"name": name, "bits": bits_of(out), "predicted": expected, "seen": seen, "texts": texts}
         row["measured"] = float(np.mean(texts))
-        row["error"] = None if expected is None else expected / row["measured"]
+        row["error"] = None if expected is None else expected / seen
         self.rows.append(row)
         shown = "-" if expected is None else f"{expected:.4f}"
         print(
-            f"{name:16s} {row['bits']:.3f} bits  predicted {shown}  measured {row['measured']:.4f}  {texts}", flush=True
+            f"{name:16s} {row['bits']:.3f} bits  predicted {shown}  there {seen:.4f}  elsewhere {row['measured']:.4f}  "
+            f"{texts}",
+            flush=True,
         )
         out.unlink()
 
@@ -205,7 +218,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=("own", "padded"), default="own")
+    parser.add_argument("--model", choices=tuple(MODELS), default="own")
     parser.add_argument("--bits", default="3.5,4.5,5.5,6.5")
     parser.add_argument("--types", default="", help="to choose from, and as single types")
     parser.add_argument("--mixes", default=None, help="file types with their mixes")
@@ -233,7 +246,7 @@ def main() -> None:
             print(f"{row['name']}: {row['measured']:.4f}, {row['ratio']:.3f} of {row['best']}", flush=True)
     if options.plot:
         plot(options.plot, bench.rows)
-    records.save(TABLE, bench.rows, options, bench.rows)
+    records.save(table(options), bench.rows, options, bench.rows)
     print(json.dumps({"bench": "fit", "model": options.model, "rows": bench.rows}))
 
 

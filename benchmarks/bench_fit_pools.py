@@ -36,14 +36,15 @@ TABLE = Table(
         Column("gpu", "GPU, MiB", ".2f"),
         Column("cpu", "CPU, MiB", ".2f"),
         Column("predicted", "predicted KLD", ".4f"),
-        Column("measured", "measured KLD", ".4f"),
-        Column("error", "predicted / measured", ".3f"),
+        Column("seen", "KLD, text of the costs", ".4f"),
+        Column("error", "predicted / that", ".3f"),
+        Column("measured", "KLD, other texts", ".4f"),
         Column("best", "best pair in this memory"),
         Column("ratio", "KLD / best pair", ".3f"),
     ),
     "A mixture of 16 experts (4 used) in each of 4 layers, trained for minutes, with attention on a GPU and experts on "
     "the CPU. A pair is one type for all but the experts, and one for the experts. Mean KL divergence from the f16 "
-    "model over texts that were used neither for training nor for costs, exact numerics.",
+    "model, exact numerics; other texts were used neither for training nor for costs.",
 )
 PLACEMENT = "-ngl 99 -ot exps=CPU"
 PAIRS = "Q8_0/IQ2_K,Q8_0/IQ3_K,Q6_0/IQ3_K,Q6_0/IQ4_KS,IQ5_K/IQ4_K,Q6_0/IQ5_K,Q8_0/IQ6_K"

@@ -3,9 +3,9 @@
     python benchmarks/bench_sensitivity.py --text TEXT [--models smollm2,llama-1.2b] [--chunks 2] [--imatrix-chunks 4]
                                            [--tokens 83000] [--folder DIR] [--save]
 
-smollm2 is SmolLM2-135M as it is; other names are models of random weights (benchmarks/synthetic.py). A pass over
---tokens is what an importance matrix takes; its time is that of --imatrix-chunks chunks of 512 tokens, scaled. Both
-commands run the model in exact numerics.
+smollm2 is SmolLM2-135M as it is; other names are models of random weights (SHAPES of benchmarks/synthetic.py) with its
+tokenizer. The time of an importance matrix over --tokens is that of --imatrix-chunks chunks of 512 tokens, scaled.
+Both commands run the model in exact numerics.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TABLE = Table(
         Column("sensitivity", "sensitivity, s", ",.0f"),
         Column("ratio", "sensitivity / imatrix", ".2f"),
     ),
-    "`imatrix --second-moments full` over 83,000 tokens, scaled from a few chunks of 512; `sensitivity` with its default "
+    "`imatrix --second-moments full` over 83,000 tokens, scaled from a few chunks; `sensitivity` with its default "
     "types (for SmolLM2 five that fit its rows) and number of chunks. Both in exact numerics.",
 )
 OWN_TYPES = ("q4_0", "iq4_nl", "q5_0", "q6_0", "q8_0")  # of blocks that fit rows of 576 columns
@@ -46,10 +46,10 @@ OWN_TYPES = ("q4_0", "iq4_nl", "q5_0", "q6_0", "q8_0")  # of blocks that fit row
 
 def model_of(name: str, folder: Path) -> Path:
     """The file of a model in f16; what exists is kept."""
+    smollm2, path = own_model(folder), folder / f"{name}.gguf"
     if name == "smollm2":
-        return own_model(folder)
-    path = folder / f"{name}.gguf"
-    return path if path.exists() else synthetic.write(name, "f16", path)
+        return smollm2
+    return path if path.exists() else synthetic.write(name, "f16", path, gguf.open(smollm2).metadata)
 
 
 def seconds(run: Callable[[], Any]) -> float:

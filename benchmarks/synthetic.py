@@ -17,7 +17,7 @@ mxfp4, only experts have this type and the rest q8_0, as in the published gpt-os
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -333,14 +333,19 @@ class _Rows:
         self._of_heads["attn_v_b"] = v.reshape(-1, sizes.kv_lora)
 
 
-def write(name: str, kind_name: str, path: Path) -> Path:
-    """A model of NAMES with all matrices of a type."""
-    kind = types.get(kind_name)
-    if name not in SHAPES:
+def write(name: str, kind_name: str, path: Path, tokenizer: Metadata | None = None) -> Path:
+    """A model of NAMES with all matrices of a type. One of SHAPES may have the vocabulary of another model."""
+    kind, shape = types.get(kind_name), SHAPES.get(name)
+    if shape is None:
         keys, wanted = of_config(config_of(name), kind)
     else:
-        keys, wanted = metadata(SHAPES[name]), specs(SHAPES[name], kind)
-    rows = _Rows(SHAPES.get(name))
+        tokenizer = tokenizer or Metadata()
+        if tokens := tokenizer.get("tokenizer.ggml.tokens"):
+            shape = replace(shape, vocabulary=len(tokens))
+        keys, wanted = metadata(shape), specs(shape, kind)
+        for key in [key for key in tokenizer if key.startswith("tokenizer.")]:
+            keys.set(key, tokenizer[key], tokenizer.kind(key))
+    rows = _Rows(shape)
     with Writer(path, keys, wanted, durable=False) as writer:
         for number, spec in enumerate(wanted):
             for expert in range(spec.shape[0] if len(spec.shape) == 3 else 1):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -35,6 +36,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_report_header() -> str:
     return "left out unless asked for: " + "; ".join(f"{mark} ({why})" for mark, why in LEFT_OUT.items())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _collected() -> None:
+    """Take what the modules before left out of later collections: commands collect, and would scan it every time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -198,7 +198,7 @@ def test_shared_experts_run_while_the_cpu_has_the_others(gpus: int, make: Make) 
     assert order[-2:] == ["shared", "routed"]
 
 
-@pytest.mark.parametrize("arch", ["qwen3moe", "gpt-oss"])
+@pytest.mark.parametrize("arch", [pytest.param("qwen3moe", marks=pytest.mark.full), "gpt-oss"])
 def test_fused_experts_on_a_gpu(gpus: int, make: Make, tmp_path: Path, arch: str) -> None:
     """Gate and up in one tensor give the logits of two: on the GPU, offloaded, and with down elsewhere."""
     from quantkit.pipelines.fuse_experts import plan_fuse
@@ -368,7 +368,7 @@ def test_ways_to_place(arch: str, how: dict[str, Any], gpus: int, make: Make) ->
     check(make(arch), tolerance, devices="cuda:0", **how)
 
 
-@pytest.mark.parametrize("kinds", ["f32", "f16"])
+@pytest.mark.parametrize("kinds", [pytest.param("f32", marks=pytest.mark.full), "f16"])
 def test_prompts_expand_latents(kinds: str, gpus: int, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys and values of one head at a time; a prompt, another after it, and one token, which is absorbed."""
     calls = []

@@ -102,8 +102,8 @@ def test_eight_bits_never_hold_minus_128_and_sums_are_of_the_codes() -> None:
     assert rows.reshape(-1, 296)[:, 8:264].view(np.int8).min() == -127
 
 
-SOME = ["q4_0", "iq3_xxs"]
-OTHERS = ["iq4_kss", "iq1_bn"]
+SOME = ["q4_0", "iq1_bn"]
+OTHERS = ["iq4_kss", "iq3_xxs"]
 ALL = [*SOME, *OTHERS, "q8_KV", "iq2_bn", "q8_0", "q1_0_g128"]
 
 

@@ -159,6 +159,9 @@ class Model(BlockRunner, Locked):
         if mla not in latent.MODES:
             raise UnsupportedError(f"-mla {mla}: known are {', '.join(map(str, latent.MODES))}")
         self.has_latents = latent.is_latent(self.blocks)
+        is_split, dense_positions = profile or not placement.is_cpu_only, sys.maxsize
+        if is_split:  # devices do not select positions: they attend to all, as far as that is the same
+            self.blocks, dense_positions = latent.dense(self.blocks)
         count = thread_pool.check_threads(arguments.threads(threads) or thread_pool.default_threads())
         super().__init__(
             file.path, file.tensors, numerics=numerics, threads=count,
@@ -168,8 +171,8 @@ class Model(BlockRunner, Locked):
         self._cached = latent.cached(self.hparams, self.blocks, self.mla)
         n_ctx = None if n_ctx is None else arguments.integer(n_ctx, "the context (-c)", 0)
         indexers = [part.indexer for block in self.blocks for part in block.parts if isinstance(part, blocks.Attention)]
-        bounds = (x.max_positions for x in indexers if isinstance(x, blocks.BlockIndexer))
-        self._max_positions = min(bounds, default=sys.maxsize)
+        bounds = [x.max_positions for x in indexers if isinstance(x, blocks.BlockIndexer)]
+        self._max_positions = min([dense_positions, *bounds])
         self.n_ctx = n_ctx or min(self.hparams.n_ctx_train, self._max_positions)
         self._tokenizer = tokenizer
         if tripwire not in TRIPWIRES:
@@ -186,7 +189,7 @@ class Model(BlockRunner, Locked):
         checked = {name: t for name, t in self.weights.items() if name not in unread}
         self._scales = ScaleChecks(checked if tripwire != "off" else {}, self.threads)
         self.split: Split | None = None
-        if profile or not placement.is_cpu_only:
+        if is_split:
             if self.head.streams is not None:
                 matrix = self.head.streams.matrices[0].weight
                 raise UnsupportedError(
@@ -564,11 +567,12 @@ class Model(BlockRunner, Locked):
             cache_type_of(cache.type, self.numerics, self.attention)
 
     def _require_positions(self, count: int) -> None:
-        """UnsupportedError where attention would have to select blocks of that many positions."""
+        """UnsupportedError where attention would have to select among that many positions."""
         if count > self._max_positions:
+            where = "" if self.split is None else " on several devices, on GPUs or with --profile"
             raise UnsupportedError(
-                f"{self.path}: {self.hparams.arch} attends to selected blocks of more than {self._max_positions} "
-                f"positions, which this version does not select; got {count}: take shorter texts"
+                f"{self.path}: {self.hparams.arch} attends to selected ones of more than {self._max_positions} "
+                f"positions, which this version does not select{where}; got {count}: take shorter texts"
             )
 
     def _check_attention(self, kind: CacheType, n_ctx: int | None) -> None:

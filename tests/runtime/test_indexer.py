@@ -86,7 +86,17 @@ def test_the_size_of_the_cache_and_what_is_refused(tmp_path: Path) -> None:
     assert sum(kv_size.of_layers(model.metadata, 64, f32, f32)) == model.new_cache(64).nbytes
     with pytest.raises(UnsupportedError, match=r"-mla 0: .* keys of an indexer"):
         load(path, mla=0)
-    with pytest.raises(
-        UnsupportedError, match=r"sparse attention \(blk\.0\.attn_kv_a_mqa\.weight\) runs on one device"
-    ):
-        load(path, devices="cpu:0,cpu:1")
+
+
+@pytest.mark.parametrize("numerics", ["exact", "fast"])
+@pytest.mark.parametrize("arch", ["deepseek32", "glm-dsa"])
+def test_devices_attend_to_all_positions_as_far_as_that_is_the_same(tmp_path: Path, arch: str, numerics: str) -> None:
+    path = written(tmp_path / "m.gguf", arch)
+    one, two = load(path, numerics=numerics), load(path, numerics=numerics, devices="cpu:0,cpu:1")
+    top_k = one.metadata[f"{arch}.attention.indexer.top_k"]
+    assert 0 < top_k < len(TOKENS)
+    assert spread(two.logits(TOKENS[:top_k]), one.logits(TOKENS[:top_k])) < 1e-5
+    assert two.n_ctx == top_k
+    with pytest.raises(UnsupportedError, match=rf"more than {top_k} positions, .* several devices.*; got {top_k + 1}"):
+        two.logits(TOKENS[: top_k + 1])
+    assert one.n_ctx > top_k

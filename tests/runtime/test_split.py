@@ -337,11 +337,11 @@ def test_every_architecture_on_devices(arch: str, tmp_path: Path) -> None:
             if arch in ("deepseek4", "gemma3n", "qwen4exp"):
                 assert "residual streams" in str(error)  # noqa: PT017
                 continue
+            if arch == "mistral-large4":
+                assert "scaled by position and head" in str(error)  # noqa: PT017
+                continue
             if arch == "longcat-flash":
                 assert "experts without matrices" in str(error)  # noqa: PT017
-                continue
-            if arch in ("deepseek32", "glm-dsa", "mistral-large4"):
-                assert "sparse attention" in str(error)  # noqa: PT017
                 continue
             reasons = (
                 "normalized together|computed in parallel|several matrices|experts that devices share|"

@@ -18,6 +18,7 @@ that.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -132,6 +133,20 @@ def cached(hparams: blocks.HParams, parts: Sequence[blocks.Block], mla: int) -> 
     most = max(rows.values())
     dims = tuple((rows.get(layer, most), found.head_dim_v) for layer in range(hparams.n_layer))
     return replace(found, head_dim_k=most, cached_dims_of=dims)
+
+
+def dense(parts: Sequence[blocks.Block]) -> tuple[list[blocks.Block], int]:
+    """The blocks without the selection of sparse attention, and the positions up to which that selects all of them."""
+    bound = sys.maxsize
+
+    def attending_to_all(part: blocks.Part) -> blocks.Part:
+        nonlocal bound
+        if not isinstance(part, blocks.LatentAttention) or not part.sparse:
+            return part
+        bound = min(bound, bound if part.indexer is None else part.indexer.top_k)
+        return replace(part, sparse=False, indexer=None)
+
+    return [replace(block, parts=tuple(map(attending_to_all, block.parts))) for block in parts], bound
 
 
 # --------------------------------------------------------------------------------------------- between latent and head

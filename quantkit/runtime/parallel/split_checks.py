@@ -76,10 +76,10 @@ def require_known(parts: Sequence[blocks.Block], placement: Placement) -> None:
                     f"blk.{block.layer}: attention to the keys and values of blk.{part.source} runs on one device in "
                     "this version; leave out --devices, -sm, --profile and rules for other devices"
                 )
-            if isinstance(part, blocks.LatentAttention) and part.sparse:
+            if isinstance(part, blocks.LatentAttention) and part.scaling is not None:
                 raise UnsupportedError(
-                    f"blk.{block.layer}: sparse attention ({part.kv_a.weight}) runs on one device in this version; "
-                    "leave out --devices, -sm, --profile and rules for other devices"
+                    f"blk.{block.layer}: queries scaled by position and head ({part.scaling.scale}) run on one device "
+                    "in this version; leave out --devices, -sm, --profile and rules for other devices"
                 )
 
 

@@ -360,6 +360,8 @@ def test_steps_of_architectures_are_replayed(arch: str, gpus: int, make: Make, m
         ("nemotron_h_moe", {}),
         ("nemotron_h_moe", {"override_tensor": "_exps=CPU"}),
         ("deepseek2", {"override_tensor": "_exps=CPU"}),
+        ("deepseek32", {}),
+        ("glm-dsa", {"override_tensor": "_exps=CPU"}),
     ],
     ids=str,
 )

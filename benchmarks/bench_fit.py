@@ -16,7 +16,9 @@ logits that exist in the folder are used again. --save names the results by mode
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import math
 import subprocess
 import sys
 import time
@@ -57,12 +59,14 @@ TABLE = Table(
         Column("measured", "KLD, other texts", ".4f"),
         Column("best", "best other file of this size or less"),
         Column("ratio", "KLD / best other", ".3f"),
+        Column("needed", "bits ik_llama.cpp needs for it", ".2f"),
     ),
     "All matrices. Mean KL divergence from the f16 model, exact numerics. Costs and importance are measured on a text, "
     "and so predictions are for it; files are compared on other texts. All files have the same importance matrix; "
-    "mixes are those of llama-quantize.",
+    "mixes are those of llama-quantize. What ik_llama.cpp needs: between its two nearest files, by logarithms.",
 )
 _SAME_SIZE = 0.02  # bits per weight: norms and rounding make no other size
+_REFERENCE = " ik_llama.cpp"  # ends the names of its files
 TYPES = {
     "own": "Q4_0,IQ4_NL,Q5_0,Q6_0,Q8_0",
     "padded": "IQ2_KS,IQ2_K,IQ3_KS,IQ3_K,IQ4_KS,IQ4_K,IQ5_KS,IQ5_K,IQ6_K,Q5_0,Q6_0,Q8_0",
@@ -146,6 +150,19 @@ def bits_of(path: Path) -> float:
     return 8 * sum(t.nbytes for t in tensors) / sum(int(np.prod(t.shape)) for t in tensors)
 
 
+def needed(rows: list[dict[str, Any]], divergence: float) -> float | None:
+    """Bits per weight that files of ik_llama.cpp have at a divergence; None outside of theirs.
+
+    Interpolated between the two nearest of those that no smaller file of its beats: log(KLD) is linear in bits.
+    """
+    files = sorted((row["bits"], row["measured"]) for row in rows if row["name"].endswith(_REFERENCE))
+    best = [(bits, kld) for i, (bits, kld) in enumerate(files) if all(kld < other for _, other in files[:i])]
+    for (fewer, above), (more, below) in itertools.pairwise(best):
+        if below <= divergence <= above:
+            return float(fewer + (more - fewer) * math.log(above / divergence) / math.log(above / below))
+    return None
+
+
 class Bench:
     """Makes, measures and prints one file after another; `rows` are those of the table."""
 
@@ -182,7 +199,7 @@ class Bench:
         if self.options.reference and not pure:
             command = [QUANTIZE_TOOL, "--imatrix", self.matrix.with_suffix(".dat"), self.model, out, kind, "2"]
             subprocess.run(list(map(str, command)), check=True, capture_output=True)
-            self.add(f"{kind} ik_llama.cpp", out, None)
+            self.add(f"{kind}{_REFERENCE}", out, None)
 
     def fit(self, bits: float) -> None:
         """A recipe of `recipe fit`."""
@@ -202,6 +219,7 @@ class Bench:
             is_fit = row["name"].startswith("fit") and best is not None
             row["best"] = best["name"] if is_fit and best else ""
             row["ratio"] = row["measured"] / best["measured"] if is_fit and best else None
+            row["needed"] = None if row["name"].endswith(_REFERENCE) else needed(self.rows, row["measured"])
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

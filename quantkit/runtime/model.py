@@ -472,6 +472,7 @@ class Model(BlockRunner, Locked):
     @one_at_a_time
     def run_block_checked(self, block: blocks.Block, x: np.ndarray, spans: list[Span]) -> np.ndarray:
         """`run_block`, with the non-finite check, and a diagnosis where it fails."""
+        self._require_positions(max(span.cache.length + span.stop - span.start for span in spans))
         return self._to_host(self._run_block(block, x, spans))
 
     def _run_block(self, block: blocks.Block, x: np.ndarray, spans: list[Span]) -> np.ndarray:
@@ -513,6 +514,7 @@ class Model(BlockRunner, Locked):
     @one_at_a_time
     def run_block(self, block: blocks.Block, x: np.ndarray, spans: list[Span]) -> np.ndarray:
         """float32[tokens, state_width] that leaves a block, in the host's memory, wherever it is computed."""
+        self._require_positions(max(span.cache.length + span.stop - span.start for span in spans))
         if self.split is None:
             return super().run_block(block, x, spans)
         return self._to_host(self.split.run_block(block, x, spans))

@@ -11,6 +11,7 @@ import pytest
 from quantkit import archs
 from quantkit.archs.common.tensors import Shape
 from quantkit.errors import UnsupportedError
+from quantkit.runtime.blocks.spans import Span
 from quantkit.runtime.loading import load
 from tests.archs.files import written
 
@@ -76,6 +77,7 @@ def test_more_positions_than_are_selected_are_refused(tmp_path: Path) -> None:
         lambda: model.forward(tokens[:5], cache),
         lambda: model.forward_batch([(tokens[:5], cache)]),
         lambda: model.forward_sequences(np.zeros((1, 65), np.int64), slice(None)),
+        lambda: model.run_block(model.blocks[0], model.embed(np.arange(65)), [Span(0, 65, model.layer_cache(65))]),
     ):
-        with pytest.raises(UnsupportedError, match=r"selected blocks of more than 64 positions.* got 65"):
+        with pytest.raises(UnsupportedError, match=r"selected ones of more than 64 positions.* got 65"):
             call()

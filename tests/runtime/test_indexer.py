@@ -11,6 +11,7 @@ from quantkit import types
 from quantkit.errors import UnsupportedError
 from quantkit.placement import kv_size
 from quantkit.runtime.blocks import indexer
+from quantkit.runtime.blocks.spans import Span
 from quantkit.runtime.kernels.cpu import indexer as kernels
 from quantkit.runtime.kernels.cpu.selection import hide_others, selected_positions
 from quantkit.runtime.loading import load
@@ -100,3 +101,7 @@ def test_devices_attend_to_all_positions_as_far_as_that_is_the_same(tmp_path: Pa
     with pytest.raises(UnsupportedError, match=rf"more than {top_k} positions, .* several devices.*; got {top_k + 1}"):
         two.logits(TOKENS[: top_k + 1])
     assert one.n_ctx > top_k
+    x, cache = two.embed(TOKENS[: top_k + 1]), two.layer_cache(top_k + 1)
+    for run in (two.run_block, two.run_block_checked):
+        with pytest.raises(UnsupportedError, match=f"got {top_k + 1}"):
+            run(two.blocks[0], x, [Span(0, top_k + 1, cache)])

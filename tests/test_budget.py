@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from quantkit import recipe
+from quantkit import archs, recipe
 from quantkit.errors import DataError, UnknownNameError
 from quantkit.placement.budget import GIB, Budget, CacheSettings, budget, experts_to_keep
 from quantkit.placement.rules import Flags, parse_flags
@@ -91,3 +93,18 @@ def test_what_follows_from_a_placement_is_told() -> None:
     found = budget({s.name: s for s in specs}, metadata, parse_flags("--cpu-moe"), CacheSettings(64, "q8_0"))
     assert found.notes[0] == "cache for 64 tokens, latent q8_0"
     assert "fewer than 1024 tokens" in found.notes[1]
+
+
+def test_what_sparse_attention_selects_on_devices_is_told() -> None:
+    specs, metadata = from_config(archs.get("deepseek32").EXAMPLE)
+    tensors, top_k = {s.name: s for s in specs}, metadata["deepseek32.attention.indexer.top_k"]
+
+    def is_told(flags: str, n_ctx: int, runtime: str = "quantkit") -> bool:
+        placed = replace(parse_flags(flags), runtime=runtime)
+        notes = budget(tensors, metadata, placed, CacheSettings(n_ctx)).notes
+        return any(f"texts of up to {top_k} tokens on these devices" in note for note in notes)
+
+    assert is_told("-ngl 99", top_k + 1)
+    assert not is_told("-ngl 99", top_k)
+    assert not is_told("-ngl 99", top_k + 1, "ik_llama.cpp")
+    assert not is_told("-ngl 0", top_k + 1)

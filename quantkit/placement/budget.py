@@ -195,7 +195,7 @@ def budget(
         )  # fmt: skip
     warnings, notes = (
         _warnings(placement, tensors, loads, flags.runtime),
-        _notes(placement, metadata, cache, offload or Offload()),
+        _notes(placement, metadata, cache, offload or Offload(), flags.runtime),
     )
     if buffers:
         notes.append(f"buffers: quantkit's runtime with batches of {BATCH_TOKENS} tokens, {threads} threads")
@@ -270,15 +270,21 @@ def experts_to_keep(
 
 
 def _notes(
-    placement: Placement, metadata: Mapping[str, Any], cache: CacheSettings | None, offload: Offload
+    placement: Placement, metadata: Mapping[str, Any], cache: CacheSettings | None, offload: Offload, runtime: str
 ) -> list[str]:
-    """Describe the KV cache, and the minimum batch size for offload of the CPU's experts."""
+    """Describe the KV cache, the bound of sparse attention, and the minimum batch size for offload of the CPU's
+    experts."""
     found = []
-    keys = "expert_count", "expert_used_count", "attention.kv_lora_rank"
-    count, used, latent = (checked.largest(metadata, key) for key in keys)
+    keys = "expert_count", "expert_used_count", "attention.kv_lora_rank", "attention.indexer.top_k"
+    count, used, latent, selected = (checked.largest(metadata, key) for key in keys)
     if cache:
         kinds = f"latent {cache.keys}" if latent and cache.mla else f"keys {cache.keys}, values {cache.values}"
         found.append(f"cache for {cache.n_ctx} tokens, {kinds}")
+        if latent and selected and selected < cache.n_ctx and runtime == "quantkit" and not placement.is_cpu_only:
+            found.append(
+                f"quantkit runs texts of up to {selected} tokens on these devices, as far as sparse attention selects "
+                "all positions; the CPU alone runs longer ones"
+            )
     devices = placement.devices.values()
     experts = {placement[name] for name in placement.devices if "_exps." in name}
     if count and used and CPU in experts and any(device != CPU for device in devices):

@@ -173,7 +173,7 @@ class Model(BlockRunner, Locked):
         indexers = [part.indexer for block in self.blocks for part in block.parts if isinstance(part, blocks.Attention)]
         bounds = [x.max_positions for x in indexers if isinstance(x, blocks.BlockIndexer)]
         self._max_positions = min([dense_positions, *bounds])
-        self.n_ctx = n_ctx or min(self.hparams.n_ctx_train, self._max_positions)
+        self.n_ctx = min(n_ctx or self.hparams.n_ctx_train, self._max_positions)
         self._tokenizer = tokenizer
         if tripwire not in TRIPWIRES:
             raise UnknownNameError("tripwire", tripwire, TRIPWIRES)

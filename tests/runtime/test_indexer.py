@@ -97,7 +97,7 @@ def test_devices_attend_to_all_positions_as_far_as_that_is_the_same(tmp_path: Pa
     top_k = one.metadata[f"{arch}.attention.indexer.top_k"]
     assert 0 < top_k < len(TOKENS)
     assert spread(two.logits(TOKENS[:top_k]), one.logits(TOKENS[:top_k])) < 1e-5
-    assert two.n_ctx == top_k
+    assert two.n_ctx == load(path, numerics=numerics, devices="cpu:0,cpu:1", n_ctx=top_k + 9).n_ctx == top_k
     with pytest.raises(UnsupportedError, match=rf"more than {top_k} positions, .* several devices.*; got {top_k + 1}"):
         two.logits(TOKENS[: top_k + 1])
     assert one.n_ctx > top_k

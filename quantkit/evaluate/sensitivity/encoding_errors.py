@@ -21,16 +21,21 @@ from quantkit.formats.imatrix import Imatrix
 from quantkit.pipelines.second_moments import inputs_of
 from quantkit.types import QuantType
 
+LOOKED_UP = ("token_embd.weight", "per_layer_token_embd.weight")  # unless they are the output matrix, too
 MATRICES = 8  # of a stack of experts, sampled: each has second moments of its own
 
 
 @dataclass(frozen=True)
 class _Matrix:
-    """Sampled rows float32[rows, n] of one matrix, importance float32[n] or None, H float32[n, n] or None."""
+    """Sampled rows float32[rows, n] of one matrix, importance float32[n] or None, H float32[n, n] or None.
+
+    in_products   the values count that products use, not those that a lookup of rows gives (`QuantType.dequantize`)
+    """
 
     rows: np.ndarray
     importance: np.ndarray | None
     moments: np.ndarray | None
+    in_products: bool
 
     def errors(self, kind: QuantType, effort: str) -> np.ndarray:
         """float64[rows]: the error of each row."""
@@ -39,7 +44,8 @@ class _Matrix:
         if importance is None and kind.requires_imatrix:
             importance = np.ones(self.rows.shape[1], np.float32)
         data = kind.quantize(self.rows, importance, second_moments=given, effort=effort)
-        e = kind.dequantize(data, self.rows.shape[1]).astype(np.float64) - self.rows
+        decoded = kind.dequantize(data, self.rows.shape[1], products=self.in_products)
+        e = decoded.astype(np.float64) - self.rows
         if self.moments is not None:
             found: np.ndarray = np.einsum("ij,ij->i", e @ self.moments.astype(np.float64), e)
             return found
@@ -68,7 +74,8 @@ class RowSample:
                 self.metric = "importance" if stored is None else "second moments"
                 moments = None if stored is None else stored.dense(importance, matrix)
             sampled = _rows(tensor, matrix * of_matrix, of_matrix, per_matrix)
-            self._matrices.append(_Matrix(sampled, importance, moments))
+            in_products = importance is not None or tensor.name not in LOOKED_UP
+            self._matrices.append(_Matrix(sampled, importance, moments, in_products))
 
     def row_errors(self, kind: QuantType, effort: str = "normal") -> np.ndarray:
         """float64[sampled rows]: the error of each row in a type."""

@@ -30,7 +30,7 @@ class Codec(Protocol):
 
     def __hash__(self) -> int: ...
     def quantize(self, x: Any, importance: Any = None, *, threads: int | None = None) -> np.ndarray: ...
-    def dequantize(self, data: Any, n: int, *, threads: int | None = None) -> np.ndarray: ...
+    def dequantize(self, data: Any, n: int, *, threads: int | None = None, products: bool = False) -> np.ndarray: ...
 
 
 class Ladder(NamedTuple):
@@ -104,14 +104,14 @@ def probes(kind: Codec) -> np.ndarray:
 def changed_elements(kind: Codec) -> np.ndarray:
     """bool[bits of a block, elements]: which elements each bit changes in one of the probes."""
     data, size = probes(kind), kind.block_size
-    y = kind.dequantize(data, size, threads=1)
+    y = kind.dequantize(data, size, threads=1, products=True)
     address = np.arange(8 * kind.block_bytes)
     changed = np.zeros((len(address), size), bool)
     with np.errstate(all="ignore"):  # a flipped bit of a scale may give Inf or NaN
         for row, plain in zip(data, y):
             flipped = np.repeat(row[None], len(address), axis=0)
             flipped[address, kind.row_meta_bytes + address // 8] ^= (1 << address % 8).astype(np.uint8)
-            changed |= kind.dequantize(flipped, size, threads=1) != plain
+            changed |= kind.dequantize(flipped, size, threads=1, products=True) != plain
     return changed
 
 
@@ -134,7 +134,7 @@ def _with_codes(kind: Codec, bits: np.ndarray, code: int) -> np.ndarray:
     block = np.unpackbits(probes(kind)[0, kind.row_meta_bytes :], bitorder="little")
     block[bits] = code >> np.arange(bits.shape[1]) & 1
     row = np.concatenate([probes(kind)[0, : kind.row_meta_bytes], np.packbits(block, bitorder="little")])
-    result: np.ndarray = kind.dequantize(row[None], kind.block_size, threads=1)[0]
+    result: np.ndarray = kind.dequantize(row[None], kind.block_size, threads=1, products=True)[0]
     return result
 
 

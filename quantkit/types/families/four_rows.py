@@ -62,5 +62,5 @@ class _RowsApart:
     def __init__(self, kind: FourRows):
         self._kind = kind
 
-    def dequantize(self, data: np.ndarray, n: int, *, threads: int | None = None) -> np.ndarray:
-        return self._kind.dequantize(self._kind.rows_together(data), n, threads=threads)
+    def dequantize(self, data: np.ndarray, n: int, *, threads: int | None = None, products: bool = False) -> np.ndarray:
+        return self._kind.dequantize(self._kind.rows_together(data), n, threads=threads, products=products)

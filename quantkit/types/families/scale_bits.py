@@ -113,9 +113,9 @@ def _proportional(kind: Codec, bits: np.ndarray, start: int, size: int) -> list[
     data, elements = probes(kind)[0], slice(start, start + size)
     flipped = np.repeat(data[None], len(bits), axis=0)
     flipped[np.arange(len(bits)), kind.row_meta_bytes + bits // 8] ^= (1 << bits % 8).astype(np.uint8)
-    plain = kind.dequantize(data[None], kind.block_size, threads=1)[0, elements].astype(np.float64)
+    plain = kind.dequantize(data[None], kind.block_size, threads=1, products=True)[0, elements].astype(np.float64)
     with np.errstate(all="ignore"):
-        changes = kind.dequantize(flipped, kind.block_size, threads=1)[:, elements] - plain
+        changes = kind.dequantize(flipped, kind.block_size, threads=1, products=True)[:, elements] - plain
     groups: list[tuple[np.ndarray, list[int]]] = []
     for bit, change in zip(bits, changes):
         most = change[np.abs(change).argmax()]
@@ -163,7 +163,7 @@ def _decoded(
     rows = np.packbits(block, axis=1, bitorder="little")
     rows = np.concatenate([np.repeat(data[:, : kind.row_meta_bytes], len(rows), axis=0), rows], axis=1)
     with np.errstate(all="ignore"):
-        return kind.dequantize(rows, kind.block_size, threads=1).astype(np.float64)
+        return kind.dequantize(rows, kind.block_size, threads=1, products=True).astype(np.float64)
 
 
 def _values(kind: Codec, bits: np.ndarray, is_minimum: bool) -> np.ndarray:

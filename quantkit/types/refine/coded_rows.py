@@ -31,13 +31,13 @@ def read_rows(kind: Codec, found: Codes, x: np.ndarray, data: np.ndarray, moment
     rows, n = x.shape
     codes, others = np.empty((2, rows, n), np.uint8)
     read_codes(data, found, codes)
-    decoded = kind.dequantize(data, n, threads=1)
+    decoded = kind.dequantize(data, n, threads=1, products=True)
     e = moments.padded_zeros(rows)
     np.subtract(decoded, x, out=e[:rows, :n])
     _neighbours(codes, found.ladder, others)
     moved = data.copy()
     write_codes(others, found, moved)
-    unit = kind.dequantize(moved, n, threads=1)
+    unit = kind.dequantize(moved, n, threads=1, products=True)
     _divide_by_steps(codes, found.ladder, decoded, unit)
     return CodedRows(e, codes, decoded, unit)
 

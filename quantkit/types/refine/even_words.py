@@ -45,7 +45,9 @@ _NEXT = np.hstack([_next_codes(same=False), _next_codes(same=True)])  # int64[16
 class EvenWords(Protocol):
     """What is asked of a type here."""
 
-    def dequantize(self, data: np.ndarray, n: int, *, threads: int | None = None) -> np.ndarray: ...
+    def dequantize(
+        self, data: np.ndarray, n: int, *, threads: int | None = None, products: bool = False
+    ) -> np.ndarray: ...
     def read_codes(self, data: np.ndarray, codes: np.ndarray, scales: np.ndarray) -> None: ...
     def write_codes(self, codes: np.ndarray, data: np.ndarray) -> None: ...
 
@@ -56,7 +58,7 @@ def refine(kind: EvenWords, x: np.ndarray, data: np.ndarray, moments: Moments, s
     codes, scales = np.empty((rows, n), np.uint8), np.empty((rows, n // 32), np.float32)
     kind.read_codes(data, codes, scales)
     e = moments.padded_zeros(rows)
-    e[:rows, :n] = kind.dequantize(data, n, threads=1) - x
+    e[:rows, :n] = kind.dequantize(data, n, threads=1, products=True) - x
     for _ in range(sweeps):
         if not descend(e, codes, scales, moments.panels, rows, INNER):
             break

@@ -20,7 +20,9 @@ from quantkit.types.refine.panel_rows import add_scaled, combine, dot
 class Decoder(Protocol):
     """What is asked of a type here."""
 
-    def dequantize(self, data: np.ndarray, n: int, *, threads: int | None = None) -> np.ndarray: ...
+    def dequantize(
+        self, data: np.ndarray, n: int, *, threads: int | None = None, products: bool = False
+    ) -> np.ndarray: ...
 
 
 class Numbers(NamedTuple):
@@ -56,7 +58,7 @@ def read(kind: Decoder, number: SubBlockNumber | None, data: np.ndarray, decoded
     other = np.where(other == places, np.where(places == 0, len(number.values) - 1, 0), other)
     moved = data.copy()
     write_numbers(number.codes[other], number, moved)
-    change = kind.dequantize(moved, n, threads=1) - decoded
+    change = kind.dequantize(moved, n, threads=1, products=True) - decoded
     steps = np.repeat(number.values[other] - values, number.size, axis=1)
     return Numbers(number.size, places, number.values, change / steps)
 

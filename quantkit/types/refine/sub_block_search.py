@@ -145,7 +145,8 @@ def _read_sub_blocks(kind: Codec, found: Codes, scale: SubBlockNumber, data: np.
         read_numbers(data, table, tables)
         moved = data.copy()
         write_numbers(1 - tables, table, moved)
-        change = (kind.dequantize(moved, coded.decoded.shape[1], threads=1) - coded.decoded)[:, first] / divisor
+        values = kind.dequantize(moved, coded.decoded.shape[1], threads=1, products=True)
+        change = (values - coded.decoded)[:, first] / divisor
         shift = np.where(tables == 0, change, -change)
         base = base - shift * tables.astype(np.float32)
     offset, other = np.zeros_like(base), sub_block_scales.NONE

@@ -38,7 +38,9 @@ class TernaryRows(Protocol):
     def scale_dtype(self) -> Any: ...
     @property
     def pack_rows(self) -> Callable[[np.ndarray, np.ndarray], None]: ...
-    def dequantize(self, data: np.ndarray, n: int, *, threads: int | None = None) -> np.ndarray: ...
+    def dequantize(
+        self, data: np.ndarray, n: int, *, threads: int | None = None, products: bool = False
+    ) -> np.ndarray: ...
 
 
 def refine(kind: TernaryRows, x: np.ndarray, data: np.ndarray, moments: Moments, rounds: tuple[int, ...]) -> None:
@@ -47,7 +49,7 @@ def refine(kind: TernaryRows, x: np.ndarray, data: np.ndarray, moments: Moments,
     rounds: one of ROUNDS
     """
     rows, n = x.shape
-    decoded = kind.dequantize(data, n, threads=1)
+    decoded = kind.dequantize(data, n, threads=1, products=True)
     t = moments.padded_zeros(rows)
     e, codes = np.zeros_like(t), (np.sign(decoded) + 1).astype(np.uint8)
     e[:rows, :n] = decoded - x

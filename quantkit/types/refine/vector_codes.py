@@ -202,7 +202,7 @@ def refine(
     points = np.empty((rows, n // size), np.int64)
     signs, tables = np.ones((rows, n), np.float32), np.zeros((rows, n // 32), np.int64)
     read_fields(data, codes, points, signs, tables)
-    decoded = kind.dequantize(data, n, threads=1)
+    decoded = kind.dequantize(data, n, threads=1, products=True)
     table = np.repeat(tables, 32 // size, axis=1)
     signed = codes.values[table, points].reshape(rows, n // size, size) * signs.reshape(rows, -1, size)
     largest = np.abs(signed).argmax(axis=2)[..., None]

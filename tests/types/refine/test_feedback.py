@@ -63,7 +63,7 @@ def test_points_against_the_plain_formula(name: str) -> None:
     )
     read_fields(data, codes, points, signs, sub_blocks)
     tables = np.repeat(sub_blocks, 32 // size, axis=1)
-    y = t.dequantize(data, n)
+    y = t.dequantize(data, n, products=True)
     values = codes.values[tables, points].reshape(1, n) * signs
     scales = ((y * values).reshape(1, -1, size).sum(2) / (values * values).reshape(1, -1, size).sum(2)).astype(
         np.float32
@@ -127,14 +127,14 @@ def test_codes_against_the_plain_formula(name: str) -> None:
     for code in range(len(found.ladder.up)):
         moved = data.copy()
         write_codes(np.full((1, n), code, np.uint8), found, moved)
-        values.append(t.dequantize(moved, n)[0] if code != t.unwritten_code else np.full(n, np.inf))
+        values.append(t.dequantize(moved, n, products=True)[0] if code != t.unwritten_code else np.full(n, np.inf))
     values = np.array(values)
-    before = t.dequantize(data, n)[0] - x[0]
+    before = t.dequantize(data, n, products=True)[0] - x[0]
 
     scalar_codes.refine(t, found, x, data, moments, ())
     codes = np.empty((1, n), np.uint8)
     read_codes(data, found, codes)
-    error = (t.dequantize(data, n) - x)[0].astype(np.float64)
+    error = (t.dequantize(data, n, products=True) - x)[0].astype(np.float64)
     a, _ = factored(moments, 1)
     target = x[0] - error @ a
     chosen, nearest = np.abs(values[codes[0], range(n)] - target), np.abs(values - target).min(axis=0)

@@ -85,7 +85,7 @@ def test_tracked_errors_are_those_of_the_written_rows(name: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scalar_codes, "descend", observed)
         scalar_codes.refine(t, codes, x, data, prepare(h, n), scalar_codes.ROUNDS[1])
-    e = t.dequantize(data, n) - x
+    e = t.dequantize(data, n, products=True) - x
     np.testing.assert_allclose(seen[-1], e, rtol=0, atol=1e-5 * np.abs(x).max())
     assert (errors(t, x, data, h) < errors(t, x, before, h)).all()
 
@@ -99,10 +99,10 @@ def test_directions_of_numbers(name: str, of) -> None:
     x = np.random.default_rng(4).standard_normal((4, n)).astype(np.float32)
     x[0, :32] = 0
     data, number = t.quantize(x, np.ones(n, np.float32)), of(t)
-    y = t.dequantize(data, n)
+    y = t.dequantize(data, n, products=True)
     numbers = sub_block_scales.read(t, number, data, y)
     other = np.where(numbers.places > 2, numbers.places - 2, numbers.places + 2)
     moved = data.copy()
     write_numbers(number.codes[other], number, moved)
     change = np.repeat(number.values[other] - number.values[numbers.places], number.size, axis=1) * numbers.directions
-    np.testing.assert_allclose(t.dequantize(moved, n), y + change, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(t.dequantize(moved, n, products=True), y + change, rtol=1e-4, atol=1e-5)

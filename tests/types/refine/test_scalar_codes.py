@@ -16,7 +16,7 @@ from tests.types.test_codes import SINGLE
 
 def errors(kind: types.QuantType, x: np.ndarray, data: np.ndarray, h: np.ndarray) -> np.ndarray:
     """float64[rows]: e^T H e with the damping that `prepare` adds."""
-    e = (kind.dequantize(data, x.shape[1]) - x).astype(np.float64)
+    e = (kind.dequantize(data, x.shape[1], products=True) - x).astype(np.float64)
     damped = h.astype(np.float64) + DAMPING * np.diagonal(h).mean(dtype=np.float64) * np.eye(len(h))
     result: np.ndarray = np.einsum("ri,ij,rj->r", e, damped, e)
     return result

@@ -68,7 +68,7 @@ def test_the_best_candidate_is_taken(name: str) -> None:
     written = read_rows(t, found, x, after, moments)
     np.testing.assert_allclose(errors, feedback.row_errors(written.e, factors, 1, 1), rtol=1e-4)
     a, d = factored(moments, 1)
-    weights, e = np.diagonal(d), (t.dequantize(after, n)[0] - x[0]).astype(np.float64)
+    weights, e = np.diagonal(d), (t.dequantize(after, n, products=True)[0] - x[0]).astype(np.float64)
 
     places, tried = np.empty((1, n // scale.size), np.int64), candidates(scale, minimum is not None, table is not None)
     read_numbers(before, scale, places)
@@ -105,7 +105,7 @@ def cost(t, before, x, s, place, flip, fed, a, weights) -> float:
     values = []
     for code in found.ladder.rungs:
         write_codes(np.full((1, n), code, np.uint8), found, data)
-        values.append(t.dequantize(data, n)[0])
+        values.append(t.dequantize(data, n, products=True)[0])
     values, fed, total = np.array(values), fed.copy(), 0.0
     for j in range(s * scale.size, (s + 1) * scale.size):
         own = values[:, j] - x[j]
@@ -140,7 +140,7 @@ def test_rows_of_one_value_and_of_zeros(name: str) -> None:
     x = np.zeros((3, 256), np.float32)
     x[1], x[2] = 0.5, -1e-6
     data = t.quantize(x, second_moments=h)
-    y = t.dequantize(data, 256)
+    y = t.dequantize(data, 256, products=True)
     assert np.isfinite(y).all()
     assert not y[0].any()
     np.testing.assert_allclose(y[1], 0.5, atol=0.05)

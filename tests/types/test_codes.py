@@ -29,7 +29,7 @@ def test_a_code_is_one_element(name):
     t = types.get(name)
     codes, n = codes_of(t), 2 * t.block_size
     rows = t.quantize(data.rows("gaussian", 1, 3, n), np.ones(n, np.float32))
-    y = t.dequantize(rows, n)
+    y = t.dequantize(rows, n, products=True)
     result = np.empty((3, n), np.uint8)
     read_codes(rows, codes, result)
     for j in (0, 1, 15, t.block_size - 1, t.block_size, n - 1):
@@ -38,7 +38,7 @@ def test_a_code_is_one_element(name):
             moved, changed = result.copy(), rows.copy()
             moved[1, j] = following[result[1, j]]
             write_codes(moved, codes, changed)
-            back = t.dequantize(changed, n)
+            back = t.dequantize(changed, n, products=True)
             others = np.ones((3, n), bool)
             others[1, j] = False
             assert np.array_equal(back[others], y[others])
@@ -69,7 +69,7 @@ def test_the_ladder_holds_all_values_in_their_order(name):
     seen = []
     while True:
         write_codes(np.full((1, n), code, np.uint8), codes, row)
-        seen.append((code, t.dequantize(row, n)[0]))
+        seen.append((code, t.dequantize(row, n, products=True)[0]))
         if codes.ladder.above[code] == code:
             break
         code = int(codes.ladder.above[code])

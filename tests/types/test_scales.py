@@ -53,7 +53,7 @@ def test_values_move_in_proportion(name: str, of) -> None:
     t, rng = types.get(name), np.random.default_rng(5)
     number, n = of(t), 2 * t.block_size
     rows = t.quantize(data.rows("gaussian", 1, 1, n), np.ones(n, np.float32))
-    before, y = number_codes(number, rows, n), t.dequantize(rows, n)[0].astype(np.float64)
+    before, y = number_codes(number, rows, n), t.dequantize(rows, n, products=True)[0].astype(np.float64)
     usual = number.codes[np.abs(number.values) <= 4 * np.abs(number.values[number.places[before]]).max()]
     changes, differences = [], []
     for code in rng.choice(usual, 6):
@@ -61,7 +61,7 @@ def test_values_move_in_proportion(name: str, of) -> None:
         codes[0, -1] = code
         write_numbers(codes, number, moved)
         assert np.array_equal(number_codes(number, moved, n), codes)
-        change = t.dequantize(moved, n)[0] - y
+        change = t.dequantize(moved, n, products=True)[0] - y
         assert not change[: n - number.size].any()
         changes.append(change[n - number.size :])
         differences.append(number.values[number.places[code]] - number.values[number.places[before[0, -1]]])

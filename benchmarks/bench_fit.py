@@ -96,11 +96,7 @@ def own_model(folder: Path) -> Path:
 def source_model(folder: Path, options: Any) -> Path:
     """The model of --model: SmolLM2 as it is or padded, or a mixture of experts trained on --train."""
     if options.model == "moe":
-        trained.train("qwen3moe", options.train, folder / "hf")
-        model = folder / "f16.gguf"
-        if not model.exists():
-            quantkit.convert(folder / "hf", model)
-        return model
+        return trained.as_gguf("qwen3moe", options.train, folder)[0]
     return padded_model(folder) if options.model == "padded" else own_model(folder)
 
 

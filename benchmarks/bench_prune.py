@@ -63,10 +63,7 @@ def prepare(options: argparse.Namespace) -> tuple[trained.Training, Path]:
     """The trained model as a GGUF file; what exists is kept."""
     folder: Path = options.folder
     schedule = replace(trained.SCHEDULES[SHAPE], steps=options.steps)
-    training = trained.train(SHAPE, options.train, folder / "hf", schedule)
-    model = folder / "f16.gguf"
-    if not model.exists():
-        quantkit.convert(folder / "hf", model)
+    model, training = trained.as_gguf(SHAPE, options.train, folder, schedule)
     return training, model
 
 

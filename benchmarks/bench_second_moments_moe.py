@@ -65,10 +65,7 @@ def table(forms: list[str], models: list[dict[str, Any]]) -> Table:
 def prepare(shape: str, options: argparse.Namespace) -> tuple[Path, dict[str, Path]]:
     """The trained model as a GGUF file, and an importance matrix for each form; what exists is kept."""
     folder: Path = options.folder / f"{shape}.{options.train.stem}"
-    trained.train(shape, options.train, folder / "hf")
-    model = folder / "f16.gguf"
-    if not model.exists():
-        quantkit.convert(folder / "hf", model)
+    model, _ = trained.as_gguf(shape, options.train, folder)
     measured = {}
     for form in options.forms.split(","):
         path = measured[form] = (

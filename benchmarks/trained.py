@@ -19,6 +19,8 @@ from typing import Any
 
 import numpy as np
 
+import quantkit
+
 VOCABULARY = 2048
 CONTEXT = 256
 _COMMON = {
@@ -100,6 +102,15 @@ def train(shape: str, text: Path, directory: Path, schedule: Schedule | None = N
                     time.perf_counter() - begin)  # fmt: skip
     record.write_text(json.dumps(asdict(made)), encoding="utf-8")
     return made
+
+
+def as_gguf(shape: str, text: Path, folder: Path, schedule: Schedule | None = None) -> tuple[Path, Training]:
+    """`train` in folder/hf, and the model as a GGUF file in 16 bits; what exists is kept."""
+    training = train(shape, text, folder / "hf", schedule)
+    model = folder / "f16.gguf"
+    if not model.exists():
+        quantkit.convert(folder / "hf", model)
+    return model, training
 
 
 def build(shape: str, **changes: Any) -> Any:

@@ -534,9 +534,6 @@ def test_what_a_rerun_would_change(made: Path, model: Path, tmp_path: Path, monk
         assert said in reasons[name]
 
 
-_CODEC = provenance.codec
-
-
 def test_an_unknown_architecture_is_noted(made: Path, tmp_path: Path) -> None:
     keys = {"general.architecture": "novel", "general.type": "model"}
     described = {key: (value, "str") for key, value in keys.items()} | {"novel.block_count": (1, "u32")}
@@ -544,6 +541,9 @@ def test_an_unknown_architecture_is_noted(made: Path, tmp_path: Path) -> None:
     notes = verify_gguf(quantkit.open(tmp_path / "m.gguf")).notes
     assert "quantkit does not know novel, so the tensors were not compared with the metadata" in notes
     assert not any("does not know" in note for note in verify_gguf(quantkit.open(made)).notes)
+
+
+_CODEC = provenance.codec
 
 
 @pytest.mark.parametrize(("tensor", "value", "said"), [(3, 1, "the hash differs"), (0, 0x7E, "nan")])

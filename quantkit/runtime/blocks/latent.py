@@ -137,14 +137,13 @@ def cached(hparams: blocks.HParams, parts: Sequence[blocks.Block], mla: int) -> 
 
 def dense(parts: Sequence[blocks.Block]) -> tuple[list[blocks.Block], int]:
     """The blocks without the selection of sparse attention, and the positions up to which that selects all of them."""
-    bound = sys.maxsize
+    sparse = [p for b in parts for p in b.parts if isinstance(p, blocks.LatentAttention) and p.sparse]
+    bound = min((part.indexer.top_k for part in sparse if part.indexer is not None), default=sys.maxsize)
 
     def attending_to_all(part: blocks.Part) -> blocks.Part:
-        nonlocal bound
-        if not isinstance(part, blocks.LatentAttention) or not part.sparse:
-            return part
-        bound = min(bound, bound if part.indexer is None else part.indexer.top_k)
-        return replace(part, sparse=False, indexer=None)
+        if isinstance(part, blocks.LatentAttention) and part.sparse:
+            return replace(part, sparse=False, indexer=None)
+        return part
 
     return [replace(block, parts=tuple(map(attending_to_all, block.parts))) for block in parts], bound
 

@@ -12,8 +12,8 @@ from quantkit import repack, types
 from quantkit.errors import DataError, UnsupportedError
 from quantkit.types.families.interleave import Field, Interleaved, Lines, Permutation, Slots, packed
 from quantkit.types.families.permutation import moves
+from tests.other_cpus import CPUS, environment_of
 from tests.repack.layouts import CRCS, checksums, checksums_of, move_bits, spec_tensor
-from tests.runtime.other_cpus import CPUS, environment_of
 
 OLD = {"q4_0_4x4", "q4_0_4x8", "q4_0_8x8"}  # undone, never made
 INTERLEAVED = [t for t in types.all() if isinstance(t, Interleaved)]

@@ -16,9 +16,9 @@ from quantkit.runtime.kernels.cpu import altup, prefill_ops
 from quantkit.runtime.kernels.cpu.op_list import OpList
 from quantkit.runtime.loading import load
 from tests.archs.files import written
+from tests.other_cpus import CPUS, run_tests
+from tests.other_cpus import test_that_this_is_the_path as test_that_this_is_the_path  # collected here too
 from tests.runtime.conftest import rewrite
-from tests.runtime.other_cpus import CPUS, run_tests
-from tests.runtime.other_cpus import test_that_this_is_the_path as test_that_this_is_the_path  # collected here too
 from tests.runtime.test_experts import TOKENS
 from tests.runtime.test_features import by_steps, check, pair
 from tests.runtime.test_step import spread

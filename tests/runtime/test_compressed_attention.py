@@ -28,8 +28,8 @@ from quantkit.runtime.loading import load
 from quantkit.runtime.model import Model
 from quantkit.types import layout
 from tests.archs.files import written
-from tests.runtime.other_cpus import CPUS, run_tests
-from tests.runtime.other_cpus import test_that_this_is_the_path as test_that_this_is_the_path  # collected here too
+from tests.other_cpus import CPUS, run_tests
+from tests.other_cpus import test_that_this_is_the_path as test_that_this_is_the_path  # collected here too
 from tests.runtime.test_step import spread
 
 TOKENS = np.random.default_rng(3).integers(2, 320, 300)

@@ -23,10 +23,10 @@ from quantkit.runtime.kernels.cpu.op_list import OpList
 from quantkit.runtime.loading import load
 from quantkit.runtime.model import Model
 from tests.archs.files import written
+from tests.other_cpus import CPUS, run_tests
+from tests.other_cpus import test_that_this_is_the_path as test_that_this_is_the_path  # collected here too
 from tests.recipe.configs import QWEN35_27B
 from tests.runtime.conftest import rewrite
-from tests.runtime.other_cpus import CPUS, run_tests
-from tests.runtime.other_cpus import test_that_this_is_the_path as test_that_this_is_the_path  # collected here too
 from tests.runtime.test_kernels import rounded
 from tests.runtime.test_recurrent import part_of, plainly
 from tests.runtime.test_step import HALVES, ROUNDED, changed, spread

@@ -18,7 +18,7 @@ from quantkit.codegen import half
 from quantkit.codegen.jit import kernel
 from quantkit.codegen.simd import F32, I16, simd_intrinsic, vector
 from quantkit.runtime.kernels import reference
-from tests.runtime.other_cpus import CPUS, environment_of
+from tests.other_cpus import CPUS, environment_of
 
 FLOATS16 = vector(16, F32)
 

@@ -16,8 +16,8 @@ from quantkit.evaluate.bench import bytes_per_token
 from quantkit.formats import gguf
 from quantkit.runtime.kernels import reference
 from quantkit.runtime.loading import load
+from tests.other_cpus import CPUS, is_other_cpu, run_tests
 from tests.runtime.conftest import random_model, rewrite
-from tests.runtime.other_cpus import CPUS, is_other_cpu, run_tests
 from tests.runtime.test_step import by_steps, changed, spread
 
 VOCAB, EMBD, FF, EXPERTS, USED = 320, 256, 256, 8, 3

@@ -16,8 +16,8 @@ from quantkit.runtime.blocks import hyper_connections as plain
 from quantkit.runtime.kernels.cpu import hyper_connections, prefill_ops
 from quantkit.runtime.kernels.cpu.op_list import OpList
 from quantkit.runtime.loading import load
-from tests.runtime.other_cpus import CPUS, run_tests
-from tests.runtime.other_cpus import test_that_this_is_the_path as test_that_this_is_the_path  # collected here too
+from tests.other_cpus import CPUS, run_tests
+from tests.other_cpus import test_that_this_is_the_path as test_that_this_is_the_path  # collected here too
 from tests.runtime.test_experts import EMBD, TOKENS, check
 from tests.runtime.test_experts import moe as moe  # a fixture
 from tests.runtime.test_step import changed, spread

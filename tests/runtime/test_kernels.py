@@ -18,8 +18,8 @@ from quantkit.runtime.kernels.cpu import activations, dequantize, float_gemm, ge
 from quantkit.runtime.kernels.cpu.formats.registry import FORMATS
 from quantkit.runtime.kernels.cpu.op_list import OpList
 from quantkit.types import QuantType
-from tests.runtime.other_cpus import CPUS, is_other_cpu, run_tests
-from tests.runtime.other_cpus import test_that_this_is_the_path as test_that_this_is_the_path  # collected here too
+from tests.other_cpus import CPUS, is_other_cpu, run_tests
+from tests.other_cpus import test_that_this_is_the_path as test_that_this_is_the_path  # collected here too
 from tests.types.data import tame_bytes
 
 _SOME = (

@@ -15,8 +15,8 @@ from quantkit.runtime.kernels.cpu import delta_net, kimi_delta, prefill_ops
 from quantkit.runtime.kernels.cpu.op_list import OpList
 from quantkit.runtime.loading import load
 from tests.archs.files import written
-from tests.runtime.other_cpus import CPUS, run_tests
-from tests.runtime.other_cpus import test_that_this_is_the_path as test_that_this_is_the_path  # collected here too
+from tests.other_cpus import CPUS, run_tests
+from tests.other_cpus import test_that_this_is_the_path as test_that_this_is_the_path  # collected here too
 
 TOKENS = np.random.default_rng(3).integers(2, 320, 150)
 

@@ -17,8 +17,8 @@ from quantkit.runtime.kernels.kv_rounding import FLOATS, QUANTIZED
 from quantkit.runtime.loading import load
 from quantkit.runtime.model import Model
 from tests.archs.checkpoints import tiny
+from tests.other_cpus import CPUS, is_other_cpu, run_tests
 from tests.runtime.conftest import random_model, rewrite
-from tests.runtime.other_cpus import CPUS, is_other_cpu, run_tests
 from tests.runtime.test_noise import divergence
 from tests.runtime.test_step import HALVES, ROUNDED, by_steps, spread
 

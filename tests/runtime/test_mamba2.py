@@ -19,9 +19,9 @@ from quantkit.runtime.loading import load
 from quantkit.runtime.model import Model
 from tests.archs.files import changed as with_keys
 from tests.archs.files import written
+from tests.other_cpus import CPUS, run_tests
+from tests.other_cpus import test_that_this_is_the_path as test_that_this_is_the_path  # collected here too
 from tests.runtime.conftest import rewrite
-from tests.runtime.other_cpus import CPUS, run_tests
-from tests.runtime.other_cpus import test_that_this_is_the_path as test_that_this_is_the_path  # collected here too
 from tests.runtime.test_step import HALVES, changed, spread
 
 TOKENS = np.random.default_rng(3).integers(2, 320, 210)

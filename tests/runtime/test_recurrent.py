@@ -20,8 +20,8 @@ from quantkit.placement.kv_size import of_layers
 from quantkit.runtime.blocks import recurrent
 from quantkit.runtime.kv.cache import Cache
 from tests.archs.files import written
-from tests.runtime.other_cpus import CPUS, run_tests
-from tests.runtime.other_cpus import test_that_this_is_the_path as test_that_this_is_the_path  # collected here too
+from tests.other_cpus import CPUS, run_tests
+from tests.other_cpus import test_that_this_is_the_path as test_that_this_is_the_path  # collected here too
 
 TOKENS = np.random.default_rng(3).integers(2, 320, 150)
 

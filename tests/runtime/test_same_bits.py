@@ -23,12 +23,13 @@ from quantkit.runtime.kernels.cpu.dequantize import FLOAT_TYPES
 from quantkit.runtime.kernels.cpu.formats.registry import FORMATS
 from quantkit.runtime.loading import load
 from tests.archs.files import written
+from tests.other_cpus import CPUS, environment_of, next_simpler
 from tests.runtime.conftest import rewrite
-from tests.runtime.other_cpus import CPUS, environment_of
 from tests.runtime.test_experts import moe as moe  # a fixture
 from tests.runtime.test_latent import latent_model
 
 SOME = ("iq4_k", "q8_0", "q4_0_r8", "bf16")
+PATHS = [path if path == next_simpler() else pytest.param(path, marks=pytest.mark.full) for path in CPUS]
 TOKENS = np.random.default_rng(4).integers(0, 320, 40)
 
 
@@ -65,7 +66,7 @@ def check(paths: list[Path], isa: str) -> None:
     assert theirs == digests(names)
 
 
-@pytest.mark.parametrize("isa", ["generic", "avx2", pytest.param("avx512", marks=pytest.mark.full)])
+@pytest.mark.parametrize("isa", PATHS)
 def test_a_few_types(isa: str, tiny: Path, moe: Path, tmp_path: Path) -> None:
     hybrid = written(tmp_path / "hybrid.gguf", "qwen35moe", hidden_size=96, linear_value_head_dim=48)
     paths = [of_types(tiny, tmp_path / "a.gguf", SOME), of_types(moe, tmp_path / "b.gguf", SOME[1:2])]
@@ -73,7 +74,7 @@ def test_a_few_types(isa: str, tiny: Path, moe: Path, tmp_path: Path) -> None:
     check([*paths, of_types(hybrid, tmp_path / "c.gguf", ("q8_0",)), latent], isa)
 
 
-@pytest.mark.parametrize("isa", ["generic", "avx2", pytest.param("avx512", marks=pytest.mark.full)])
+@pytest.mark.parametrize("isa", PATHS)
 def test_features_of_architectures(isa: str, tmp_path: Path) -> None:
     """Each operation that some architectures need, over weights of Q8_0; heads are alike, to compile them once."""
     paths = []

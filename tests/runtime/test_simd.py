@@ -26,8 +26,8 @@ from quantkit.codegen.simd import (
     vector,
 )
 from quantkit.runtime.kernels.cpu.float_gemm import transpose_block
-from tests.runtime.other_cpus import CPUS, run_tests
-from tests.runtime.other_cpus import test_that_this_is_the_path as test_that_this_is_the_path  # collected here too
+from tests.other_cpus import CPUS, run_tests
+from tests.other_cpus import test_that_this_is_the_path as test_that_this_is_the_path  # collected here too
 
 FLOATS16 = vector(16, F32)
 

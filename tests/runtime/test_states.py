@@ -14,8 +14,8 @@ from quantkit.pipelines.quantize import quantize_with_plan
 from quantkit.runtime.loading import load
 from quantkit.runtime.model import Model
 from tests.archs.files import written
-from tests.runtime.other_cpus import CPUS, run_tests
-from tests.runtime.other_cpus import test_that_this_is_the_path as test_that_this_is_the_path  # collected here too
+from tests.other_cpus import CPUS, run_tests
+from tests.other_cpus import test_that_this_is_the_path as test_that_this_is_the_path  # collected here too
 from tests.runtime.test_delta_net import ODD as ODD_DELTA_NET
 from tests.runtime.test_mamba2 import ODD as ODD_MAMBA2
 from tests.runtime.test_step import spread

@@ -25,8 +25,8 @@ from quantkit.runtime.kernels.cpu.selection import hide_blocks, sees_blocks
 from quantkit.runtime.kv.saved_state import LayerState
 from quantkit.runtime.loading import load
 from tests.archs.files import written
-from tests.runtime.other_cpus import CPUS, run_tests
-from tests.runtime.other_cpus import test_that_this_is_the_path as test_that_this_is_the_path  # collected here too
+from tests.other_cpus import CPUS, run_tests
+from tests.other_cpus import test_that_this_is_the_path as test_that_this_is_the_path  # collected here too
 from tests.runtime.test_step import spread
 
 TOKENS = np.random.default_rng(7).integers(2, 320, 150).tolist()

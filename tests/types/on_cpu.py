@@ -6,16 +6,14 @@ python -m tests.types.on_cpu decode|encode|encode-plain|encode-moments NAME…
 from __future__ import annotations
 
 import hashlib
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from quantkit import types
-from quantkit.codegen import cpu_target
+from tests.other_cpus import environment_of
 from tests.types import data
 
 N = 1024
@@ -44,14 +42,11 @@ def digests(what: str, names: list[str]) -> dict[str, str]:
     return actual
 
 
-def run(cpu: str, what: str, names: list[str]) -> dict[str, str]:
-    """`digests` from a process whose kernels are compiled for `cpu`, an LLVM name; skips if this CPU is no better."""
-    if cpu == "haswell" and cpu_target.isa() in ("generic", "avx2"):
-        pytest.skip(f"this CPU's own path is {cpu_target.isa()}")
-    environment = os.environ | {"NUMBA_CPU_NAME": cpu}
+def run(isa: str, what: str, names: list[str]) -> dict[str, str]:
+    """`digests` from a process whose kernels are compiled for a code path; skips if it is this CPU's own."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.types.on_cpu", what, *names],
-        env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False,
+        env=environment_of(isa), cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return dict(line.split() for line in done.stdout.splitlines())

@@ -261,11 +261,11 @@ def test_tensors_of_torch_are_taken():
     np.testing.assert_array_equal(t.quantize(x.bfloat16()), t.quantize(x.bfloat16().float().detach().numpy()))
 
 
-@pytest.mark.parametrize("cpu", ["generic", "haswell"])
-def test_the_same_on_another_cpu(cpu):
+@pytest.mark.parametrize("isa", ["generic", "avx2"])
+def test_the_same_on_another_cpu(isa):
     """SIMD vectors of any width sum in the same order."""
     names = ["q4_0", "q4_1", "iq4_nl"]
-    assert on_cpu.run(cpu, "encode", names) == on_cpu.digests("encode", names)
+    assert on_cpu.run(isa, "encode", names) == on_cpu.digests("encode", names)
 
 
 @by_type

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +10,7 @@ import pytest
 from quantkit import types
 from quantkit.types.floats import FLOATS, is_finite
 from quantkit.types.native import recode
+from tests.other_cpus import run_tests
 
 WORDS = {"f32": np.uint32, "f16": np.uint16, "bf16": np.uint16}
 ALL = np.arange(1 << 16, dtype=np.uint16)
@@ -140,13 +138,9 @@ def test_a_failed_write_is_reported() -> None:
         assert not recode.write_rescaled("f8_e4m3", "bf16", data[None], scales, (1, 1024), 0, file.fileno(), 0)
 
 
-@pytest.mark.parametrize("cpu", [pytest.param("generic", marks=pytest.mark.full), "haswell"])
-def test_the_same_on_other_cpus(cpu: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "not cpus", __file__],
-        env=os.environ | {"NUMBA_CPU_NAME": cpu}, cwd=Path(__file__).parents[2], capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout
+@pytest.mark.parametrize("isa", [pytest.param("generic", marks=pytest.mark.full), "avx2"])
+def test_the_same_on_other_cpus(isa: str) -> None:
+    run_tests(__file__, isa)
 
 
 @pytest.mark.parametrize("kind", FLOATS)

@@ -91,4 +91,4 @@ def likeness_and_points(y: np.ndarray, table: np.ndarray) -> tuple[float, float,
 def test_the_same_on_another_cpu():
     """The index and the search are integers, but for products that are rounded one by one."""
     names = ["iq1_kt", "iq4_kt"]
-    assert on_cpu.run("haswell", "encode", names) == on_cpu.digests("encode", names)
+    assert on_cpu.run("avx2", "encode", names) == on_cpu.digests("encode", names)

@@ -48,7 +48,7 @@ class PreparedMoments:
     """What `QuantType.quantize` takes as importance and as second moments; any thread may call the methods."""
 
     def __init__(self, imatrix: Imatrix):
-        self._imatrix = imatrix
+        self.imatrix = imatrix
         self._lock = threading.Lock()
         self._kept: dict[tuple[int, int], Moments] = {}
 
@@ -59,14 +59,14 @@ class PreparedMoments:
 
         Both are None if no importance was measured.
         """
-        inputs = inputs_of(name, columns, matrix, self._imatrix)
+        inputs = inputs_of(name, columns, matrix, self.imatrix)
         if inputs.entry is None or not kind.uses_second_moments_at(effort):
             return inputs.importance, None
         return inputs.importance, functools.partial(self.get, inputs.entry, matrix)
 
     def get(self, entry: str, matrix: int) -> Moments | None:
         """Second moments of the input of a matrix (of several: of an expert); None if the file has none for `entry`."""
-        stored = self._imatrix.second_moments.get(entry)
+        stored = self.imatrix.second_moments.get(entry)
         if stored is None:
             return None
         from quantkit.types import refine  # loads numba
@@ -76,7 +76,7 @@ class PreparedMoments:
             if key not in self._kept:
                 while len(self._kept) >= KEPT:
                     del self._kept[next(iter(self._kept))]
-                importance = self._imatrix[entry].columns(stored.columns)[matrix]
+                importance = self.imatrix[entry].columns(stored.columns)[matrix]
                 self._kept[key] = refine.prepare(stored.dense(importance, matrix), stored.columns)
             self._kept[key] = self._kept.pop(key)  # the last one to go
             return self._kept[key]

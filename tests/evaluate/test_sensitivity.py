@@ -11,7 +11,7 @@ import pytest
 from quantkit import types
 from quantkit.errors import DataError, QuantkitError, UnsupportedError
 from quantkit.evaluate.sensitivity import run
-from quantkit.evaluate.sensitivity.encoding_errors import RowSample
+from quantkit.evaluate.sensitivity.encoding_errors import EncodingErrors, encoding_errors, row_errors
 from quantkit.evaluate.sensitivity.probes import EncodedTensor, Probes
 from quantkit.evaluate.sensitivity.run import SensitivityOptions, sensitivity
 from quantkit.evaluate.text import chunked
@@ -19,7 +19,7 @@ from quantkit.formats import gguf
 from quantkit.formats.atomic import JOURNAL, PARTIAL_JOB
 from quantkit.formats.imatrix import Entry, Imatrix, second_moments
 from quantkit.formats.imatrix.second_moments import SecondMoments, pack
-from quantkit.pipelines.second_moments import inputs_of
+from quantkit.pipelines.second_moments import PreparedMoments, inputs_of
 from quantkit.placement.allocation import costs as costs_file
 from quantkit.runtime.loading import load
 from tests.evaluate.conftest import rewrite
@@ -53,9 +53,9 @@ def test_errors_are_those_of_the_plain_sum(
     imatrix, h = moments_of(rng, 64)
     if metric == "importance":
         imatrix = Imatrix(imatrix.entries)
-    sample = RowSample(Stored("blk.0.attn_q.weight", w), None if metric == "plain" else imatrix, 48)
-    assert sample.metric == metric
-    probe, errors = sample.measure(Q4_0, [Q4_0, Q8_0])
+    moments = None if metric == "plain" else PreparedMoments(imatrix)
+    found, probe, errors = encoding_errors(Stored("blk.0.attn_q.weight", w), Q4_0, [Q4_0, Q8_0], moments, rows=48)
+    assert found == metric
     metrics = {"plain": np.eye(64), "importance": np.diag(np.diagonal(h)), "second moments": h.astype(np.float64)}
 
     def error(refined: bool) -> float:
@@ -78,9 +78,10 @@ def test_errors_are_those_of_the_plain_sum(
 
 def test_a_sample_is_as_accurate_as_it_says(rng: np.random.Generator) -> None:
     w = (rng.standard_normal((4096, 64)) * rng.lognormal(size=(4096, 1))).astype(np.float32)
-    whole = RowSample(Stored("w.weight", w), None, 4096).measure(Q4_0, [types.get("q5_0")])
-    probe, errors = RowSample(Stored("w.weight", w), None, 128).measure(Q4_0, [types.get("q5_0")])
-    ratio, true = errors["q5_0"][0] / probe, whole[1]["q5_0"][0] / whole[0]
+    stored, kinds = Stored("w.weight", w), [types.get("q5_0")]
+    _, of_all, whole = encoding_errors(stored, Q4_0, kinds, rows=4096)
+    _, probe, errors = encoding_errors(stored, Q4_0, kinds)
+    ratio, true = errors["q5_0"][0] / probe, whole["q5_0"][0] / of_all
     error = errors["q5_0"][1] / probe
     assert 0 < error < 0.1 * true
     assert abs(ratio - true) < 4 * error
@@ -90,8 +91,8 @@ def test_experts_are_sampled_with_their_own_importance(rng: np.random.Generator)
     w = rng.standard_normal((4, 32, 32)).astype(np.float32)
     importance = np.ones((4, 32), np.float32) * np.array([[1], [2], [3], [4]], np.float32)
     imatrix = Imatrix({"blk.0.ffn_up_exps.weight": Entry(importance, np.full(4, 10), 1)})
-    sample = RowSample(Stored("blk.0.ffn_up_exps.weight", w), imatrix, 128)
-    values = sample.row_errors(Q4_0).reshape(4, 32).mean(axis=1)
+    found, _ = row_errors(Stored("blk.0.ffn_up_exps.weight", w), [Q4_0], PreparedMoments(imatrix), rows=128)
+    values = found.reshape(4, 32).mean(axis=1)
     assert values / values[0] == pytest.approx([1, 2, 3, 4], rel=0.3)
 
 
@@ -184,7 +185,8 @@ def test_a_killed_run_is_resumed_with_the_same_numbers(
 def test_a_probe_that_changes_nothing(
     f16_model: Path, tmp_path: Path, golden: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(RowSample, "measure", lambda *_: (0.0, {"q4_0": (0.0, 0.0), "q6_0": (1.5, 0.1)}))
+    none = EncodingErrors("plain", 0.0, {"q4_0": (0.0, 0.0), "q6_0": (1.5, 0.1)})
+    monkeypatch.setattr(run, "encoding_errors", lambda *_, **__: none)
     with pytest.raises(DataError, match=r"\.weight: the probe type has no error, q6_0 has 1\.5: .* --probe"):
         sensitivity(f16_model, golden / "eval.txt", tmp_path / "c.json", FEW)
     assert not (tmp_path / "c.json").exists()

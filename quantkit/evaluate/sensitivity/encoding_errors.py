@@ -11,106 +11,124 @@ paired means, mostly a few per cent for 128 rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from quantkit.formats.gguf import Tensor
-from quantkit.formats.imatrix import Imatrix
-from quantkit.pipelines.second_moments import inputs_of
+from quantkit.pipelines.second_moments import PreparedMoments, inputs_of
 from quantkit.types import QuantType
 
 LOOKED_UP = ("token_embd.weight", "per_layer_token_embd.weight")  # unless they are the output matrix, too
 MATRICES = 8  # of a stack of experts, sampled: each has second moments of its own
+_COLUMNS = 1024  # of second moments that are float64 at a time
 
 
-@dataclass(frozen=True)
-class _Matrix:
-    """Sampled rows float32[rows, n] of one matrix, importance float32[n] or None, H float32[n, n] or None.
+class EncodingErrors(NamedTuple):
+    """Errors of a tensor's encodings, for all its rows.
 
-    in_products   the values count that products use, not those that a lookup of rows gives (`QuantType.dequantize`)
+    metric    "second moments", "importance" or "plain"
+    probe     the error in the probe's type
+    by_type   the error in each type, and the standard error of its ratio to the probe's, times that of the probe
     """
 
-    rows: np.ndarray
-    importance: np.ndarray | None
-    moments: np.ndarray | None
-    in_products: bool
-
-    def errors(self, kind: QuantType, effort: str) -> np.ndarray:
-        """float64[rows]: the error of each row."""
-        given = self.moments if kind.uses_second_moments_at(effort) else None
-        importance = self.importance
-        if importance is None and kind.requires_imatrix:
-            importance = np.ones(self.rows.shape[1], np.float32)
-        data = kind.quantize(self.rows, importance, second_moments=given, effort=effort)
-        decoded = kind.dequantize(data, self.rows.shape[1], products=self.in_products)
-        e = decoded.astype(np.float64) - self.rows
-        if self.moments is not None:
-            found: np.ndarray = np.einsum("ij,ij->i", e @ self.moments.astype(np.float64), e)
-            return found
-        weights = np.ones(e.shape[1]) if self.importance is None else self.importance.astype(np.float64)
-        found = (e * e) @ weights
-        return found
+    metric: str
+    probe: float
+    by_type: dict[str, tuple[float, float]]
 
 
-class RowSample:
-    """Sampled rows of a tensor and the metric of its inputs.
+def encoding_errors(
+    tensor: Tensor,
+    probe: QuantType,
+    kinds: Sequence[QuantType],
+    moments: PreparedMoments | None = None,
+    *,
+    rows: int = 128,
+    effort: str = "normal",
+    threads: int | None = None,
+) -> EncodingErrors:
+    """Encode about `rows` rows of a tensor in each type; `moments` says what was measured of its inputs."""
+    encoded = list(dict.fromkeys([probe, *kinds]))
+    values, metric = row_errors(tensor, encoded, moments, rows=rows, effort=effort, threads=threads)
+    reference, total = values[0], tensor.n_rows
+    found = {kind.name.lower(): _scaled(values[encoded.index(kind)], reference, total) for kind in kinds}
+    return EncodingErrors(metric, float(reference.mean()) * total, found)
 
-    metric   "second moments", "importance" or "plain"
+
+def row_errors(
+    tensor: Tensor,
+    kinds: Sequence[QuantType],
+    moments: PreparedMoments | None,
+    *,
+    rows: int,
+    effort: str = "normal",
+    threads: int | None = None,
+) -> tuple[np.ndarray, str]:
+    """float64[types, sampled rows]: the error of each row in each type; and the metric.
+
+    One matrix after another, so that second moments of one input are in memory, which all types share.
     """
-
-    def __init__(self, tensor: Tensor, imatrix: Imatrix | None, rows: int):
-        self.metric = "plain"
-        self.total_rows = tensor.n_rows
-        columns, of_matrix, count = tensor.shape[-1], tensor.shape[-2], math.prod(tensor.shape[:-2])
-        chosen = np.unique(np.linspace(0, count - 1, min(count, MATRICES)).round().astype(int)).tolist()
-        per_matrix = max(1, -(-rows // len(chosen)))
-        self._matrices: list[_Matrix] = []
-        for matrix in chosen:
-            _, importance, stored = inputs_of(tensor.name, columns, matrix, imatrix)
-            moments = None
-            if importance is not None:
-                self.metric = "importance" if stored is None else "second moments"
-                moments = None if stored is None else stored.dense(importance, matrix)
-            sampled = _rows(tensor, matrix * of_matrix, of_matrix, per_matrix)
-            in_products = importance is not None or tensor.name not in LOOKED_UP
-            self._matrices.append(_Matrix(sampled, importance, moments, in_products))
-
-    def row_errors(self, kind: QuantType, effort: str = "normal") -> np.ndarray:
-        """float64[sampled rows]: the error of each row in a type."""
-        return np.concatenate([matrix.errors(kind, effort) for matrix in self._matrices])
-
-    def measure(
-        self,
-        probe: QuantType,
-        kinds: Sequence[QuantType],
-        effort: str = "normal",
-        on_type: Callable[[str], None] = lambda name: None,
-    ) -> tuple[float, dict[str, tuple[float, float]]]:
-        """The error of the probe's encoding, and of each type with its standard error.
-
-        Errors are for all rows of the tensor; the standard errors are those of the ratios to the probe.
-        """
-        reference = self.row_errors(probe, effort)
-        found = {}
+    columns, of_matrix, count = tensor.shape[-1], tensor.shape[-2], math.prod(tensor.shape[:-2])
+    chosen = np.unique(np.linspace(0, count - 1, min(count, MATRICES)).round().astype(int)).tolist()
+    wanted = max(1, -(-rows // len(chosen)))
+    found, metric = [], "plain"
+    for matrix in chosen:
+        _, importance, stored = inputs_of(tensor.name, columns, matrix, None if moments is None else moments.imatrix)
+        x = _rows(tensor, matrix * of_matrix, of_matrix, wanted)
+        if importance is not None:
+            metric = "importance" if stored is None else "second moments"
+        h = stored.dense(importance, matrix) if stored is not None and importance is not None else importance
+        # Products use other values than a lookup of rows (`QuantType.dequantize`).
+        in_products = importance is not None or tensor.name not in LOOKED_UP
+        of_types = []
         for kind in kinds:
-            values = reference if kind is probe else self.row_errors(kind, effort)
-            found[kind.name.lower()] = self._scaled(values, reference)
-            on_type(kind.name)
-        return self._total(reference), found
+            data = _encoded(tensor.name, x, matrix, kind, moments, effort, threads)
+            e = kind.dequantize(data, columns, products=in_products).astype(np.float64) - x
+            of_types.append(_squares(e, h))
+        found.append(np.stack(of_types))
+    return np.concatenate(found, axis=1), metric
 
-    def _total(self, values: np.ndarray) -> float:
-        return float(values.mean()) * self.total_rows
 
-    def _scaled(self, values: np.ndarray, reference: np.ndarray) -> tuple[float, float]:
-        """The sum over all rows, and the standard error of its ratio to the probe's, times that of the probe."""
-        n, base = len(values), float(reference.mean())
-        if n < 2 or base <= 0:
-            return self._total(values), 0.0
-        residuals = values - values.mean() / base * reference
-        left_out = math.sqrt(max(0.0, 1 - n / self.total_rows))  # nothing is uncertain if all rows are measured
-        return self._total(values), float(residuals.std(ddof=1)) / math.sqrt(n) * left_out * self.total_rows
+def _encoded(
+    name: str,
+    x: np.ndarray,
+    matrix: int,
+    kind: QuantType,
+    moments: PreparedMoments | None,
+    effort: str,
+    threads: int | None,
+) -> np.ndarray:
+    """Rows of a matrix encoded as those of a file, with importance of 1 where a type requires what nobody measured."""
+    importance, prepared = None, None
+    if moments is not None:
+        importance, prepared = moments.of_matrix(name, x.shape[1], matrix, kind, effort)
+    if importance is None and kind.requires_imatrix:
+        importance = np.ones(x.shape[1], np.float32)
+    second_moments = prepared() if prepared is not None else None
+    return kind.quantize(x, importance, second_moments=second_moments, effort=effort, threads=threads)
+
+
+def _squares(e: np.ndarray, h: np.ndarray | None) -> np.ndarray:
+    """float64[rows]: e H e^T of each row of float64[rows, n]; H float32[n, n], its diagonal, or None: identity."""
+    if h is None or h.ndim == 1:
+        found: np.ndarray = (e * e) @ (np.ones(e.shape[1]) if h is None else h.astype(np.float64))
+        return found
+    found = np.zeros(len(e))
+    for first in range(0, len(h), _COLUMNS):
+        some = slice(first, first + _COLUMNS)
+        found += np.einsum("ij,ij->i", e @ h[:, some].astype(np.float64), e[:, some])
+    return found
+
+
+def _scaled(values: np.ndarray, reference: np.ndarray, total: int) -> tuple[float, float]:
+    """The sum over all rows, and the standard error of its ratio to the probe's, times that of the probe."""
+    n, base, mean = len(values), float(reference.mean()), float(values.mean())
+    if n < 2 or base <= 0:
+        return mean * total, 0.0
+    residuals = values - mean / base * reference
+    left_out = math.sqrt(max(0.0, 1 - n / total))  # nothing is uncertain if all rows are measured
+    return mean * total, float(residuals.std(ddof=1)) / math.sqrt(n) * left_out * total
 
 
 def _rows(tensor: Tensor, first: int, count: int, wanted: int) -> np.ndarray:

@@ -24,7 +24,7 @@ from quantkit.errors import DataError, UnsupportedError
 from quantkit.evaluate.fingerprint import fingerprint
 from quantkit.evaluate.layers.checkpoint_model import CheckpointModel
 from quantkit.evaluate.models import OnMessage, no_message
-from quantkit.evaluate.sensitivity.encoding_errors import RowSample
+from quantkit.evaluate.sensitivity.encoding_errors import encoding_errors
 from quantkit.evaluate.sensitivity.probes import EncodedTensor, Probes
 from quantkit.evaluate.text import DEFAULT_CONTEXT, chunked
 from quantkit.formats import gguf, imatrix, journal
@@ -140,8 +140,8 @@ class _Run:
         self.files, self._made_of = paths, (source, text)
         check_outputs([output], paths)
         self.free = {t.name: t for t in _free(opened)}
-        self.matrix = _read_imatrix(o, list(self.free))
-        self.moments = None if self.matrix is None else PreparedMoments(self.matrix)
+        matrix = _read_imatrix(o, list(self.free))
+        self.moments = None if matrix is None else PreparedMoments(matrix)
         self.model = _load(opened.file, o)
         self.chunks = chunked(self.model.tokenizer, text, o.ctx_size, o.chunks)
         names = ("no_second_moments", "probe", "ctx_size", "rows", "effort")
@@ -275,16 +275,18 @@ class _Run:
         return np.concatenate(parts)
 
     def _errors(self, t: PlannedTensor) -> dict[str, Any]:
-        sample = RowSample(self.model.weights[t.name], self.matrix, self.options.rows)
         kinds = list(dict.fromkeys(self._kind(t, kind) for kind in self.wanted))
         quantized = [kind for kind in kinds if kind.block_size > 1]
-        probe, errors = sample.measure(self._kind(t, self.probe), quantized, self.options.effort)
+        o = self.options
+        metric, probe, errors = encoding_errors(
+            self.model.weights[t.name], self._kind(t, self.probe), quantized, self.moments, rows=o.rows,
+            effort=o.effort, threads=o.threads,
+        )  # fmt: skip
         try:
             check_probe(probe, errors)
         except DataError as error:
             raise DataError(f"{t.name}: {error}") from None
-        return {"probe": probe, "errors": {name: list(values) for name, values in errors.items()},
-                "metric": sample.metric}  # fmt: skip
+        return {"probe": probe, "errors": {name: list(values) for name, values in errors.items()}, "metric": metric}
 
 
 def _version() -> str:

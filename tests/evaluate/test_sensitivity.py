@@ -18,6 +18,7 @@ from quantkit.evaluate.text import chunked
 from quantkit.formats import gguf
 from quantkit.formats.atomic import JOURNAL, PARTIAL_JOB
 from quantkit.formats.imatrix import Entry, Imatrix, second_moments
+from quantkit.formats.imatrix import write as write_imatrix
 from quantkit.formats.imatrix.second_moments import SecondMoments, pack
 from quantkit.pipelines.second_moments import PreparedMoments, inputs_of
 from quantkit.placement.allocation import costs as costs_file
@@ -154,7 +155,8 @@ def test_a_killed_run_is_resumed_with_the_same_numbers(
 ) -> None:
     text, out = golden / "eval.txt", tmp_path / "costs.json"
     free = run._free
-    monkeypatch.setattr(run, "_free", lambda model: [t for t in free(model) if t.name[:7] in ("token_e", "blk.28.")])
+    some = ("token_e", "blk.28.")
+    monkeypatch.setattr(run, "_free", lambda model, matrix: [t for t in free(model, matrix) if t.name[:7] in some])
     whole = sensitivity(f16_model, text, tmp_path / "whole.json", FEW)
     assert set(whole.tensors["blk.28.attn_q.weight"].errors) == {"q5_0"}  # also what rows of 576 have for iq4_k
     assert len(whole.tensors) == 8
@@ -198,3 +200,12 @@ def test_what_cannot_be_measured(f16_model: Path, tmp_path: Path, golden: Path) 
         sensitivity(f16_model, text, tmp_path / "c.json", SensitivityOptions(types=("iq4_nl_r4",)))
     with pytest.raises(QuantkitError, match=r"f16\.gguf"):
         sensitivity(f16_model, text, f16_model, FEW)
+    with pytest.raises(DataError, match="--probe f16: stores matrices without an error"):
+        sensitivity(f16_model, text, tmp_path / "c.json", SensitivityOptions(probe="f16"))
+    name, other = "blk.0.attn_q.weight", tmp_path / "other.gguf"
+    write_imatrix(other, Imatrix({name: Entry(np.ones((1, 64), np.float32), np.array([9]), 1)}))
+    with pytest.raises(
+        DataError, match=rf"{name}: the importance matrix has 64 values for it, the tensor needs 1 x 576"
+    ):
+        sensitivity(f16_model, text, tmp_path / "c.json", SensitivityOptions(imatrix=other))
+    assert not list(tmp_path.glob("c.json*"))

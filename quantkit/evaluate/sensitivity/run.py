@@ -36,7 +36,7 @@ from quantkit.pipelines import planning
 from quantkit.pipelines.second_moments import PreparedMoments
 from quantkit.placement.allocation.costs import Costs, TensorCost, check_probe
 from quantkit.recipe import Options, PlannedTensor, parse, plan
-from quantkit.recipe.planning.planner import fitted_type, importance_entry
+from quantkit.recipe.planning.planner import fitted_type
 from quantkit.runtime.scale_check import layer_of
 from quantkit.types import QuantType
 
@@ -134,13 +134,15 @@ class _Run:
                     f"--types {kind.name}: measured are types that quantkit encodes row by row; an interleaved type "
                     "costs what its base does"
                 )
+        if self.probe.block_size == 1:
+            raise DataError(f"--probe {self.probe.name}: stores matrices without an error; name a quantized type")
         opened = planning.open_model(source, weights=True)
         assert opened.file is not None
         paths = [*opened.file.paths, text, *([Path(o.imatrix)] if o.imatrix else [])]
         self.files, self._made_of = paths, (source, text)
         check_outputs([output], paths)
-        self.free = {t.name: t for t in _free(opened)}
-        matrix = _read_imatrix(o, list(self.free))
+        matrix = _read_imatrix(o)
+        self.free = {t.name: t for t in _free(opened, matrix)}
         self.moments = None if matrix is None else PreparedMoments(matrix)
         self.model = _load(opened.file, o)
         self.chunks = chunked(self.model.tokenizer, text, o.ctx_size, o.chunks)
@@ -261,6 +263,10 @@ class _Run:
 
         return Probes(self.model, self.chunks, replacement)
 
+    def _inputs(self, name: str) -> PreparedMoments | None:
+        """What was measured of the inputs of a tensor."""
+        return None if self.free[name].importance is None else self.moments
+
     def _encoded(self, tensor: Tensor, kind: QuantType) -> np.ndarray:
         """All rows of a tensor in the probe's type, encoded as a file's tensors will be."""
         o, rows = self.options, tensor.shape[-2]
@@ -268,8 +274,8 @@ class _Run:
         for matrix in range(tensor.n_rows // rows):
             x = tensor.type.dequantize(tensor.rows(matrix * rows, (matrix + 1) * rows), columns)
             importance, prepared = None, None
-            if self.moments is not None:
-                importance, prepared = self.moments.of_matrix(tensor.name, columns, matrix, kind, o.effort)
+            if (moments_of := self._inputs(tensor.name)) is not None:
+                importance, prepared = moments_of.of_matrix(tensor.name, columns, matrix, kind, o.effort)
             moments = prepared() if prepared is not None else None
             parts.append(kind.quantize(x, importance, second_moments=moments, effort=o.effort, threads=o.threads))
         return np.concatenate(parts)
@@ -279,7 +285,7 @@ class _Run:
         quantized = [kind for kind in kinds if kind.block_size > 1]
         o = self.options
         metric, probe, errors = encoding_errors(
-            self.model.weights[t.name], self._kind(t, self.probe), quantized, self.moments, rows=o.rows,
+            self.model.weights[t.name], self._kind(t, self.probe), quantized, self._inputs(t.name), rows=o.rows,
             effort=o.effort, threads=o.threads,
         )  # fmt: skip
         try:
@@ -295,20 +301,17 @@ def _version() -> str:
     return __version__
 
 
-def _free(model: planning.PlanInput) -> list[PlannedTensor]:
-    """The tensors whose types a recipe decides."""
+def _free(model: planning.PlanInput, matrix: Imatrix | None) -> list[PlannedTensor]:
+    """The tensors whose types a recipe decides, with the importance that their types will have."""
     options = Options(allow_requantize=True, ignore_imatrix_rules=True)
-    found = plan(model.tensors, "Q8_0", parse(".*=q8_0"), metadata=model.metadata, options=options)
+    found = plan(model.tensors, "Q4_0", parse(".*=q4_0"), metadata=model.metadata, imatrix=matrix, options=options)
     return [t for t in found.tensors if t.wanted is not None]
 
 
-def _read_imatrix(o: SensitivityOptions, names: Sequence[str]) -> Imatrix | None:
+def _read_imatrix(o: SensitivityOptions) -> Imatrix | None:
     if o.imatrix is None:
         return None
     found = imatrix.read(o.imatrix)
-    if names and not any(importance_entry(name, found) for name in names):
-        raise DataError(f"{o.imatrix}: has no entry for any of the {len(names)} matrices, such as {names[0]}; it was "
-                        "measured on another model")  # fmt: skip
     return Imatrix(found.entries, found.chunks, found.dataset, found.chunk_size) if o.no_second_moments else found
 
 

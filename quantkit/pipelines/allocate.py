@@ -45,6 +45,7 @@ from quantkit.recipe import plan as decide
 from quantkit.recipe.planning.dialects import checked, reads
 from quantkit.recipe.planning.planned import PlannedTensor
 from quantkit.recipe.rules.layers import listed
+from quantkit.repack.eligible import looked_up
 
 _MOST = 1e9  # of bits, tokens a second or seconds: more is a mistake
 _ATTEMPTS = 6  # solutions whose header or working memory turned out larger than was reserved
@@ -229,9 +230,7 @@ class _Fit:
         devices = {device for places in self.pools.devices.values() for device in places}
         count, used = (largest(self.model.metadata, key) for key in ("expert_count", "expert_used_count"))
         seconds = {d: 1 / (rates.get(d) or ASSUMED["cuda" if d.startswith("CUDA") else "cpu"]) for d in devices}
-        looked_up = ["per_layer_token_embd.weight", *(["token_embd.weight"] if "output.weight" in self.base else [])]
-        unread = frozenset(looked_up)
-        return Speed(seconds, used / count if count and used else 1.0, unread)
+        return Speed(seconds, used / count if count and used else 1.0, looked_up(self.base))
 
     def limits(self, header: int, more: Mapping[str, int]) -> dict[str, float]:
         """What is left for free tensors; `more` bytes by device are taken beside the estimate."""

@@ -26,6 +26,7 @@ from quantkit.placement import sharding
 from quantkit.placement.devices import CPU, canonical
 from quantkit.placement.rules import Placement
 from quantkit.placement.tensor_info import TensorInfo
+from quantkit.repack.eligible import looked_up
 
 ASSUMED = {"cpu": 50e9, "cuda": 800e9}  # bytes/s: two channels of DDR5; a large consumer GPU
 
@@ -87,12 +88,13 @@ def predict(
     """
     count, used = (checked.largest(metadata, key) for key in ("expert_count", "expert_used_count"))
     share = used / count if count and used else 1.0
+    unread = looked_up(tensors)
     token_bytes: dict[tuple[str, bool], float] = defaultdict(float)
     prompt_bytes: dict[tuple[str, bool], float] = defaultdict(float)
     weights: dict[tuple[str, bool], float] = defaultdict(float)
     for name, device, nbytes, part in _pieces(tensors, metadata, placement):
-        if name == "per_layer_token_embd.weight" or (name == "token_embd.weight" and "output.weight" in tensors):
-            continue  # a token reads only one row
+        if name in unread:
+            continue
         key, is_expert = (device, name in placement.sharded), "_exps." in name
         token_bytes[key] += nbytes * (share if is_expert else 1)
         prompt_bytes[key] += nbytes * (1 - (1 - share) ** batch if is_expert else 1)

@@ -11,14 +11,22 @@ Three differences from ik_llama.cpp, each because the file would not run:
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 from quantkit.errors import DataError
 from quantkit.repack import interleaved_form
 from quantkit.types import QuantType
 from quantkit.types.families.interleave import Interleaved
 
-EMBEDDINGS = ("token_embd.weight", "per_layer_token_embd.weight")
+EMBEDDING, LAYER_EMBEDDING, OUTPUT = "token_embd.weight", "per_layer_token_embd.weight", "output.weight"
+EMBEDDINGS = (EMBEDDING, LAYER_EMBEDDING)
 _NOT_MULTIPLIED = ("position_embd.weight", "token_types.weight", "attn_rel_b.weight", "ssm_conv1d")
 _INTERLEAVED_NAMES = ("_r4", "_r8", "_r16")
+
+
+def looked_up(names: Container[str]) -> frozenset[str]:
+    """The embeddings of which a token reads its row only: not one that is the output matrix of these tensors too."""
+    return frozenset(EMBEDDINGS if OUTPUT in names else (LAYER_EMBEDDING,))
 
 
 def interleaved(

@@ -22,9 +22,10 @@ from quantkit.evaluate.imatrix.input_sums import InputSums, ProductSketch, Produ
 from quantkit.formats.imatrix import Entry, Imatrix, SecondMoments
 from quantkit.formats.imatrix.factors import RANK
 from quantkit.formats.imatrix.second_moments import BLOCK, stored_values
+from quantkit.repack.eligible import EMBEDDING, OUTPUT
 
 FORMS = "full, rank, rank:N, blocks, blocks:N or auto"
-OUTPUT_NAMES = ("output.weight", "token_embd.weight")  # the second where a model has no matrix for the output alone
+OUTPUT_NAMES = (OUTPUT, EMBEDDING)  # the second where a model has no matrix for the output alone
 _NOT_MEASURED = re.compile(r"\.(ffn_gate_inp(_shexp)?|nextn\.embed_tokens)\.")
 _SAME_INPUT = ("attn_q", "attn_k", "attn_v"), ("ffn_gate", "ffn_up"), ("ffn_gate_exps", "ffn_up_exps")
 

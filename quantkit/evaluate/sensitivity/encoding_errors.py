@@ -20,7 +20,6 @@ from quantkit.formats.gguf import Tensor
 from quantkit.pipelines.second_moments import PreparedMoments, inputs_of
 from quantkit.types import QuantType
 
-LOOKED_UP = ("token_embd.weight", "per_layer_token_embd.weight")  # unless they are the output matrix, too
 MATRICES = 8  # of a stack of experts, sampled: each has second moments of its own
 _COLUMNS = 1024  # of second moments that are float64 at a time
 
@@ -45,12 +44,18 @@ def encoding_errors(
     moments: PreparedMoments | None = None,
     *,
     rows: int = 128,
+    in_products: bool = True,
     effort: str = "normal",
     threads: int | None = None,
 ) -> EncodingErrors:
-    """Encode about `rows` rows of a tensor in each type; `moments` says what was measured of its inputs."""
+    """Encode about `rows` rows of a tensor in each type; `moments` says what was measured of its inputs.
+
+    in_products   the values count that products use, not those that a lookup of rows gives (`QuantType.dequantize`)
+    """
     encoded = list(dict.fromkeys([probe, *kinds]))
-    values, metric = row_errors(tensor, encoded, moments, rows=rows, effort=effort, threads=threads)
+    values, metric = row_errors(
+        tensor, encoded, moments, rows=rows, in_products=in_products, effort=effort, threads=threads
+    )
     reference, total = values[0], tensor.n_rows
     found = {kind.name.lower(): _scaled(values[encoded.index(kind)], reference, total) for kind in kinds}
     return EncodingErrors(metric, float(reference.mean()) * total, found)
@@ -62,6 +67,7 @@ def row_errors(
     moments: PreparedMoments | None,
     *,
     rows: int,
+    in_products: bool = True,
     effort: str = "normal",
     threads: int | None = None,
 ) -> tuple[np.ndarray, str]:
@@ -79,8 +85,6 @@ def row_errors(
         if importance is not None:
             metric = "importance" if stored is None else "second moments"
         h = stored.dense(importance, matrix) if stored is not None and importance is not None else importance
-        # Products use other values than a lookup of rows (`QuantType.dequantize`).
-        in_products = importance is not None or tensor.name not in LOOKED_UP
         of_types = []
         for kind in kinds:
             data = _encoded(tensor.name, x, matrix, kind, moments, effort, threads)

@@ -37,6 +37,7 @@ from quantkit.pipelines.second_moments import PreparedMoments
 from quantkit.placement.allocation.costs import Costs, TensorCost, check_probe
 from quantkit.recipe import Options, PlannedTensor, parse, plan
 from quantkit.recipe.planning.planner import fitted_type
+from quantkit.repack.eligible import looked_up
 from quantkit.runtime.scale_check import layer_of
 from quantkit.types import QuantType
 
@@ -286,6 +287,7 @@ class _Run:
         o = self.options
         metric, probe, errors = encoding_errors(
             self.model.weights[t.name], self._kind(t, self.probe), quantized, self._inputs(t.name), rows=o.rows,
+            in_products=t.name not in looked_up(self.model.weights),
             effort=o.effort, threads=o.threads,
         )  # fmt: skip
         try:

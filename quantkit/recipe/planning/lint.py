@@ -20,10 +20,10 @@ from quantkit.recipe.rules import layers
 from quantkit.recipe.rules.layers import listed
 from quantkit.recipe.rules.patterns import advice, unanchored
 from quantkit.recipe.rules.shadows import OrderedRule, shadow
+from quantkit.repack.eligible import EMBEDDING, EMBEDDINGS, OUTPUT
 
-EMBEDDING, OUTPUT = "token_embd.weight", "output.weight"
 # imatrix does not measure these by default, so a missing entry is not a mistake.
-_UNMEASURED = frozenset((EMBEDDING, OUTPUT, "per_layer_token_embd.weight"))
+_UNMEASURED = frozenset((*EMBEDDINGS, OUTPUT))
 FEW_PER_COLUMN = 4  # tokens: of fewer, more than a fifth of the correlations is noise
 FEW_TOKENS = 32  # the mean of 32 squares of normal numbers has a relative error of sqrt(2 / 32) = 1/4
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quantkit.recipe.planning.presets import FileType
+from quantkit.repack.eligible import EMBEDDING, EMBEDDINGS, OUTPUT
 from quantkit.types import QuantType
 
 # ---------------------------------------------------------------------------------------- outputs and embeddings (O, E)
@@ -192,9 +193,9 @@ class Mix:
         """Name of the type for a tensor."""
         kind = tensor_class(name)
         count, layer = self._place(name, kind)
-        if name == "output.weight" or (name == "token_embd.weight" and self.model.tied):
+        if name == OUTPUT or (name == EMBEDDING and self.model.tied):
             return self._output(columns)
-        if name in ("token_embd.weight", "per_layer_token_embd.weight"):
+        if name in EMBEDDINGS:
             return _EMBEDDING.get(self.name, self.default)
         small = _SMALL.get(self.name)
         chosen = self._small(small, name, count, layer) if small else self._by_class(kind, count, layer)

@@ -45,10 +45,9 @@ from quantkit.recipe.planning.mixes import CLASSES, Mix, ModelTraits, tensor_cla
 from quantkit.recipe.planning.planned import Plan, PlannedTensor, RuleUse
 from quantkit.recipe.planning.presets import FileType, file_type
 from quantkit.recipe.rules.grammar import Recipe, Rule
+from quantkit.repack.eligible import EMBEDDING, EMBEDDINGS, LAYER_EMBEDDING, OUTPUT
 from quantkit.types import QuantType
 from quantkit.types.base import LLAMA_CPP
-
-EMBEDDING, OUTPUT, LAYER_EMBEDDING = "token_embd.weight", "output.weight", "per_layer_token_embd.weight"
 
 _INTEGERS = frozenset(("i8", "i16", "i32", "i64"))
 # Parts of names of weights that stay as they are: small, and harmful to quantize.
@@ -433,7 +432,7 @@ def fitted_type(wanted: QuantType, t: Tensor) -> tuple[QuantType, str]:
     """The type that a tensor's shape allows, and the reason if it is not `wanted`."""
     rows, columns = t.shape[-2], t.shape[-1]
     found, why = wanted, []
-    if t.name in (EMBEDDING, LAYER_EMBEDDING) and interleaved_rows(found) > 1:
+    if t.name in EMBEDDINGS and interleaved_rows(found) > 1:
         found = row_by_row(found)
         why.append("rows of an embedding are looked up one by one")
     for _ in range(2):  # the base type of an interleaved one may be wider than it
@@ -461,7 +460,7 @@ def with_new_scales(planned: tuple[PlannedTensor, ...]) -> tuple[PlannedTensor, 
     names = {t.name for t in planned}
     for t in planned:
         name = scales.scale_name(t.name)
-        if t.type.name != scales.SCALED or t.copied or t.name in (EMBEDDING, LAYER_EMBEDDING) or name in names:
+        if t.type.name != scales.SCALED or t.copied or t.name in EMBEDDINGS or name in names:
             found.append(t)
             continue
         f32, shape = types.layout("f32"), (scales.matrices(t.shape),)

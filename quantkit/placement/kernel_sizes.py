@@ -22,7 +22,7 @@ RECORD_BYTES = 88  # bytes in a tile for 32 columns of one token
 # float_gemm.py: float32 products of batches
 FLOAT_TILE_TOKENS = 6
 
-# attention of a batch: prefill_attention.py, compressed_attention.py, latent_attention.py (absorbed pieces)
+# attention of a batch: prefill_attention.py, compressed_attention.py, latent_batch.py (absorbed pieces)
 # Query rows (tokens times the heads that share keys) of a piece: enough to make decoding keys cheap; whole tiles.
 PIECE_QUERIES = 192
 
@@ -43,7 +43,7 @@ DELTA_FEW_TOKENS = 4  # up to this many tokens of a sequence are computed one by
 INDEX_BLOCK = 64  # keys of an indexer decoded at a time; a multiple of 8
 INDEX_GROUP = 8  # tokens of a batch scored with a block of keys
 
-# latent_attention.py
+# latent_attention.py, latent_batch.py
 LATENT_BLOCK = 64  # latents decoded at a time, in scratch of each thread; a multiple of 16
 LATENT_QUERIES = 96  # tokens of an expanded piece multiplied with a block of keys at a time; whole tiles
 

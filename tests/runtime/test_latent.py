@@ -12,7 +12,7 @@ from quantkit.codegen import cpu_target
 from quantkit.formats import gguf
 from quantkit.pipelines.conversion.convert import convert_checkpoint
 from quantkit.placement import workspace
-from quantkit.runtime.kernels.cpu import latent_attention
+from quantkit.runtime.kernels.cpu import latent_batch, latent_rows
 from quantkit.runtime.kernels.kv_rounding import FLOATS, QUANTIZED
 from quantkit.runtime.loading import load
 from quantkit.runtime.model import Model
@@ -205,16 +205,16 @@ def test_what_has_no_kernel_is_named(tmp_path: Path) -> None:
 
 def test_the_form_follows_the_cost() -> None:
     """Long prompts are expanded, few tokens over a long cache absorbed."""
-    s = latent_attention.Sizes(16, 128, 64, 512, 128, 2, 1)
-    is_expanded = latent_attention._is_expanded
-    by_cost = latent_attention.BY_COST
+    s = latent_rows.Sizes(16, 128, 64, 512, 128, 2, 1)
+    is_expanded = latent_batch._is_expanded
+    by_cost = latent_batch.BY_COST
     assert is_expanded(s, by_cost, 512, 0)
     assert is_expanded(s, by_cost, 512, 4096)
     assert not is_expanded(s, by_cost, 16, 4096)
     assert not is_expanded(s, by_cost, 1, 0)
-    assert not is_expanded(s, latent_attention.ABSORBED, 512, 0)
-    assert is_expanded(s, latent_attention.FROM_TOKENS, 128, 9)
-    assert not is_expanded(s, latent_attention.FROM_TOKENS, 127, 9)
+    assert not is_expanded(s, latent_batch.ABSORBED, 512, 0)
+    assert is_expanded(s, latent_batch.FROM_TOKENS, 128, 9)
+    assert not is_expanded(s, latent_batch.FROM_TOKENS, 127, 9)
 
 
 @pytest.mark.skipif(not cpu_target.isa().startswith("avx512"), reason="tiles are those of AVX-512")

@@ -24,8 +24,8 @@ from quantkit.runtime.compiled.plan_base import (
     ProductRows,
     TokenOps,
 )
-from quantkit.runtime.kernels.cpu import indexer, latent_attention
-from quantkit.runtime.kernels.cpu.latent_attention import LatentRows
+from quantkit.runtime.kernels.cpu import indexer, latent_rows
+from quantkit.runtime.kernels.cpu.latent_rows import LatentRows
 
 
 def top_k(model: ModelParts) -> int:
@@ -73,9 +73,9 @@ def _key_parameters(
         weight=ops.vector(part.k_norm.weight),
         bias=ops.vector(part.bias),
         eps=ops.constant(part.k_norm.eps),
-        write=latent_attention.latent_writer(rows).address,
+        write=latent_rows.latent_writer(rows).address,
         q=q,
-        rotate=latent_attention.rotator(rows.rotation).address if rows.rotation else 0,
+        rotate=latent_rows.rotator(rows.rotation).address if rows.rotation else 0,
         multiple=multiple,
         **ops.head_scaling(part.scaling),
     )
@@ -96,7 +96,7 @@ def _score_parameters(
         sizes=sizes,
         position=position,
         layer_view=view,
-        read=latent_attention.latent_reader(rows).address,
+        read=latent_rows.latent_reader(rows).address,
         q=q,
         weights=weights,
         scores=scores,

@@ -39,9 +39,11 @@ from quantkit.runtime.compiled.plan_base import (
 )
 from quantkit.runtime.kernels.cpu import (
     latent_attention,
+    latent_batch,
+    latent_rows,
 )
 from quantkit.runtime.kernels.cpu.kv_rows import KernelHeads
-from quantkit.runtime.kernels.cpu.latent_attention import HeadMatrices, LatentRows, Sizes
+from quantkit.runtime.kernels.cpu.latent_rows import HeadMatrices, LatentRows, Sizes
 
 
 class _Matrices(NamedTuple):
@@ -95,7 +97,7 @@ def _rows(part: blocks.LatentAttention, shape: PlannedCaches) -> LatentRows:
 
 def _rotator(rows: LatentRows) -> int:
     """Address of the function that rotates like the cache; 0 if it is not rotated."""
-    return latent_attention.rotator(rows.rotation).address if rows.rotation else 0
+    return latent_rows.rotator(rows.rotation).address if rows.rotation else 0
 
 
 def _full_heads(
@@ -109,7 +111,7 @@ def _full_heads(
 
 
 def _scratch_bytes(ops: PlanOps, part: blocks.LatentAttention, matrices: _Matrices) -> int:
-    rows = latent_attention.rows_at_a_time(_ggml_type(ops, matrices.keys))
+    rows = latent_rows.rows_at_a_time(_ggml_type(ops, matrices.keys))
     return kernel_sizes.latent_scratch_bytes(part.nope, part.kv_lora, rows)
 
 
@@ -156,7 +158,7 @@ def _add_absorbed(
         matrices=record,
         product=ops.matvec_function(matrices.keys)
         if matrices.keys_transposed
-        else latent_attention.transposed_product(key_type).address,
+        else latent_rows.transposed_product(key_type).address,
         q=q,
         multiple=multiple,
         scale=ops.constant(part.scale),
@@ -216,7 +218,7 @@ def _add_full(
         position=ops.position,
         sizes=_sizes(ops, part),
         matrices=ops.record(matrices.record).address,
-        key_product=latent_attention.transposed_product(_ggml_type(ops, matrices.keys)).address
+        key_product=latent_rows.transposed_product(_ggml_type(ops, matrices.keys)).address
         if matrices.keys_transposed
         else ops.matvec_function(matrices.keys),
         value_product=ops.matvec_function(matrices.values),
@@ -268,7 +270,7 @@ def add_prefill(ops: BatchOps, layer: int, part: blocks.LatentAttention, shape: 
     ops.multiply(part.q, normed, q, barrier=True)
     view, rows, sizes = ops.layer_view(layer, part), _rows(part, shape), _sizes(ops, part)
     is_cached = ops.model.mla > 0
-    latents = latent_attention.LatentsParameters(
+    latents = latent_batch.LatentsParameters(
         state=ops.state,
         sizes=sizes,
         q=q,
@@ -277,11 +279,11 @@ def add_prefill(ops: BatchOps, layer: int, part: blocks.LatentAttention, shape: 
         eps=ops.constant(part.kv_a_norm.eps),
         scale=ops.constant(part.scale if is_cached else 1.0),
         layer_view=view,
-        write=latent_attention.latent_writer(rows).address if is_cached else 0,
+        write=latent_rows.latent_writer(rows).address if is_cached else 0,
         row_bytes=rows.nbytes if is_cached else 0,
         **ops.head_scaling(part.scaling),
     )
-    ops.add(latent_attention.latents, latents, barrier=True)
+    ops.add(latent_batch.latents, latents, barrier=True)
     width = part.heads * part.head_dim_v
     out = ops.floats("attended", width)
     if is_cached:
@@ -309,18 +311,18 @@ def _add_batch_latents(
         part.nope, part.rope.dim, part.kv_lora, part.head_dim_v, query_rows, step
     )
     scratch, stride = ops.private_buffer("pieces", 4 * sum(floats))
-    forms = {2: latent_attention.FROM_TOKENS, 3: latent_attention.BY_COST} if model.attending.flash else {}
-    attention = latent_attention.BatchAttentionParameters(
+    forms = {2: latent_batch.FROM_TOKENS, 3: latent_batch.BY_COST} if model.attending.flash else {}
+    attention = latent_batch.BatchAttentionParameters(
         state=ops.state,
         sizes=sizes,
         absorbed=_read_matrices(ops, _matrices(ops, part, absorbed=True)),
         expanded=_read_matrices(ops, _matrices(ops, part, absorbed=False)),
-        read_latents=latent_attention.latent_reader(rows).address,
+        read_latents=latent_rows.latent_reader(rows).address,
         rotate=_rotator(rows),
         row_bytes=rows.nbytes,
         q=q,
         layer_view=view,
-        form=forms.get(model.mla, latent_attention.ABSORBED),
+        form=forms.get(model.mla, latent_batch.ABSORBED),
         rows=query_rows,
         step=step,
         out=out,
@@ -331,16 +333,16 @@ def _add_batch_latents(
         selection=indexer.selection(ops, model, BATCH_TOKENS) if part.sparse else 0,
         selection_bytes=kernel_sizes.selection_bytes(indexer.top_k(model)) if part.sparse else 0,
     )
-    ops.add(latent_attention.batch_attention, attention, barrier=True)
+    ops.add(latent_batch.batch_attention, attention, barrier=True)
 
 
 def _read_matrices(ops: BatchOps, matrices: _Matrices) -> int:
     """Address of the ReadMatrices record."""
     keys, values = _ggml_type(ops, matrices.keys), _ggml_type(ops, matrices.values)
-    record = latent_attention.ReadMatrices(
+    record = latent_batch.ReadMatrices(
         matrices=ops.record(matrices.record).address,
-        read_keys=latent_attention.matrix_reader(keys, matrices.keys_transposed).address,
-        read_values=latent_attention.matrix_reader(values, True).address,
+        read_keys=latent_rows.matrix_reader(keys, matrices.keys_transposed).address,
+        read_values=latent_rows.matrix_reader(values, True).address,
     )
     return ops.record(record).address
 
@@ -355,17 +357,17 @@ def _add_batch_heads(
     k = _tiled(ops, "latent k", part.heads * part.head_dim_k)
     v = _tiled(ops, "latent v", part.heads * part.head_dim_v)
     scratch, stride = ops.private_buffer("matrices", 8 * max(part.nope, part.head_dim_v) * part.kv_lora)
-    expand = latent_attention.BatchHeadsParameters(
+    expand = latent_batch.BatchHeadsParameters(
         state=ops.state,
         sizes=sizes,
         matrices=ops.record(matrices.record).address,
-        read_keys=latent_attention.matrix_reader(key_type, not matrices.keys_transposed).address,
-        read_values=latent_attention.matrix_reader(value_type, True).address,
+        read_keys=latent_rows.matrix_reader(key_type, not matrices.keys_transposed).address,
+        read_values=latent_rows.matrix_reader(value_type, True).address,
         kv=kv,
         k=k,
         v=v,
         scratch=scratch,
         private_stride=stride,
     )
-    ops.add(latent_attention.full_batch_heads, expand, barrier=True)
+    ops.add(latent_batch.full_batch_heads, expand, barrier=True)
     attend_batch(ops, shape, _full_heads(part, shape, q, k, v, view), out)

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import math
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -230,10 +231,21 @@ def test_costs_files(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="a: not as quantkit sensitivity writes it"):
         costs_file.read(path)
     document = costs("SMOLLM2").to_json()
+    entry = document["tensors"]["blk.3.attn_q.weight"]
+    twice = {"errors": entry["errors"] | {"Q4_0": [1, 0]}}
+    for wrong, message in (
+        *(({"kld": value}, "kld is .*, not a number of at least 0") for value in (-1, math.nan, "1", True, 10**400)),
+        ({"errors": {"q4_0": [1, math.inf]}}, "q4_0 is inf, not a number"),
+        ({"errors": {"q4_0": [1]}}, "not as quantkit sensitivity writes it"),
+        ({"errors": {"zz": [1, 0]}}, "unknown type 'zz'"),
+        (twice, "a type is there twice: .*q4_0.*Q4_0"),
+    ):
+        path.write_text(json.dumps(document | {"tensors": {"blk.3.attn_q.weight": entry | wrong}}), encoding="utf-8")
+        with pytest.raises(FormatError, match=rf"{re.escape(str(path))}: blk\.3\.attn_q\.weight: {message}"):
+            costs_file.read(path)
     for key, value in (("kld", 1e308), ("probe_error", 5e-324), ("kld_error", 1e300)):
-        entry = document["tensors"]["blk.3.attn_q.weight"]
-        wrong = {"blk.3.attn_q.weight": entry | {key: value}}
-        path.write_text(json.dumps(document | {"tensors": document["tensors"] | wrong}), encoding="utf-8")
+        huge = {"blk.3.attn_q.weight": entry | {key: value}}
+        path.write_text(json.dumps(document | {"tensors": document["tensors"] | huge}), encoding="utf-8")
         with pytest.raises(FormatError, match=r"blk\.3\.attn_q\.weight: .* nats per token; at most 1e[+]12"):
             costs_file.read(path)
     exact = document["tensors"]["blk.3.attn_q.weight"] | {

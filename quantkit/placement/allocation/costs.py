@@ -22,13 +22,14 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from quantkit import types
-from quantkit.errors import DataError, FormatError
+from quantkit.errors import DataError, FormatError, QuantkitError
 from quantkit.formats.atomic import writing
 from quantkit.inputs import json_input
 from quantkit.recipe.planning.planned import PlannedTensor
@@ -37,6 +38,7 @@ from quantkit.types import QuantType
 SCHEMA = "quantkit.costs/1"
 _LARGEST_COST = 1e12  # nats per token; sums and squares of larger numbers would not be finite
 _LARGEST_FACTOR = 1e6
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -189,9 +191,9 @@ def from_json(document: Any, where: str = "costs") -> Costs:
         try:
             tensors[name] = _tensor(entry)
             check_probe(tensors[name].probe_error, tensors[name].errors)
-        except DataError as error:
+        except QuantkitError as error:
             raise FormatError(f"{where}: {name}: {error}") from None
-        except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise FormatError(f"{where}: {name}: not as quantkit sensitivity writes it: {error!r}") from None
     about = {key: value for key, value in document.items() if key not in ("tensors", "factors")}
     return Costs(tensors, about, where, _factors(document.get("factors", {}), where))
@@ -201,8 +203,8 @@ def _factors(document: Any, where: str) -> dict[str, float]:
     if not isinstance(document, dict):
         raise FormatError(f"{where}: 'factors' is not an object of types and numbers")
     try:
-        factors = {str(types.layout(kind).name).lower(): _number(value) for kind, value in document.items()}
-    except (TypeError, ValueError, OverflowError) as error:
+        factors = _by_type({kind: _number(kind, value) for kind, value in document.items()})
+    except QuantkitError as error:
         raise FormatError(f"{where}: factors: {error}") from None
     for kind, value in factors.items():
         if not 1 / _LARGEST_FACTOR <= value <= _LARGEST_FACTOR:
@@ -214,25 +216,29 @@ def _factors(document: Any, where: str) -> dict[str, float]:
 
 
 def _tensor(entry: Mapping[str, Any]) -> TensorCost:
-    errors = {str(types.layout(kind).name).lower(): (_number(value), _number(error)) for kind, (value, error) in
-              entry["errors"].items()}  # fmt: skip
+    errors = _by_type(
+        {kind: (_number(kind, value), _number(kind, error)) for kind, (value, error) in entry["errors"].items()}
+    )
+    kld, kld_error, probe = (_number(key, entry[key]) for key in ("kld", "kld_error", "probe_error"))
     found = TensorCost(
-        tuple(map(int, entry["shape"])),
-        _number(entry["kld"]),
-        _number(entry["kld_error"]),
-        _number(entry["probe_error"]),
-        errors,
-        str(entry.get("metric", "plain")),
+        tuple(map(int, entry["shape"])), kld, kld_error, probe, errors, str(entry.get("metric", "plain"))
     )
     for kind in errors:
         cost, error = found.of(kind) or 0.0, found.error_of(kind)
         if not max(cost, error) <= _LARGEST_COST:
-            raise ValueError(f"{kind} costs {cost:g} ± {error:g} nats per token; at most {_LARGEST_COST:g} is possible")
+            raise DataError(f"{kind} costs {cost:g} ± {error:g} nats per token; at most {_LARGEST_COST:g} is possible")
     return found
 
 
-def _number(value: Any) -> float:
-    found = float(value)
-    if not math.isfinite(found) or found < 0:
-        raise ValueError(f"{value} is not a number of at least 0")
+def _by_type(values: Mapping[str, _T]) -> dict[str, _T]:
+    """The values by the names that types have here; UnknownNameError, or DataError for a type that is there twice."""
+    found = {str(types.layout(kind).name).lower(): value for kind, value in values.items()}
+    if len(found) < len(values):
+        raise DataError(f"a type is there twice: {', '.join(values)}")
     return found
+
+
+def _number(name: str, value: Any) -> float:
+    if type(value) not in (int, float) or not 0 <= value <= sys.float_info.max:
+        raise DataError(f"{name} is {value!r}, not a number of at least 0")
+    return float(value)

@@ -268,10 +268,14 @@ def plot(path: Path, rows: list[dict[str, Any]]) -> None:
     """Measured divergence over size."""
     from quantkit.evaluate.report.plots import plot_costs
 
-    points = [CurvePoint(row["bits"], 0, row["measured"], row["name"]) for row in rows]
-    fits = sorted((p for p in points if p.label.startswith("fit")), key=lambda p: p.bits_per_weight)
-    plot_costs(path, fits, [p for p in points if not p.label.startswith("fit")], "Measured KL divergence of SmolLM2",
-               measured=True)  # fmt: skip
+    groups: dict[str, list[CurvePoint]] = {"fit": [], "one type": [], "mix": [], "mix, made by ik_llama.cpp": []}
+    for row in sorted(rows, key=lambda row: float(row["bits"])):
+        name = row["name"].removesuffix(" pure").removesuffix(_REFERENCE)
+        ends = {" pure": "one type", _REFERENCE: "mix, made by ik_llama.cpp"}
+        kind = next((kind for end, kind in ends.items() if row["name"].endswith(end)), "mix")
+        group = "fit" if name.startswith("fit") else kind
+        groups[group].append(CurvePoint(row["bits"], 0, row["measured"], name))
+    plot_costs(path, groups.pop("fit"), groups, "Measured KL divergence of SmolLM2", measured=True)
 
 
 if __name__ == "__main__":

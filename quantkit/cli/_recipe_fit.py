@@ -269,7 +269,7 @@ def _check(
 def _plot(path: Path, points: list[CurvePoint], single: list[CurvePoint], model: Path) -> None:
     from quantkit.evaluate.report.plots import plot_costs
 
-    plot_costs(path, points, single, f"Predicted KL divergence of {model.name} over sizes")
+    plot_costs(path, points, {"one type": single}, f"Predicted KL divergence of {model.name} over sizes")
     on_message(f"plot: {path}")
 
 

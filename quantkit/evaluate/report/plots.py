@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from quantkit.pipelines.allocate import CurvePoint
 
 _COLOURS = ("#2f6db3", "#d1662b", "#3a9157", "#8a4fa3", "#b8a02c", "#4aa3a8", "#c2477d", "#6b6b6b")
+_BESIDE = (((6, 2), "left"), ((6, -9), "left"), ((-6, 2), "right"), ((-6, -9), "right"))  # a point, in points
 _MIN_KLD = 1e-6  # nats; smaller values are rounding errors of the base file
 
 
@@ -192,11 +193,11 @@ def plot_importance(path: str | os.PathLike[str], rows: Sequence[Coverage], titl
 def plot_costs(
     path: str | os.PathLike[str],
     curve: Sequence[CurvePoint],
-    single: Sequence[CurvePoint],
+    others: Mapping[str, Sequence[CurvePoint]],
     title: str,
     measured: bool = False,
 ) -> None:
-    """Plot KL divergence over bits per weight: allocations as a line, other files as points.
+    """Plot KL divergence over bits per weight: allocations as a line, `others` as points by what they are.
 
     `measured`: the costs of the points are measured divergences, not predicted ones.
     """
@@ -206,18 +207,36 @@ def plot_costs(
     points = [point for point in curve if point.cost > 0]
     axes.plot([p.bits_per_weight for p in points], [p.cost for p in points], color=_COLOURS[0], marker=".",
               label="types allocated by recipe fit")  # fmt: skip
-    others = [point for point in single if point.cost > 0]
-    axes.scatter([p.bits_per_weight for p in others], [p.cost for p in others], color=_COLOURS[1],
-                 label="other files" if measured else "one type")  # fmt: skip
-    for point in others:
-        axes.annotate(_plain(point.label), (point.bits_per_weight, point.cost), textcoords="offset points",
-                      xytext=(6, 4), fontsize=8.5, color=_COLOURS[1])  # fmt: skip
+    labelled = []
+    for (name, group), colour in zip(others.items(), _COLOURS[1:]):
+        shown = [point for point in group if point.cost > 0]
+        axes.scatter([p.bits_per_weight for p in shown], [p.cost for p in shown], color=colour, label=name, s=22)
+        labelled += [(point, colour) for point in shown]
     axes.set_yscale("log")
     axes.set_xlabel("bits per weight")
     axes.set_ylabel(f"{'measured' if measured else 'predicted'} KL divergence, nats")
     axes.legend(fontsize=8.5, frameon=False)
     _style_axes(axes)
+    _label(figure, axes, labelled)
     _save(figure, path)
+
+
+def _label(figure: Figure, axes: Axes, points: Sequence[tuple[CurvePoint, str]]) -> None:
+    """Write each point's label beside it, where it hides no other label and no point if it can."""
+    from matplotlib.transforms import Bbox
+
+    figure.draw_without_rendering()  # which lays the axes out
+    places = axes.transData.transform([(point.bits_per_weight, point.cost) for point, _ in points])
+    taken = [Bbox.from_bounds(x - 4, y - 4, 8, 8) for x, y in places]
+    for point, colour in points:
+        for attempt, (offset, aligned) in enumerate((*_BESIDE, _BESIDE[0])):
+            text = axes.annotate(_plain(point.label), (point.bits_per_weight, point.cost), textcoords="offset points",
+                                 xytext=offset, ha=aligned, fontsize=8, color=colour)  # fmt: skip
+            box = text.get_window_extent()
+            if attempt == len(_BESIDE) or not any(box.overlaps(other) for other in taken):
+                break
+            text.remove()
+        taken.append(box)
 
 
 def _draw_experts(figure: Figure, axes: Axes, rows: Sequence[Coverage]) -> None:

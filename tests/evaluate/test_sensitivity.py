@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -209,3 +210,14 @@ def test_what_cannot_be_measured(f16_model: Path, tmp_path: Path, golden: Path) 
     ):
         sensitivity(f16_model, text, tmp_path / "c.json", SensitivityOptions(imatrix=other))
     assert not list(tmp_path.glob("c.json*"))
+
+
+def test_a_value_that_is_not_finite_is_found(f16_model: Path, tmp_path: Path, golden: Path) -> None:
+    path, name = tmp_path / "nan.gguf", "blk.1.attn_q.weight"
+    shutil.copyfile(f16_model, path)
+    with open(path, "r+b") as file:
+        file.seek(gguf.open(f16_model).tensors[name].offset)
+        file.write(np.array([np.nan], np.float16).tobytes())
+    with pytest.raises(DataError, match=rf"nan\.gguf: {name} made nan .* the tensor itself is not finite in 1 row"):
+        sensitivity(path, golden / "eval.txt", tmp_path / "c.json", FEW)
+    assert not (tmp_path / "c.json").exists()

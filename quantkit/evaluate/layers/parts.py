@@ -79,7 +79,7 @@ def _block_runner(model: Model, block: Block, ids: np.ndarray, shared: SharedKey
         caches: list[Cache] = [model.layer_cache(length) for _ in range(n_seq)]
         spans = [Span(i * length, (i + 1) * length, cache, tokens=ids[i]) for i, cache in enumerate(caches)]
         shared.before(block, caches)
-        output = model.run_block(block, x, spans)
+        output = model.run_block_checked(block, x, spans)
         if is_own:
             shared.after(block, caches)
         return output

@@ -113,7 +113,7 @@ class Probes:
 
     def _start(self) -> tuple[np.ndarray, SharedKeys]:
         """float32[tokens, state width] of all chunks, which enter the first layer; and room for their shared keys."""
-        return self._model.embed(self._tokens), SharedKeys.of(self._model, *self._chunks.inputs.shape)
+        return self._model.embed_checked(self._tokens), SharedKeys.of(self._model, *self._chunks.inputs.shape)
 
     @property
     def _tokens(self) -> np.ndarray:
@@ -130,7 +130,7 @@ class Probes:
                 of_chunk = slice(chunk * length, (chunk + 1) * length)
                 span = Span(0, length, cache, tokens=tokens[of_chunk])
                 keys.before(block, [cache])
-                found[of_chunk] = self._model.run_block(block, x[of_chunk], [span])
+                found[of_chunk] = self._model.run_block_checked(block, x[of_chunk], [span])
                 keys.after(block, [cache])
         return found
 

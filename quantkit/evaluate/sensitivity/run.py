@@ -275,8 +275,8 @@ class _Run:
         for matrix in range(tensor.n_rows // rows):
             x = tensor.type.dequantize(tensor.rows(matrix * rows, (matrix + 1) * rows), columns)
             importance, prepared = None, None
-            if (moments_of := self._inputs(tensor.name)) is not None:
-                importance, prepared = moments_of.of_matrix(tensor.name, columns, matrix, kind, o.effort)
+            if (inputs := self._inputs(tensor.name)) is not None:
+                importance, prepared = inputs.of_matrix(tensor.name, columns, matrix, kind, o.effort)
             moments = prepared() if prepared is not None else None
             parts.append(kind.quantize(x, importance, second_moments=moments, effort=o.effort, threads=o.threads))
         return np.concatenate(parts)

@@ -269,12 +269,11 @@ def plot(path: Path, rows: list[dict[str, Any]]) -> None:
     from quantkit.evaluate.report.plots import plot_costs
 
     groups: dict[str, list[CurvePoint]] = {"fit": [], "one type": [], "mix": [], "mix, made by ik_llama.cpp": []}
+    ends = {" pure": "one type", _REFERENCE: "mix, made by ik_llama.cpp"}
     for row in sorted(rows, key=lambda row: float(row["bits"])):
-        name = row["name"].removesuffix(" pure").removesuffix(_REFERENCE)
-        ends = {" pure": "one type", _REFERENCE: "mix, made by ik_llama.cpp"}
-        kind = next((kind for end, kind in ends.items() if row["name"].endswith(end)), "mix")
-        group = "fit" if name.startswith("fit") else kind
-        groups[group].append(CurvePoint(row["bits"], 0, row["measured"], name))
+        end = next((end for end in ends if row["name"].endswith(end)), "")
+        group = "fit" if row["name"].startswith("fit") else ends.get(end, "mix")
+        groups[group].append(CurvePoint(row["bits"], 0, row["measured"], row["name"].removesuffix(end)))
     plot_costs(path, groups.pop("fit"), groups, "Measured KL divergence of SmolLM2", measured=True)
 
 

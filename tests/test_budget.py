@@ -95,16 +95,17 @@ def test_what_follows_from_a_placement_is_told() -> None:
     assert "fewer than 1024 tokens" in found.notes[1]
 
 
-def test_what_sparse_attention_selects_on_devices_is_told() -> None:
+def test_what_sparse_attention_selects_in_tensor_parallel_is_told() -> None:
     specs, metadata = from_config(archs.get("deepseek32").EXAMPLE)
     tensors, top_k = {s.name: s for s in specs}, metadata["deepseek32.attention.indexer.top_k"]
 
     def is_told(flags: str, n_ctx: int, runtime: str = "quantkit") -> bool:
         placed = replace(parse_flags(flags), runtime=runtime)
         notes = budget(tensors, metadata, placed, CacheSettings(n_ctx)).notes
-        return any(f"texts of up to {top_k} tokens on these devices" in note for note in notes)
+        return any(f"texts of up to {top_k} tokens with -sm graph" in note for note in notes)
 
-    assert is_told("-ngl 99", top_k + 1)
-    assert not is_told("-ngl 99", top_k)
-    assert not is_told("-ngl 99", top_k + 1, "ik_llama.cpp")
-    assert not is_told("-ngl 0", top_k + 1)
+    graph = "--devices cuda:0,cuda:1 -sm graph -ngl 99"
+    assert is_told(graph, top_k + 1)
+    assert not is_told(graph, top_k)
+    assert not is_told(graph, top_k + 1, "ik_llama.cpp")
+    assert not is_told("-ngl 99", top_k + 1)

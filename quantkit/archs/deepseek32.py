@@ -158,8 +158,7 @@ class DeepSeek32(DeepSeek2):
         indexer = Indexer(
             q_b=hp.linear(f"{stem}.attn_q_b"),
             k=hp.linear(f"{stem}.attn_k"),
-            k_norm=Norm(f"{stem}.k_norm.weight", _KEY_EPS),
-            bias=f"{stem}.k_norm.bias",
+            k_norm=Norm(f"{stem}.k_norm.weight", _KEY_EPS, centred=True, bias=f"{stem}.k_norm.bias"),
             weights=hp.linear(f"{stem}.proj"),
             heads=hp.index_heads,
             dim=hp.index_dim,

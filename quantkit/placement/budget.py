@@ -280,10 +280,10 @@ def _notes(
     if cache:
         kinds = f"latent {cache.keys}" if latent and cache.mla else f"keys {cache.keys}, values {cache.values}"
         found.append(f"cache for {cache.n_ctx} tokens, {kinds}")
-        if latent and selected and selected < cache.n_ctx and runtime == "quantkit" and not placement.is_cpu_only:
+        if latent and selected and selected < cache.n_ctx and runtime == "quantkit" and placement.graph:
             found.append(
-                f"quantkit runs texts of up to {selected} tokens on these devices, as far as sparse attention selects "
-                "all positions; the CPU alone runs longer ones"
+                f"quantkit runs texts of up to {selected} tokens with -sm graph, as far as sparse attention selects "
+                "all positions; -sm layer runs longer ones"
             )
     devices = placement.devices.values()
     experts = {placement[name] for name in placement.devices if "_exps." in name}

@@ -140,9 +140,10 @@ def device_bytes(shapes: Mapping[str, tuple[int, ...]], used: int, tokens: int =
 
     The sum of: inputs and outputs of all matrices of the largest layer, float32 for all tokens (of experts for `used`
     of them per token); twice the hidden state; the largest matrix decoded to 16 bits, at most 64 MiB at a time; the
-    logits.
+    logits; with an indexer its scores, of which 40 bytes each are held on a GPU while they are ranked.
     """
     layers: dict[str, int] = {}
+    selecting = 40 * kernel_sizes.GPU_INDEX_ELEMENTS if any(".indexer." in name for name in shapes) else 0
     largest = state = logits = 0
     for name, shape in shapes.items():
         if len(shape) < 2 or not shape[-1]:
@@ -156,7 +157,7 @@ def device_bytes(shapes: Mapping[str, tuple[int, ...]], used: int, tokens: int =
             key = name.split(".")[1] + (" attention" if ".attn_" in name else "")
             layers[key] = layers.get(key, 0) + 4 * tokens * times * (rows + columns)
         state = max(state, 8 * tokens * columns * (".attn_norm" in name or ".attn_q" in name))
-    return max(layers.values(), default=0) + state + largest + logits
+    return max(layers.values(), default=0) + state + largest + logits + selecting
 
 
 def _panel_record() -> int:

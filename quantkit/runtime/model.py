@@ -160,7 +160,7 @@ class Model(BlockRunner, Locked):
             raise UnsupportedError(f"-mla {mla}: known are {', '.join(map(str, latent.MODES))}")
         self.has_latents = latent.is_latent(self.blocks)
         is_split, dense_positions = profile or not placement.is_cpu_only, sys.maxsize
-        if is_split:  # devices do not select positions: they attend to all, as far as that is the same
+        if placement.graph:  # its devices do not select positions: they attend to all, as far as that is the same
             self.blocks, dense_positions = latent.dense(self.blocks)
         count = thread_pool.check_threads(arguments.threads(threads) or thread_pool.default_threads())
         super().__init__(
@@ -571,10 +571,10 @@ class Model(BlockRunner, Locked):
     def _require_positions(self, count: int) -> None:
         """UnsupportedError where attention would have to select among that many positions."""
         if count > self._max_positions:
-            where = "" if self.split is None else " on several devices, on GPUs or with --profile"
+            where, remedy = (" with -sm graph", "-sm layer or ") if self.placement.graph else ("", "")
             raise UnsupportedError(
                 f"{self.path}: {self.hparams.arch} attends to selected ones of more than {self._max_positions} "
-                f"positions, which this version does not select{where}; got {count}: take shorter texts"
+                f"positions, which this version does not select{where}; got {count}: take {remedy}shorter texts"
             )
 
     def _check_attention(self, kind: CacheType, n_ctx: int | None) -> None:

@@ -137,8 +137,7 @@ def _latent(part: blocks.LatentAttention, n_embd: int, tensors: Mapping[str, Sha
         yield from _scaling(indexer.scaling, indexer.heads)
         yield from _linear(indexer.k, indexer.dim, n_embd)
         yield from _linear(indexer.weights, indexer.heads, n_embd)
-        yield indexer.k_norm.weight, (indexer.dim,)
-        yield indexer.bias, (indexer.dim,)
+        yield from _norm(indexer.k_norm, indexer.dim)
 
 
 def _compressed(part: blocks.CompressedAttention, n_embd: int) -> Shapes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -23,6 +24,7 @@ from quantkit.runtime.blocks import (
     float_linear,
     float_ops,
     hyper_connections,
+    indexer,
     kimi_delta,
     latent,
     layer_input,
@@ -77,7 +79,7 @@ class BlockRunner:
         self._linears: dict[blocks.Linear, float_linear.FloatLinear] = {}
         self._tables: dict[blocks.Rope, tuple[np.ndarray, np.ndarray]] = {}
         self._checking = False
-        self.selections: list[np.ndarray | None] = []  # of the last block with an indexer, for each span
+        self.selections: list[Any] = []  # of the last block with an indexer, for each span
 
     def run_block(self, block: blocks.Block, x: np.ndarray, spans: list[Span]) -> np.ndarray:
         """float32[tokens, n_embd] that leaves a block."""
@@ -186,6 +188,18 @@ class BlockRunner:
     ) -> np.ndarray:
         """float32[tokens, heads * head_dim_v] of latent attention; see `latent.attend`."""
         return latent.attend(self, part, layer, q, latents, spans)
+
+    def select_positions(self, part: blocks.Indexer, layer: int, index: indexer.Index, spans: list[Span]) -> None:
+        """Append an indexer's keys to the caches, and keep what it selects; see `indexer.selections`."""
+        self.selections = indexer.selections(part, layer, index, spans, self.threads)
+
+    def selected(self, layer: int, spans: list[Span]) -> list[Span]:
+        """The spans with what the last indexer has selected."""
+        return [span._replace(selected=selected) for span, selected in zip(spans, self.selections, strict=True)]
+
+    def position_bound(self, cache: Cache, tokens: int) -> int:
+        """All positions of a cache's next tokens are below this."""
+        return cache.length + tokens
 
     def head_projections(self, part: blocks.LatentAttention) -> latent.HeadProjections:
         """The matrices between latents and heads."""

@@ -2,12 +2,13 @@
 
 The caches hold the indexer's keys where values would be, one row for each position, in the value type. As long as a
 sequence has no more than `top_k` positions, all are selected, and only keys are computed. The selection of a block is
-kept for the blocks after it that have no indexer.
+kept for the blocks after it that have no indexer, on the device of the block's cache.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -20,78 +21,90 @@ from quantkit.runtime.kv.cache import Cache
 
 
 class IndexerRun(Protocol):
-    """What this module needs of a BlockRunner."""
-
-    threads: int
-    selections: list[np.ndarray | None]
+    """What this module needs of a BlockRunner, or of a GPU's worker, whose arrays are tensors."""
 
     @property
     def observes(self) -> bool:
         """Whether inputs of matrices are observed."""
 
-    def linear(self, linear: blocks.Linear, x: np.ndarray) -> np.ndarray:
+    def linear(self, linear: blocks.Linear, x: Any) -> Any:
         """The product with a weight matrix."""
 
-    def vector(self, name: str) -> np.ndarray:
-        """A vector by its name."""
-
-    def apply_rope(self, x: np.ndarray, rope: blocks.Rope, dim: int, spans: list[Span]) -> None:
+    def apply_rope(self, x: Any, rope: blocks.Rope, dim: int, spans: list[Span]) -> None:
         """RoPE in place, of heads of `dim` elements."""
 
-    def norm(self, norm: blocks.Norm, x: np.ndarray) -> np.ndarray:
+    def norm(self, norm: blocks.Norm, x: Any) -> Any:
         """RMS norm or LayerNorm."""
 
-    def scale_heads(self, q: np.ndarray, scaling: blocks.HeadScaling, spans: list[Span]) -> None:
+    def scale_heads(self, q: Any, scaling: blocks.HeadScaling, spans: list[Span]) -> None:
         """Scale queries by their position and head, in place."""
 
-    def check(self, what: str, y: np.ndarray) -> None:
+    def check(self, what: str, y: Any) -> None:
         """Non-finite check of `what`."""
 
+    def position_bound(self, cache: Cache, tokens: int) -> int:
+        """All positions of a cache's next tokens are below this."""
 
-def select(
-    run: IndexerRun, part: blocks.LatentAttention, layer: int, y: np.ndarray, u: np.ndarray, spans: list[Span]
-) -> list[Span]:
+    def select_positions(self, part: blocks.Indexer, layer: int, index: Index, spans: list[Span]) -> None:
+        """Append the keys to the caches and keep what `selections` gives, on the device of the layer's caches."""
+
+    def selected(self, layer: int, spans: list[Span]) -> list[Span]:
+        """The spans with what the last indexer has selected, on the device of the layer's caches."""
+
+
+class Index(NamedTuple):
+    """What an indexer makes of a batch, after RoPE.
+
+    keys      float32[tokens, dim]
+    q         float32[tokens, heads * dim]; None where all positions are selected, and of weights too
+    weights   float32[tokens, heads]
+    """
+
+    keys: Any
+    q: Any = None
+    weights: Any = None
+
+
+def select(run: IndexerRun, part: blocks.LatentAttention, layer: int, y: Any, u: Any, spans: list[Span]) -> list[Span]:
     """The spans with the positions that their tokens attend to; the caches get the keys of the indexer.
 
     y float32[tokens, n_embd] is the normed input of the block, u float32[tokens, q_lora] its queries' latent, or y.
     """
     if part.indexer is not None:
-        run.selections = _selections(run, part.indexer, layer, y, u, spans)
-    return [span._replace(selected=selected) for span, selected in zip(spans, run.selections, strict=True)]
+        run.select_positions(part.indexer, layer, _index(run, part.indexer, y, u, spans), spans)
+    return run.selected(layer, spans)
 
 
-def _selections(
-    run: IndexerRun, part: blocks.Indexer, layer: int, y: np.ndarray, u: np.ndarray, spans: list[Span]
-) -> list[np.ndarray | None]:
-    keys = layer_norm(run.linear(part.k, y), run.vector(part.k_norm.weight), run.vector(part.bias), part.k_norm.eps)
+def _index(run: IndexerRun, part: blocks.Indexer, y: Any, u: Any, spans: list[Span]) -> Index:
+    keys = run.norm(part.k_norm, run.linear(part.k, y))
     run.apply_rope(keys, part.rope, part.dim, spans)
     run.check(part.k_norm.weight, keys)
-    for span in spans:
-        float_attention.append_rows(None, keys[span.start : span.stop], span.cache, layer)
-    if not run.observes and all(span.cache.length + span.stop - span.start <= part.top_k for span in spans):
-        return [None] * len(spans)
+    bound = max(run.position_bound(span.cache, span.stop - span.start) for span in spans)
+    if bound <= part.top_k and not run.observes:
+        return Index(keys)
     entering = u if part.q_norm is None else run.norm(part.q_norm, u)
     q, weights = run.linear(part.q_b, entering), run.linear(part.weights, y)
     if part.scaling is not None:
         run.scale_heads(q, part.scaling, spans)
     run.apply_rope(q, part.rope, part.dim, spans)
-    q = q.reshape(len(q), part.heads, part.dim)
+    return Index(keys, q, weights)
+
+
+def selections(
+    part: blocks.Indexer, layer: int, index: Index, spans: Sequence[Span], threads: int
+) -> list[np.ndarray | None]:
+    """For each span the positions of `largest`, None: all. The caches get the keys."""
     found: list[np.ndarray | None] = []
     for span in spans:
         length, rows = span.cache.length + span.stop - span.start, slice(span.start, span.stop)
+        float_attention.append_rows(None, index.keys[rows], span.cache, layer)
         if length <= part.top_k:
             found.append(None)
             continue
-        scored = scores(q[rows], weights[rows], _cached_keys(span.cache, layer, length, part.dim, run.threads))
+        q = index.q[rows].reshape(-1, part.heads, part.dim)
+        scored = scores(q, index.weights[rows], _cached_keys(span.cache, layer, length, part.dim, threads))
         found.append(largest(scored, span.cache.length, part.top_k))
     return found
-
-
-def layer_norm(x: np.ndarray, weight: np.ndarray, bias: np.ndarray, eps: float) -> np.ndarray:
-    """(x - mean) / sqrt(variance + eps) * weight + bias, by rows of float32[tokens, n]."""
-    centered = x - x.mean(1, keepdims=True)
-    scale = 1 / np.sqrt(np.square(centered).mean(1, keepdims=True) + np.float32(eps))
-    return np.ascontiguousarray(centered * scale * weight + bias, np.float32)
 
 
 def scores(q: np.ndarray, weights: np.ndarray, keys: np.ndarray) -> np.ndarray:

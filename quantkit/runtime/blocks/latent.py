@@ -61,14 +61,10 @@ class LatentRun(Observed, Protocol):
     threads: int
     attention: AttentionOptions
     mla: int
-    selections: list[np.ndarray | None]
 
     @property
     def observes(self) -> bool:
         """Whether inputs of matrices are observed."""
-
-    def vector(self, name: str) -> np.ndarray:
-        """A vector by its name."""
 
     def linear(self, linear: blocks.Linear, x: np.ndarray) -> np.ndarray:
         """The product with a weight matrix."""
@@ -93,6 +89,15 @@ class LatentRun(Observed, Protocol):
 
     def release(self, spans: list[Span], heads: int) -> None:
         """As of a BlockRunner: the observer gets it."""
+
+    def position_bound(self, cache: Cache, tokens: int) -> int:
+        """All positions of a cache's next tokens are below this."""
+
+    def select_positions(self, part: blocks.Indexer, layer: int, index: indexer.Index, spans: list[Span]) -> None:
+        """As of a BlockRunner: what an indexer selects is kept."""
+
+    def selected(self, layer: int, spans: list[Span]) -> list[Span]:
+        """The spans with what is kept."""
 
     def head_projections(self, part: blocks.LatentAttention) -> HeadProjections:
         """The matrices between latents and heads."""

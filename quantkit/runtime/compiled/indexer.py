@@ -71,7 +71,7 @@ def _key_parameters(
         layer_view=view,
         k=k,
         weight=ops.vector(part.k_norm.weight),
-        bias=ops.vector(part.bias),
+        bias=ops.vector(part.k_norm.bias),
         eps=ops.constant(part.k_norm.eps),
         write=latent_rows.latent_writer(rows).address,
         q=q,

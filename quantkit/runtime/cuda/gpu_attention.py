@@ -1,19 +1,19 @@
 """Attention on a GPU: appending to its KV cache, and attending over it.
 
 Prompts over f32, f16 and bf16 caches attend with torch, in the cache's type: torch's kernels use tensor cores. A few
-tokens, and all other caches, use `kernels/cuda/attention.py`. Soft-capped scores, and attention in chunks of
-positions, are computed with torch, in float32.
+tokens, and all other caches, use `kernels/cuda/attention.py`. In sparse attention both do so over rows that are
+gathered for each token. Soft-capped scores, and attention in chunks of positions, are computed with torch, in float32.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from quantkit.errors import UnsupportedError
 from quantkit.runtime.blocks.float_attention import Heads
-from quantkit.runtime.cuda.gpu_context import GpuContext
+from quantkit.runtime.cuda.gpu_context import GpuContext, Selection
 from quantkit.runtime.kernels.cuda import attention, decode_attention
 from quantkit.runtime.kernels.cuda import device as cuda_device
 from quantkit.runtime.kv.cache import Cache
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 MIN_KEYS = 128  # of one split of the keys
 MAX_BLOCKS = attention.MAX_SPLITS  # thread blocks that keep a GPU busy; more splits of the keys are not faster
 MAX_FLASH_DIM = 256  # of heads, in torch's flash attention: of its fast kernels, the one where queries share keys
+GATHERED = 1 << 25  # elements of the keys that are gathered for some tokens of a prompt at a time: 64 MiB of f16
 TORCH_DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}  # caches that torch attends over
 
 
@@ -43,11 +44,8 @@ def require_cache(device: str, kind: CacheType, dim_k: int, dim_v: int) -> None:
         attention.append(name)
 
 
-def append_rows(worker: GpuContext, k: torch.Tensor, v: torch.Tensor | None, cache: Cache, layer: int) -> None:
-    """Append keys and values float32[tokens, kv_heads * head_dim] to a layer of a cache on this GPU.
-
-    `v` None: the cache has no values.
-    """
+def append_rows(worker: GpuContext, k: torch.Tensor | None, v: torch.Tensor | None, cache: Cache, layer: int) -> None:
+    """Append keys and values float32[tokens, kv_heads * head_dim] to a layer of a cache on this GPU; not None."""
     sides = (k, cache.k[layer], cache.type.k), (v, cache.v[layer], cache.type.v)
     for x, rows, kind in sides:
         if x is None:
@@ -70,49 +68,110 @@ def attend(worker: GpuContext, heads: Heads, layer: int, q: torch.Tensor, cache:
     plain = heads.sinks is None and not heads.values_in_keys
     if plain and len(q) > cuda_device.MAX_PACKED_VECTORS and {cache.type.k, cache.type.v} <= TORCH_DTYPES.keys():
         return _attend_with_torch(worker, heads, layer, q, cache)
-    out = worker.gpu.empty(len(q), heads.heads * heads.head_dim_v)
-    unused = worker.gpu.empty(1, kind="int8"), *(worker.gpu.empty(1) for _ in range(2))
-    _attend_and_merge(worker, heads, layer, q, cache, cuda_device.Activations(out, *unused), quantized=False)
-    return out
+    return _attend_by_kernels(worker, heads, q, _stored(worker, heads, layer, len(q), cache))
 
 
 def attend_one(worker: GpuContext, heads: Heads, layer: int, q: torch.Tensor, cache: Cache) -> cuda_device.Activations:
     """As `attend` for one token, also as bytes: `head_dim_v` is a multiple of 32."""
     out = worker.gpu.activations(worker.gpu.empty(1, heads.heads * heads.head_dim_v))
-    _attend_and_merge(worker, heads, layer, q, cache, out, quantized=True)
+    _attend_and_merge(worker, heads, q, _stored(worker, heads, layer, 1, cache), out, quantized=True)
+    return out
+
+
+def attend_selected(
+    worker: GpuContext, heads: Heads, layer: int, q: torch.Tensor, cache: Cache, selection: Selection
+) -> torch.Tensor:
+    """As `attend` over latents, to the positions that are selected for each token: their rows are gathered."""
+    assert heads.values_in_keys
+    rows: Any = cache.k[layer][0]
+    if len(q) > cuda_device.MAX_PACKED_VECTORS and cache.type.k in TORCH_DTYPES:
+        return _attend_selected_with_torch(worker, heads, q, rows, cache, selection)
+    parts = []
+    for token, positions in enumerate(selection.positions):
+        one, gathered = slice(token, token + 1), rows.index_select(0, positions)[None]
+        kinds, last = (cache.type.k, cache.type.k), selection.counts[one] - 1
+        keys = _Stored(gathered, gathered, kinds, last, gathered.shape[1])
+        parts.append(_attend_by_kernels(worker, heads, q[one], keys))
+    return parts[0] if len(parts) == 1 else worker.gpu.torch.cat(parts)
+
+
+def _attend_selected_with_torch(
+    worker: GpuContext,
+    heads: Heads,
+    q: torch.Tensor,
+    rows: torch.Tensor,
+    cache: Cache,
+    selection: Selection,
+) -> torch.Tensor:
+    """`attend_selected` of many tokens over a cache of floats: each token is a batch of its heads."""
+    library, device, count = worker.gpu.torch, worker.gpu.torch_device, selection.positions.shape[1]
+    latents = rows.view(getattr(library, TORCH_DTYPES[cache.type.k]))
+    step = max(1, GATHERED // (count * heads.head_dim_k))
+    parts = []
+    for first in range(0, len(q), step):
+        some = slice(first, first + step)
+        keys = latents[selection.positions[some]][:, None]
+        seen = library.arange(count, device=device) < selection.counts[some, None]
+        attended: torch.Tensor = library.nn.functional.scaled_dot_product_attention(
+            q[some].view(-1, 1, heads.heads, heads.head_dim_k).to(keys.dtype), keys, keys,
+            attn_mask=None if cache.length + 1 >= count else seen[:, None, None], scale=heads.scale,
+        )  # fmt: skip
+        parts.append(attended[:, 0, :, : heads.head_dim_v].reshape(keys.shape[0], -1).float())
+    return parts[0] if len(parts) == 1 else library.cat(parts)
+
+
+class _Stored(NamedTuple):
+    """Keys and values that kernels attend over, uint8[kv heads, n_ctx, row bytes] of the types `kinds`.
+
+    positions   int32[tokens], of the queries
+    bound       all positions are below this
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    kinds: tuple[str, str]
+    positions: torch.Tensor
+    bound: int
+
+
+def _stored(worker: GpuContext, heads: Heads, layer: int, tokens: int, cache: Cache) -> _Stored:
+    """What a cache holds of a layer, for its last `tokens` tokens."""
+    k: Any = cache.k[layer]
+    v: Any = k if heads.values_in_keys else cache.v[layer]
+    kinds = cache.type.k, cache.type.k if heads.values_in_keys else cache.type.v
+    return _Stored(k, v, kinds, worker.next_positions(cache, tokens), worker.position_bound(cache, tokens))
+
+
+def _attend_by_kernels(worker: GpuContext, heads: Heads, q: torch.Tensor, stored: _Stored) -> torch.Tensor:
+    """float32[tokens, heads * head_dim_v]."""
+    out = worker.gpu.empty(len(q), heads.heads * heads.head_dim_v)
+    unused = worker.gpu.empty(1, kind="int8"), *(worker.gpu.empty(1) for _ in range(2))
+    _attend_and_merge(worker, heads, q, stored, cuda_device.Activations(out, *unused), quantized=False)
     return out
 
 
 def _attend_and_merge(
-    worker: GpuContext,
-    heads: Heads,
-    layer: int,
-    q: torch.Tensor,
-    cache: Cache,
-    out: cuda_device.Activations,
-    quantized: bool,
+    worker: GpuContext, heads: Heads, q: torch.Tensor, stored: _Stored, out: cuda_device.Activations, quantized: bool
 ) -> None:
-    """`attend` by kernels: splits of the keys, and their merge."""
+    """Attention by kernels: splits of the keys, and their merge."""
     tokens, group, gpu = len(q), heads.heads // heads.kv_heads, worker.gpu
-    k, v = cache.k[layer], cache.k[layer] if heads.values_in_keys else cache.v[layer]
-    v_kind = cache.type.k if heads.values_in_keys else cache.type.v
-    rows = tokens * group
-    key_count = min(worker.position_bound(cache, tokens), (heads.window or cache.n_ctx) + tokens)
+    k, v, kinds, positions, bound = stored
+    rows, n_ctx = tokens * group, k.shape[1]
+    key_count = min(bound, (heads.window or n_ctx) + tokens)
     tiles = -(-rows // attention.ROWS)
     splits = max(1, min(-(-key_count // MIN_KEYS), MAX_BLOCKS // (tiles * heads.kv_heads)))
-    positions = worker.next_positions(cache, tokens)
     maximum, denominator = (gpu.empty(splits, heads.kv_heads, rows) for _ in range(2))
     acc = gpu.empty(splits, heads.kv_heads, rows, heads.head_dim_v)
-    sizes, window, scale = (k.shape[2], v.shape[2], k.shape[1]), heads.window or cache.n_ctx, np.float32(heads.scale)
+    sizes, window, scale = (k.shape[2], v.shape[2], n_ctx), heads.window or n_ctx, np.float32(heads.scale)
     results = splits, maximum, denominator, acc
     dims = heads.head_dim_k, heads.head_dim_v
-    if tokens == 1 and not heads.values_in_keys and decode_attention.suits(cache.type.k, v_kind, dims, group):
-        kernel = decode_attention.attend_one(cache.type.k, v_kind, dims[0], group)
+    if tokens == 1 and not heads.values_in_keys and decode_attention.suits(*kinds, dims, group):
+        kernel = decode_attention.attend_one(*kinds, dims[0], group)
         threads = decode_attention.threads_of(group)
         gpu.launch(kernel, (splits, 1, heads.kv_heads), threads, q.contiguous(), k, v, *sizes, positions, window, scale,
                    *results)  # fmt: skip
     else:
-        kernel = attention.attend(cache.type.k, v_kind, *dims, heads.values_in_keys)
+        kernel = attention.attend(*kinds, *dims, heads.values_in_keys)
         gpu.launch(kernel, (splits, tiles, heads.kv_heads), attention.threads_of(dims[1]), q.contiguous(), k, v, *sizes,
                    heads.heads, group, tokens, positions, window, scale, *results)  # fmt: skip
     sinks = gpu.empty(1) if heads.sinks is None else heads.sinks

@@ -11,6 +11,7 @@ from quantkit.formats.gguf import Tensor
 from quantkit.placement.devices import Device
 from quantkit.runtime.blocks.experts import Reduction
 from quantkit.runtime.blocks.float_attention import Heads
+from quantkit.runtime.blocks.indexer import Index
 from quantkit.runtime.blocks.spans import Span
 from quantkit.runtime.kv.cache import Cache
 from quantkit.runtime.parallel.ledger import Ledger
@@ -34,6 +35,17 @@ class RopeTable(NamedTuple):
     pairs: int
     step: int
     stride: int
+
+
+class Selection(NamedTuple):
+    """The positions that each token of a sequence attends to, in sparse attention.
+
+    positions   int64[tokens, top_k], different ones in each row
+    counts      int32[tokens]: so many of the first ones are selected
+    """
+
+    positions: torch.Tensor
+    counts: torch.Tensor
 
 
 class GpuContext(Protocol):
@@ -115,7 +127,16 @@ class GpuContext(Protocol):
     def rope_table(self, rope: blocks.Rope, spans: list[Span]) -> RopeTable:
         """The angles of RoPE for all positions of the spans' next tokens."""
 
-    def append_rows(self, k: torch.Tensor, v: torch.Tensor | None, cache: Cache, layer: int) -> None:
+    def select_positions(self, part: blocks.Indexer, layer: int, index: Index, spans: list[Span]) -> None:
+        """Append an indexer's keys to the caches, and keep what it selects."""
+
+    def selected(self, layer: int, spans: list[Span]) -> list[Span]:
+        """The spans with what is kept."""
+
+    def scale_heads(self, q: Any, scaling: blocks.HeadScaling, spans: list[Span]) -> None:
+        """Scale queries by their position and head, in place; no GPU does."""
+
+    def append_rows(self, k: torch.Tensor | None, v: torch.Tensor | None, cache: Cache, layer: int) -> None:
         """Append keys and values to a cache."""
 
     def attend(self, heads: Heads, layer: int, q: torch.Tensor, spans: list[Span]) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from quantkit.archs.common import blocks
-from quantkit.runtime.blocks import latent
+from quantkit.runtime.blocks import indexer, latent
 from quantkit.runtime.blocks.spans import Span
 from quantkit.runtime.cuda import gpu_attention
 from quantkit.runtime.cuda.gpu_context import GpuContext
@@ -92,6 +92,8 @@ def attention(
     q = y = worker.norm(part.norm, x)
     if part.q_a is not None and part.q_a_norm is not None:
         q = worker.norm(part.q_a_norm, worker.linear(part.q_a, y))
+    if part.sparse:
+        spans = indexer.select(worker, part, layer, y, q, spans)
     q = worker.linear(part.q, q).view(len(x), part.heads, part.head_dim_k)
     rotated = q[:, :, part.nope :].reshape(len(x), -1).contiguous()
     worker.apply_rope(rotated, part.rope, part.rope.dim, spans)
@@ -119,7 +121,8 @@ def attend(
 ) -> torch.Tensor:
     """float32[tokens, heads * head_dim_v] of q [tokens, heads, head_dim_k] and latents [tokens, latent] after RoPE.
 
-    With `mla` 2 and 3, prompts of `latent.EXPAND` tokens over a cache of floats are expanded, as `latent.attend` does.
+    With `mla` 2 and 3, prompts of `latent.EXPAND` tokens over a cache of floats are expanded, as `latent.attend` does,
+    as long as they attend to all positions.
     """
     k: Any
     v: Any
@@ -149,9 +152,10 @@ def attend(
 
 def _expands(worker: GpuContext, projections: latent.HeadProjections, spans: list[Span]) -> bool:
     """Whether keys and values are made of the latents: not for an observer of what the absorbed matrices get, nor
-    where these are on another device, which would be sent all latents."""
+    where these are on another device, which would be sent all latents, nor where positions are selected."""
     return (
         worker.mla > 1 and not worker.observes and projections.is_local
+        and all(s.selected is None for s in spans)
         and all(s.stop - s.start >= latent.EXPAND and s.cache.type.k in gpu_attention.TORCH_DTYPES for s in spans)
     )  # fmt: skip
 

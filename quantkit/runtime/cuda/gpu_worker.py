@@ -36,6 +36,7 @@ from quantkit.placement.devices import CPU, Device
 from quantkit.runtime.blocks import float_linear, float_ops, latent
 from quantkit.runtime.blocks.block_runner import BlockRunner
 from quantkit.runtime.blocks.float_attention import Heads
+from quantkit.runtime.blocks.indexer import Index
 from quantkit.runtime.blocks.spans import Span
 from quantkit.runtime.cuda.gpu_context import RopeTable
 from quantkit.runtime.cuda.gpu_experts import GpuExperts
@@ -513,6 +514,13 @@ class CudaWorker(Worker):
 
         gpu_attention.require_cache(self.device.name, kind, dim_k, dim_v)
 
+    def require_index_cache(self, kind: CacheType) -> None:
+        """As `gpu_indexer.require_cache`."""
+
+        from quantkit.runtime.cuda import gpu_indexer
+
+        gpu_indexer.require_cache(self.device.name, kind)
+
     def append_rows(self, k: Any, v: Any, cache: Any, layer: int) -> None:
         """As `gpu_attention.append_rows`."""
 
@@ -526,7 +534,15 @@ class CudaWorker(Worker):
         from quantkit.runtime.cuda import gpu_attention
 
         with self._timed("attention"):
-            parts = [gpu_attention.attend(self, heads, layer, q[s.start : s.stop], s.cache) for s in spans]
+            parts = []
+            for span in spans:
+                given = self, heads, layer, q[span.start : span.stop], span.cache
+                selected: Any = span.selected
+                parts.append(
+                    gpu_attention.attend(*given)
+                    if selected is None
+                    else gpu_attention.attend_selected(*given, selected)
+                )
             return parts[0] if len(parts) == 1 else self.gpu.torch.cat(parts)
 
     # ------------------------------------------------------------------------------------------- other kinds of parts
@@ -565,6 +581,34 @@ class CudaWorker(Worker):
         from quantkit.runtime.cuda import gpu_latent
 
         return gpu_latent.attention(self, part, layer, x, spans)
+
+    def select_positions(self, part: blocks.Indexer, layer: int, index: Index, spans: list[Span]) -> None:
+        """As `gpu_indexer.selections`, on the device of the layer's cache."""
+
+        from quantkit.runtime.cuda import gpu_indexer
+
+        if self._split.attends(layer, self) is not self:
+            super().select_positions(part, layer, index, spans)
+            return
+        self.selections = gpu_indexer.selections(self, part, layer, index, spans)
+        self._split.selector = self
+
+    def selection_to_host(self, selection: Any, span: Span) -> np.ndarray | None:
+        """As `Worker.selection_to_host`."""
+
+        from quantkit.runtime.cuda import gpu_indexer
+
+        if selection is None:
+            return None
+        count = self.position_bound(span.cache, span.stop - span.start)
+        return self.to_host(gpu_indexer.to_mask(self, selection, count))
+
+    def receive_selection(self, mask: np.ndarray) -> Any:
+        """As `Worker.receive_selection`: a `gpu_context.Selection`."""
+
+        from quantkit.runtime.cuda import gpu_indexer
+
+        return gpu_indexer.of_mask(self, self.gpu.upload(mask))
 
     def attend_latents(self, part: blocks.LatentAttention, layer: int, q: Any, latents: Any, spans: list[Span]) -> Any:
         """As `gpu_latent.attend`, on the device of the layer's cache."""

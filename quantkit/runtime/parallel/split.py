@@ -14,9 +14,8 @@ layers below -ngl run on the CPU, whole.
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -95,6 +94,7 @@ class Split:
         self._last_output: tuple[np.ndarray | None, Worker] = (None, self._workers[CPU.name])
         self._copies: list[np.ndarray] = []  # what left the last block that is shared, on each rank
         self._logits: np.ndarray | None = None  # of `_last_output`, where its replay has made them
+        self.selector: Worker | None = None
         self.runs = self._new_runs()
 
     def _new_runs(self) -> list[tuple[Worker | None, list[blocks.Block]]]:
@@ -106,7 +106,15 @@ class Split:
             worker = self.worker(self.placement.of_activations(block.layer))
             return worker if worker.can_capture(block) else None
 
-        return [(worker, list(run)) for worker, run in itertools.groupby(self._parts, who)]
+        found: list[tuple[Worker | None, list[blocks.Block]]] = []
+        for group in _selecting_together(self._parts):
+            holders = {who(block) for block in group}
+            worker = holders.pop() if len(holders) == 1 else None
+            if found and found[-1][0] is worker:
+                found[-1][1].extend(group)
+            else:
+                found.append((worker, list(group)))
+        return found
 
     def _enter(self, number: int) -> None:
         """Bind a rank's thread to all devices: it uses others too, where experts are elsewhere."""
@@ -306,6 +314,21 @@ class Split:
         self._copies = all_reduce.run_on_all(task)
         self._last_output = self._copies[0], self.ranks[0]
         return self._copies[0]
+
+
+def _selecting_together(parts: Iterable[blocks.Block]) -> Iterator[list[blocks.Block]]:
+    """Neighbouring blocks that have to run in one way: one with an indexer and those that attend to what it selects.
+
+    What a run selects as a whole is not kept for other blocks.
+    """
+    group: list[blocks.Block] = []
+    for block in parts:
+        latents = [part for part in block.parts if isinstance(part, blocks.LatentAttention)]
+        if group and not any(part.sparse and part.indexer is None for part in latents):
+            yield group
+            group = []
+        group.append(block)
+    yield group
 
 
 def _of_device(spans: Iterable[Span], device: Device) -> list[Span]:

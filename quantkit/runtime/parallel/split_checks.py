@@ -45,7 +45,7 @@ def tensor_names(block: blocks.Block) -> Iterator[str]:
         for value in vars(part).values():
             if isinstance(value, (blocks.Linear, blocks.Norm)) and value.weight:
                 yield value.weight
-            elif isinstance(value, blocks.FeedForward):
+            elif isinstance(value, (blocks.FeedForward, blocks.Indexer)):
                 pending.append(value)
 
 

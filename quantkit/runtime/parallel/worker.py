@@ -25,7 +25,7 @@ from quantkit.placement.devices import Device
 from quantkit.placement.offload import Offload
 from quantkit.placement.rules import Placement
 from quantkit.placement.sharding import Sharding
-from quantkit.runtime.blocks import experts, float_linear, latent
+from quantkit.runtime.blocks import experts, float_linear, indexer, latent
 from quantkit.runtime.blocks.block_runner import BlockRunner
 from quantkit.runtime.blocks.float_attention import AttentionOptions, Heads
 from quantkit.runtime.blocks.spans import Span
@@ -38,7 +38,10 @@ if TYPE_CHECKING:
 
 
 class Context(Protocol):
-    """What a worker needs of the split model that it belongs to (`split.Split`)."""
+    """What a worker needs of the split model that it belongs to (`split.Split`).
+
+    selector   the worker that has what the last indexer has selected
+    """
 
     placement: Placement
     ledger: Ledger
@@ -46,6 +49,7 @@ class Context(Protocol):
     head: blocks.Head
     offload: Offload
     profile: bool
+    selector: Worker | None
 
     def worker(self, device: Device) -> Worker:
         """The worker of a device."""
@@ -203,6 +207,9 @@ class Worker(BlockRunner):
     def require_cache(self, kind: CacheType, heads: int, dim_k: int, dim_v: int) -> None:
         """UnsupportedError where this device cannot attend over such a cache; with dim_v 0 values are in the keys."""
 
+    def require_index_cache(self, kind: CacheType) -> None:
+        """UnsupportedError where this device cannot select positions by keys in such a cache."""
+
     def _of(self, name: str) -> Worker:
         """The worker of the device that has a tensor."""
         return self._split.worker(self._split.placement[name])
@@ -263,6 +270,37 @@ class Worker(BlockRunner):
         if other is self:
             return super().attend_latents(part, layer, q, latents, spans)
         return self._run_on(other, lambda q, c: other.attend_latents(part, layer, q, c, spans), q, latents)
+
+    def select_positions(self, part: blocks.Indexer, layer: int, index: indexer.Index, spans: list[Span]) -> None:
+        """As `BlockRunner.select_positions`, on the device of the layer's cache."""
+        other = self._split.attends(layer, self)
+        if other is self:
+            super().select_positions(part, layer, index, spans)
+            self._split.selector = self
+            return
+        fetched = indexer.Index(*(None if x is None else other.fetch(x, self) for x in index))
+        other.select_positions(part, layer, fetched, spans)
+
+    def selected(self, layer: int, spans: list[Span]) -> list[Span]:
+        """As `BlockRunner.selected`, on the device of the layer's cache."""
+        other, source = self._split.attends(layer, self), self._split.selector
+        assert source is not None
+        if source is not other:
+            masks = [source.selection_to_host(s, span) for s, span in zip(source.selections, spans, strict=True)]
+            other.selections = [None if mask is None else other.receive_selection(mask) for mask in masks]
+            moved = sum(mask.nbytes for mask in masks if mask is not None)
+            self._split.ledger.moved(source.device.name, other.device.name, moved)
+            self._split.selector = other
+        return BlockRunner.selected(other, layer, spans)
+
+    def selection_to_host(self, selection: Any, span: Span) -> np.ndarray | None:
+        """bool[tokens, positions] of what is selected for a span; None: all positions."""
+        mask: np.ndarray | None = selection
+        return mask
+
+    def receive_selection(self, mask: np.ndarray) -> Any:
+        """What attention on this device takes of bool[tokens, positions]."""
+        return mask
 
     def head_projections(self, part: blocks.LatentAttention) -> latent.HeadProjections:
         """As `BlockRunner.head_projections`, on the device of the matrices."""

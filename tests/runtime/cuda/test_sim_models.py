@@ -36,6 +36,8 @@ SMALL: dict[str, dict[str, Any]] = {
     "gemma4": {"sliding_window": 4, "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
     "llama4": {"attention_chunk_size": 3},
     "nemotron_h_moe": {"moe_latent_size": 32},
+    "deepseek32": {"index_topk": 3},
+    "glm-dsa": {"index_topk": 3},
 }
 Make = Callable[..., Path]
 
@@ -361,7 +363,10 @@ def test_steps_of_architectures_are_replayed(arch: str, gpus: int, make: Make, m
         ("nemotron_h_moe", {"override_tensor": "_exps=CPU"}),
         ("deepseek2", {"override_tensor": "_exps=CPU"}),
         ("deepseek32", {}),
+        ("deepseek32", {"mla": 1, "cache_type": "q8_0/f16"}),
         ("glm-dsa", {"override_tensor": "_exps=CPU"}),
+        ("glm-dsa", {"gpu_layers": 2}),
+        ("glm-dsa", {"kv_on_cpu": True}),
     ],
     ids=str,
 )

@@ -19,13 +19,12 @@ class Indexer:
 
         sum over h of w_h * max(0, q_h . k_t) * (heads * dim)^-0.5
 
-    k_norm is a LayerNorm: its mean is taken away, `bias` is added. Of equal scores the earlier position comes first.
+    k_norm is a LayerNorm. Of equal scores the earlier position comes first.
     """
 
     q_b: Linear
     k: Linear
     k_norm: Norm
-    bias: str  # tensor float32[dim], of k_norm
     weights: Linear
     heads: int
     dim: int

@@ -1,0 +1,112 @@
+"""Sparse attention on a GPU: which positions each token attends to (`archs.common.blocks.Indexer`), with torch.
+
+Scores are those of `runtime/blocks/indexer.py`, in float32; both select the same positions, also of equal scores. A
+selection is a list of positions for each token. The rows of the cache that it names are gathered, and attended to
+(`gpu_attention.attend_selected`).
+
+In a CUDA graph the position of the one token is not known to the host: all positions of the cache are scored, and those
+after its own come last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from quantkit.archs.common import blocks
+from quantkit.errors import UnsupportedError
+from quantkit.placement.kernel_sizes import GPU_INDEX_ELEMENTS
+from quantkit.runtime.blocks.indexer import Index
+from quantkit.runtime.blocks.spans import Span
+from quantkit.runtime.cuda.gpu_attention import TORCH_DTYPES
+from quantkit.runtime.cuda.gpu_context import GpuContext, Selection
+from quantkit.runtime.kv.cache_type import CacheType
+
+if TYPE_CHECKING:
+    import torch
+
+
+def require_cache(device: str, kind: CacheType) -> None:
+    """UnsupportedError where the indexer's keys, which have the type of values, are not floats."""
+    if kind.v not in TORCH_DTYPES:
+        raise UnsupportedError(
+            f"{device}: no CUDA indexer reads keys of {kind.v}; take -ctv f16 (latents have the type of -ctk), or keep "
+            "the cache on the CPU (-nkvo)"
+        )
+
+
+def selections(
+    worker: GpuContext, part: blocks.Indexer, layer: int, index: Index, spans: Sequence[Span]
+) -> list[Selection | None]:
+    """What each span's tokens attend to, None: all up to their own. The caches get the keys."""
+    found: list[Selection | None] = []
+    for span in spans:
+        rows, tokens, cache = slice(span.start, span.stop), span.stop - span.start, span.cache
+        worker.append_rows(None, index.keys[rows], cache, layer)
+        bound = worker.position_bound(cache, tokens)
+        if bound <= part.top_k:
+            found.append(None)
+            continue
+        keys: Any = cache.v[layer]
+        keys = keys.view(getattr(worker.gpu.torch, TORCH_DTYPES[cache.type.v]))[0, :bound]
+        positions = worker.next_positions(cache, tokens)
+        q, weights = index.q[rows].view(tokens, part.heads, part.dim), index.weights[rows]
+        found.append(_select(worker, q, weights, keys, positions, part.top_k))
+    return found
+
+
+def _select(
+    worker: GpuContext, q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, top_k: int
+) -> Selection:
+    """The `top_k` positions with the largest scores for each token, some tokens at a time."""
+    step, cat = max(1, GPU_INDEX_ELEMENTS // len(keys)), worker.gpu.torch.cat
+    parts = []
+    for first in range(0, len(q), step):
+        some = slice(first, first + step)
+        scored = scores(worker, q[some], weights[some], keys)
+        parts.append(largest(worker, scored, positions[some], top_k))
+    chosen = parts[0] if len(parts) == 1 else cat(parts)
+    return Selection(chosen, (positions + 1).clamp(max=top_k))
+
+
+def scores(worker: GpuContext, q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """float32[tokens, positions] of q [tokens, heads, dim], weights [tokens, heads], keys [positions, dim]."""
+    tokens, heads, dim = q.shape
+    out = worker.gpu.empty(tokens, len(keys))
+    step = max(1, GPU_INDEX_ELEMENTS // (tokens * heads))
+    weights = weights.view(tokens, 1, heads)
+    for first in range(0, len(keys), step):
+        products = q.reshape(-1, dim) @ keys[first : first + step].float().T
+        out[:, first : first + step] = (weights @ products.relu_().view(tokens, heads, -1))[:, 0]
+    return out.mul_((heads * dim) ** -0.5)
+
+
+def largest(worker: GpuContext, scored: torch.Tensor, positions: torch.Tensor, count: int) -> torch.Tensor:
+    """int64[tokens, count]: the positions with the largest scores, largest first, those after a token's own last.
+
+    Of equal scores the earlier position comes first. A score's bits are made an integer of the same order; the position
+    is below it, in an integer of 64 bits.
+    """
+    library, n = worker.gpu.torch, scored.shape[1]
+    place = library.arange(n, device=worker.gpu.torch_device)
+    bits = (scored + 0.0).view(library.int32)  # -0 is 0
+    ordered = library.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
+    ranked = (ordered << 32) + (n - 1 - place)
+    ranked.masked_fill_(place > positions[:, None], library.iinfo(library.int64).min)
+    result: torch.Tensor = ranked.topk(count, dim=1).indices
+    return result
+
+
+def to_mask(worker: GpuContext, selection: Selection, count: int) -> torch.Tensor:
+    """bool[tokens, count] of a selection."""
+    library, (positions, counts) = worker.gpu.torch, selection
+    inside = library.arange(positions.shape[1], device=worker.gpu.torch_device) < counts[:, None]
+    mask = worker.gpu.zeros((len(positions), count), "bool")
+    return mask.scatter_(1, positions, inside)
+
+
+def of_mask(worker: GpuContext, mask: torch.Tensor) -> Selection:
+    """The selection of bool[tokens, positions]."""
+    counts = mask.sum(1, dtype=worker.gpu.torch.int32)
+    order = mask.byte().sort(dim=1, descending=True, stable=True).indices
+    return Selection(order[:, : int(counts.max())].contiguous(), counts)

@@ -1,0 +1,109 @@
+"""Sparse attention on a GPU: what is selected, and attention to it, against the plain forms in numpy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from quantkit.errors import UnsupportedError
+from quantkit.runtime.blocks import indexer
+from quantkit.runtime.cuda import gpu_attention, gpu_indexer
+from quantkit.runtime.cuda.gpu_context import Selection
+from quantkit.runtime.loading import load
+from tests.archs.files import written
+from tests.runtime.cuda.conftest import SIMULATED
+from tests.runtime.cuda.simulated import by_torch
+from tests.runtime.test_step import TOKENS, spread
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
+
+
+def worker_of() -> Any:
+    """What `gpu_indexer` needs of a worker: torch on the GPU, or on the CPU."""
+    where = torch.device("cpu" if SIMULATED else "cuda:0")
+
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, device=where)
+
+    def zeros(shape: tuple[int, ...], kind: str) -> torch.Tensor:
+        return torch.zeros(shape, dtype=getattr(torch, kind), device=where)
+
+    return SimpleNamespace(gpu=SimpleNamespace(torch=torch, torch_device=where, empty=empty, zeros=zeros))
+
+
+def on(worker: Any, x: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(x).to(worker.gpu.torch_device)
+
+
+@pytest.mark.parametrize(("n", "top_k"), [(2, 1), (33, 7), (100, 99), (517, 64)])
+@pytest.mark.parametrize("levels", [4, 1 << 20])
+def test_the_same_positions_as_on_the_cpu(n: int, top_k: int, levels: int, rng: np.random.Generator) -> None:
+    """Equal scores, negative ones, zeros of both signs; tokens with fewer positions than are selected."""
+    tokens, worker = min(n, 5), worker_of()
+    scored = (rng.integers(0, levels, (tokens, n)) / 8 - 0.25).astype(np.float32)
+    scored[scored == 0] *= rng.choice([-1, 1], np.count_nonzero(scored == 0))
+    positions = np.sort(rng.choice(n, tokens, replace=False)).astype(np.int32)
+    found = gpu_indexer.largest(worker, on(worker, scored), on(worker, positions), top_k)
+    counts = np.minimum(positions + 1, top_k)
+    selection = Selection(found, on(worker, counts))
+    wanted = indexer.largest_of_first(scored, positions + 1, top_k)
+    np.testing.assert_array_equal(gpu_indexer.to_mask(worker, selection, n).cpu(), wanted)
+    again = gpu_indexer.of_mask(worker, on(worker, wanted))
+    np.testing.assert_array_equal(again.counts.cpu(), counts)
+    np.testing.assert_array_equal(gpu_indexer.to_mask(worker, again, n).cpu(), wanted)
+
+
+@pytest.mark.parametrize("elements", [1, 40, 1 << 20])
+def test_the_same_scores_as_on_the_cpu(
+    elements: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many are made at a time."""
+    monkeypatch.setattr(gpu_indexer, "GPU_INDEX_ELEMENTS", elements)
+    q, w, k = (rng.standard_normal(shape, np.float32) for shape in ((5, 3, 32), (5, 3), (7, 32)))
+    worker = worker_of()
+    result = gpu_indexer.scores(worker, *(on(worker, x) for x in (q, w, k)))
+    np.testing.assert_allclose(result.cpu(), indexer.scores(q, w, k), rtol=1e-5, atol=1e-6)
+
+
+TINY: dict[str, Any] = {
+    "index_topk": 4, "index_n_heads": 2, "index_head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 2,
+    "kv_lora_rank": 32, "num_hidden_layers": 2, "first_k_dense_replace": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arch", "how"),
+    [
+        ("deepseek32", {}),
+        ("glm-dsa", {"numerics": "fast", "cache_type": "q8_0/f16"}),
+        pytest.param("glm-dsa", {"override_tensor": "blk.1=CPU,indexer=CPU"}, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_long_texts(gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arch: str, how: dict[str, Any]) -> None:
+    """A prompt beyond what is selected, two more tokens, and single ones, the last of which are replayed."""
+    if SIMULATED:
+        by_torch(monkeypatch)
+    kinds = {"indexer_types": ["full", "shared"]} if arch == "glm-dsa" else {}
+    path = written(tmp_path / "m.gguf", arch, **TINY, **kinds)
+    for module, name in ((gpu_attention, "GATHERED"), (gpu_indexer, "GPU_INDEX_ELEMENTS")):
+        monkeypatch.setattr(module, name, 300)  # some tokens at a time
+    expected = load(path, **{key: how[key] for key in ("numerics", "cache_type") if key in how}).logits(TOKENS[:15])
+    model = load(path, devices="cuda:0", **how)
+    cache = model.new_cache(16)
+    parts = np.split(TOKENS[:15], [9, 11, 12, 13, 14])
+    result = np.concatenate([model.forward(part, cache) for part in parts])
+    assert model.split is not None
+    assert "numerics" not in how or [len(run) for worker, run in model.split.runs if worker] == [2]
+    assert spread(result, expected) < (2e-2 if {"cache_type", "numerics"} & how.keys() else 1e-4)
+
+
+def test_keys_that_no_indexer_reads(gpus: int, tmp_path: Path) -> None:
+    path = written(tmp_path / "m.gguf", "deepseek32")
+    with pytest.raises(UnsupportedError, match=r"CUDA0: no CUDA indexer reads keys of q8_0; take -ctv f16"):
+        load(path, devices="cuda:0", cache_type="q8_0")

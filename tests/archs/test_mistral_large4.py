@@ -133,5 +133,5 @@ def test_caches_of_layers_without_rope(tmp_path: Path) -> None:
     assert [size // 64 // 4 for size in sizes] == [64 + dim + 64 for dim in (32, 0, 32, 0, 32)]
     with pytest.raises(UnsupportedError, match=r"heads of blk\.1 have 64 elements without RoPE, others 32"):
         plan_relayout(gguf.open(path), "kv_b")
-    with pytest.raises(UnsupportedError, match="scaled by position and head"):
-        load(path, devices="cpu:0,cpu:1")
+    with pytest.raises(UnsupportedError, match=r"-sm graph: blk\.0 scales queries by position and head"):
+        load(path, devices="cpu:0,cpu:1", split_mode="graph")

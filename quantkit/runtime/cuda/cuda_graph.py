@@ -31,14 +31,13 @@ if TYPE_CHECKING:
 def can_capture(part: blocks.Part, exact: bool) -> bool:
     """Whether a block whose tensors and cache are on the GPU can be captured.
 
-    Not captured are: recurrent layers, whose two states swap; queries that are scaled by factors computed on the host;
-    soft-capped scores and chunks of positions, which torch computes; and experts whose tokens are grouped on the host,
-    which float32 products and routing on the CPU need.
+    Not captured are: recurrent layers, whose two states swap; soft-capped scores and chunks of positions, which torch
+    computes; and experts whose tokens are grouped on the host, which float32 products and routing on the CPU need.
     """
     if isinstance(part, blocks.Attention):
-        return part.temperature is None and part.softcap is None and part.chunk is None
+        return part.softcap is None and part.chunk is None
     if isinstance(part, blocks.LatentAttention):
-        return not exact and part.temperature is None
+        return not exact
     if isinstance(part, blocks.Experts):
         return not exact and routes_on_gpu(part)
     return isinstance(part, blocks.FeedForward)

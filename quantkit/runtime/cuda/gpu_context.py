@@ -134,7 +134,7 @@ class GpuContext(Protocol):
         """The spans with what is kept."""
 
     def scale_heads(self, q: Any, scaling: blocks.HeadScaling, spans: list[Span]) -> None:
-        """Scale queries by their position and head, in place; no GPU does."""
+        """Scale queries by their position and head, in place."""
 
     def append_rows(self, k: torch.Tensor | None, v: torch.Tensor | None, cache: Cache, layer: int) -> None:
         """Append keys and values to a cache."""

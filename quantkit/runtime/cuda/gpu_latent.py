@@ -100,6 +100,8 @@ def attention(
     q = cat([q[:, :, : part.nope], rotated.view(len(x), part.heads, -1)], dim=2)
     if part.temperature is not None:
         worker.scale_queries(q.view(len(x), -1), part.temperature, spans)
+    if part.scaling is not None:
+        worker.scale_heads(q.view(len(x), -1), part.scaling, spans)
     kv = worker.linear(part.kv_a, y)
     c = worker.norm(part.kv_a_norm, kv[:, : part.kv_lora].contiguous())
     r = kv[:, part.kv_lora :].contiguous()

@@ -33,7 +33,7 @@ import numpy as np
 from quantkit.archs.common import blocks
 from quantkit.errors import UnsupportedError
 from quantkit.placement.devices import CPU, Device
-from quantkit.runtime.blocks import float_linear, float_ops, latent
+from quantkit.runtime.blocks import float_linear, latent
 from quantkit.runtime.blocks.block_runner import BlockRunner
 from quantkit.runtime.blocks.float_attention import Heads
 from quantkit.runtime.blocks.indexer import Index
@@ -393,16 +393,24 @@ class CudaWorker(Worker):
         x.mul_(gates.reshape(len(x), -1).sigmoid())
 
     def scale_queries(self, q: Any, temperature: blocks.Temperature, spans: list[Span]) -> None:
-        """As `float_ops.scale_queries`; the host computes the factors."""
-        factors = np.ones((len(q), 1), np.float32)
-        float_ops.scale_queries(factors, temperature, spans)
-        q.mul_(self.gpu.array(factors))
+        """As `float_ops.scale_queries`."""
+        positions = self._positions(spans)[0].double()
+        steps = ((positions + temperature.offset) / temperature.length).floor()
+        q.mul_((1 + temperature.beta * steps.log1p()).float()[:, None])
+
+    def scale_heads(self, q: Any, scaling: blocks.HeadScaling, spans: list[Span]) -> None:
+        """As `float_ops.scale_heads`."""
+        logarithms = self._positions(spans)[0].double().log1p().float()
+        factors = self.vector(scaling.scale) * logarithms[:, None] + self.vector(scaling.bias)
+        q.view(len(q), factors.shape[1], -1).mul_(factors[:, :, None])
 
     def apply_rope(self, x: Any, rope: blocks.Rope, dim: int, spans: list[Span]) -> None:
         """As `BlockRunner.apply_rope`, by a kernel; tables and positions stay on the GPU."""
 
         from quantkit.runtime.kernels.cuda import elementwise
 
+        if not rope.dim:
+            return
         angles, heads = self.rope_table(rope, spans), x.shape[1] // dim
         positions, _ = self._positions(spans)
         self.gpu.launch_each(

@@ -24,7 +24,15 @@ def require_shardable(parts: Sequence[blocks.Block], placement: Placement) -> No
         for linear in part.matrices
     }
     for block in parts:
-        for name in tensor_names(block) if block.layer in placement.shares else ():
+        if block.layer not in placement.shares:
+            continue
+        for part in block.parts:
+            if isinstance(part, blocks.LatentAttention) and part.scaling is not None:
+                raise UnsupportedError(
+                    f"-sm graph: blk.{block.layer} scales queries by position and head ({part.scaling.scale}), which "
+                    "this version does not split between devices; take -sm layer"
+                )
+        for name in tensor_names(block):
             if name not in placement.devices or name in placement.sharded:
                 continue
             part = experts_of.get(name)
@@ -75,11 +83,6 @@ def require_known(parts: Sequence[blocks.Block], placement: Placement) -> None:
                 raise UnsupportedError(
                     f"blk.{block.layer}: attention to the keys and values of blk.{part.source} runs on one device in "
                     "this version; leave out --devices, -sm, --profile and rules for other devices"
-                )
-            if isinstance(part, blocks.LatentAttention) and part.scaling is not None:
-                raise UnsupportedError(
-                    f"blk.{block.layer}: queries scaled by position and head ({part.scaling.scale}) run on one device "
-                    "in this version; leave out --devices, -sm, --profile and rules for other devices"
                 )
 
 

@@ -81,6 +81,7 @@ TINY: dict[str, Any] = {
     [
         ("deepseek32", {}),
         ("glm-dsa", {"numerics": "fast", "cache_type": "q8_0/f16"}),
+        pytest.param("mistral-large4", {"numerics": "fast"}, marks=pytest.mark.full),
         pytest.param("glm-dsa", {"override_tensor": "blk.1=CPU,indexer=CPU"}, marks=pytest.mark.full),
     ],
     ids=str,

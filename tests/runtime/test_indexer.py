@@ -86,15 +86,15 @@ def test_the_size_of_the_cache_and_what_is_refused(tmp_path: Path) -> None:
         load(path, mla=0)
 
 
-@pytest.mark.parametrize("numerics", ["exact", "fast"])
-@pytest.mark.parametrize("arch", ["deepseek32", "glm-dsa"])
 @pytest.mark.parametrize(
-    "how",
+    ("arch", "numerics", "how"),
     [
-        {},
-        {"tensor_split": (1, 2)},
-        {"override_tensor": "indexer=cpu:1,exps=cpu:0"},
-        {"gpu_layers": 2, "kv_on_cpu": True},
+        ("deepseek32", "exact", {}),
+        ("deepseek32", "fast", {"gpu_layers": 2, "kv_on_cpu": True}),
+        ("glm-dsa", "exact", {"tensor_split": (1, 2)}),
+        ("glm-dsa", "exact", {"override_tensor": "indexer=cpu:1,exps=cpu:0"}),
+        ("glm-dsa", "fast", {}),
+        ("glm-dsa", "fast", {"tensor_split": (1, 2)}),
     ],
     ids=str,
 )

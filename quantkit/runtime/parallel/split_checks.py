@@ -26,12 +26,12 @@ def require_shardable(parts: Sequence[blocks.Block], placement: Placement) -> No
     for block in parts:
         if block.layer not in placement.shares:
             continue
-        for part in block.parts:
-            if isinstance(part, blocks.LatentAttention) and part.scaling is not None:
-                raise UnsupportedError(
-                    f"-sm graph: blk.{block.layer} scales queries by position and head ({part.scaling.scale}), which "
-                    "this version does not split between devices; take -sm layer"
-                )
+        scaled = [p.scaling.scale for p in block.parts if isinstance(p, blocks.LatentAttention) and p.scaling]
+        if scaled:
+            raise UnsupportedError(
+                f"-sm graph: blk.{block.layer} scales queries by position and head ({scaled[0]}), which this version "
+                "does not split between devices; take -sm layer"
+            )
         for name in tensor_names(block):
             if name not in placement.devices or name in placement.sharded:
                 continue

@@ -1,10 +1,11 @@
-"""Sparse attention on a GPU: which positions each token attends to (`archs.common.blocks.Indexer`), with torch.
+"""Sparse attention on a GPU: which positions each token attends to (`archs.common.blocks.Indexer`).
 
-Scores are those of `runtime/blocks/indexer.py`, in float32; both select the same positions, also of equal scores. A
-selection is a list of positions for each token. The rows of the cache that it names are gathered, and attended to
-(`gpu_attention.attend_selected`).
+Scores are those of `runtime/blocks/indexer.py`, in float32: of prompts over keys of floats by torch, of a few tokens
+and over other keys by `kernels/cuda/indexer.py`. The positions that are selected are those that the CPU selects of the
+same scores, equal ones too. A selection is a list of positions for each token. The rows of the cache that it names are
+gathered, and attended to (`gpu_attention.attend_selected`).
 
-In a CUDA graph the position of the one token is not known to the host: all positions of the cache are scored, and those
+In a CUDA graph the position of the one token is not known to the host: all positions of the cache are ranked, and those
 after its own come last.
 """
 
@@ -13,26 +14,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from quantkit.archs.common import blocks
-from quantkit.errors import UnsupportedError
 from quantkit.placement.kernel_sizes import GPU_INDEX_ELEMENTS
 from quantkit.runtime.blocks.indexer import Index
 from quantkit.runtime.blocks.spans import Span
 from quantkit.runtime.cuda.gpu_attention import TORCH_DTYPES
 from quantkit.runtime.cuda.gpu_context import GpuContext, Selection
+from quantkit.runtime.kernels.cuda import attention, device, indexer
 from quantkit.runtime.kv.cache_type import CacheType
 
 if TYPE_CHECKING:
     import torch
 
 
-def require_cache(device: str, kind: CacheType) -> None:
-    """UnsupportedError where the indexer's keys, which have the type of values, are not floats."""
-    if kind.v not in TORCH_DTYPES:
-        raise UnsupportedError(
-            f"{device}: no CUDA indexer reads keys of {kind.v}; take -ctv f16 (latents have the type of -ctk), or keep "
-            "the cache on the CPU (-nkvo)"
-        )
+def require_cache(kind: CacheType, dim: int) -> None:
+    """UnsupportedError where there is no kernel for the indexer's keys, which have the type of values."""
+    attention.check((kind.v, kind.v), (dim, dim))
+    attention.append(kind.v)
 
 
 def selections(
@@ -48,25 +48,23 @@ def selections(
             found.append(None)
             continue
         keys: Any = cache.v[layer]
-        keys = keys.view(getattr(worker.gpu.torch, TORCH_DTYPES[cache.type.v]))[0, :bound]
         positions = worker.next_positions(cache, tokens)
         q, weights = index.q[rows].view(tokens, part.heads, part.dim), index.weights[rows]
-        found.append(_select(worker, q, weights, keys, positions, part.top_k))
+        chosen = []
+        for first in range(0, tokens, step := max(1, GPU_INDEX_ELEMENTS // bound)):
+            some = slice(first, first + step)
+            if tokens > device.MAX_PACKED_VECTORS and cache.type.v in TORCH_DTYPES:
+                floats = keys.view(getattr(worker.gpu.torch, TORCH_DTYPES[cache.type.v]))[0, :bound]
+                scored = scores(worker, q[some], weights[some], floats)
+            else:
+                kind = cache.type.v
+                scored = scores_by_kernel(
+                    worker, part.top_k, q[some], weights[some], kind, keys, positions[some], bound
+                )
+            chosen.append(largest(worker, scored, positions[some], part.top_k))
+        joined = chosen[0] if len(chosen) == 1 else worker.gpu.torch.cat(chosen)
+        found.append(Selection(joined, (positions + 1).clamp(max=part.top_k)))
     return found
-
-
-def _select(
-    worker: GpuContext, q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, top_k: int
-) -> Selection:
-    """The `top_k` positions with the largest scores for each token, some tokens at a time."""
-    step, cat = max(1, GPU_INDEX_ELEMENTS // len(keys)), worker.gpu.torch.cat
-    parts = []
-    for first in range(0, len(q), step):
-        some = slice(first, first + step)
-        scored = scores(worker, q[some], weights[some], keys)
-        parts.append(largest(worker, scored, positions[some], top_k))
-    chosen = parts[0] if len(parts) == 1 else cat(parts)
-    return Selection(chosen, (positions + 1).clamp(max=top_k))
 
 
 def scores(worker: GpuContext, q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
@@ -79,6 +77,22 @@ def scores(worker: GpuContext, q: torch.Tensor, weights: torch.Tensor, keys: tor
         products = q.reshape(-1, dim) @ keys[first : first + step].float().T
         out[:, first : first + step] = (weights @ products.relu_().view(tokens, heads, -1))[:, 0]
     return out.mul_((heads * dim) ** -0.5)
+
+
+def scores_by_kernel(
+    worker: GpuContext, top_k: int, q: torch.Tensor, weights: torch.Tensor, kind: str, keys: torch.Tensor,
+    positions: torch.Tensor, bound: int,
+) -> torch.Tensor:  # fmt: skip
+    """float32[tokens, bound]: `scores` up to each token's own position, of keys uint8[1, n_ctx, row bytes] of a type.
+
+    Zeros for tokens with up to `top_k` positions; positions int32[tokens].
+    """
+    tokens, heads, dim = q.shape
+    out, scale = worker.gpu.empty(tokens, bound), np.float32((heads * dim) ** -0.5)
+    grid = -(-bound // indexer.KEYS), tokens
+    worker.gpu.launch(indexer.scores(kind, dim), grid, indexer.THREADS, q.contiguous(), weights.contiguous(), keys,
+                      keys.shape[2], heads, positions, top_k, scale, bound, out)  # fmt: skip
+    return out
 
 
 def largest(worker: GpuContext, scored: torch.Tensor, positions: torch.Tensor, count: int) -> torch.Tensor:

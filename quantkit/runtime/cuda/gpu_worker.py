@@ -522,12 +522,12 @@ class CudaWorker(Worker):
 
         gpu_attention.require_cache(self.device.name, kind, dim_k, dim_v)
 
-    def require_index_cache(self, kind: CacheType) -> None:
+    def require_index_cache(self, kind: CacheType, dim: int) -> None:
         """As `gpu_indexer.require_cache`."""
 
         from quantkit.runtime.cuda import gpu_indexer
 
-        gpu_indexer.require_cache(self.device.name, kind)
+        gpu_indexer.require_cache(kind, dim)
 
     def append_rows(self, k: Any, v: Any, cache: Any, layer: int) -> None:
         """As `gpu_attention.append_rows`."""

@@ -54,7 +54,7 @@ class CacheLayout:
             elif isinstance(part, blocks.LatentAttention) and self._mla:
                 worker.require_cache(kind, 1, part.latent, 0)
                 if part.indexer is not None:
-                    worker.require_index_cache(kind)
+                    worker.require_index_cache(kind, part.indexer.dim)
             elif isinstance(part, blocks.LatentAttention):
                 worker.require_cache(kind, part.heads, part.head_dim_k, part.head_dim_v)
 

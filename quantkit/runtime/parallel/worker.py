@@ -207,8 +207,8 @@ class Worker(BlockRunner):
     def require_cache(self, kind: CacheType, heads: int, dim_k: int, dim_v: int) -> None:
         """UnsupportedError where this device cannot attend over such a cache; with dim_v 0 values are in the keys."""
 
-    def require_index_cache(self, kind: CacheType) -> None:
-        """UnsupportedError where this device cannot select positions by keys in such a cache."""
+    def require_index_cache(self, kind: CacheType, dim: int) -> None:
+        """UnsupportedError where this device cannot select positions by keys of `dim` elements in such a cache."""
 
     def _of(self, name: str) -> Worker:
         """The worker of the device that has a tensor."""

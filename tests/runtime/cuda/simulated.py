@@ -28,6 +28,7 @@ from quantkit.runtime.kernels.cuda import (
     elementwise,
     floats,
     fused,
+    indexer,
     weights,
 )
 from quantkit.runtime.kernels.cuda.device import Activations, Gpu, Matrices
@@ -169,13 +170,14 @@ class SimulatedGpu(Gpu):
 def _small() -> dict[tuple[Any, str], Any]:
     """Constants of kernel modules for blocks of one warp: the time of a simulated block grows with its threads."""
     result: dict[tuple[Any, str], Any] = {(device, "_GRID_Y"): 2}
-    for module in (activations, attention, decode_attention, elementwise, floats, fused, weights):
+    for module in (activations, attention, decode_attention, elementwise, floats, fused, indexer, weights):
         result[module, "THREADS"] = 32
         for name, value in vars(module).items():  # kernels that have such numbers in them, once more
             if hasattr(value, "cache_clear") and value.__module__ == module.__name__:
                 result[module, name] = functools.cache(value.__wrapped__)
     return result | {
         (attention, "ROWS"): 2,
+        (indexer, "HEADS"): 2,
         (weights, "WARPS"): 1,
         (decode_attention, "_MAX_GROUP_OF_ALL"): 8,
         (floats, "ROWS_OF_BLOCK"): 1,

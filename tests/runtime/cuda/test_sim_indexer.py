@@ -10,13 +10,16 @@ import numpy as np
 import pytest
 import torch
 
+from quantkit import types
 from quantkit.errors import UnsupportedError
 from quantkit.runtime.blocks import indexer
 from quantkit.runtime.cuda import gpu_attention, gpu_indexer
 from quantkit.runtime.cuda.gpu_context import Selection
+from quantkit.runtime.kernels import kv_rounding
+from quantkit.runtime.kernels.cuda import indexer as index_kernels
 from quantkit.runtime.loading import load
 from tests.archs.files import written
-from tests.runtime.cuda.conftest import SIMULATED
+from tests.runtime.cuda.conftest import SIMULATED, Run
 from tests.runtime.cuda.simulated import by_torch
 from tests.runtime.test_step import TOKENS, spread
 
@@ -70,6 +73,23 @@ def test_the_same_scores_as_on_the_cpu(
     np.testing.assert_allclose(result.cpu(), indexer.scores(q, w, k), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(("kind", "heads"), [("f16", 3), ("q8_0", 64), ("f32", 1)])
+def test_scores_of_a_few_tokens_by_the_kernel(run: Run, kind: str, heads: int, rng: np.random.Generator) -> None:
+    """Up to each token's own position, and zeros where all are selected; other numbers are not written."""
+    n, dim, top_k, positions = 70, 64, 20, np.array([19, 20, 69], np.int32)
+    q, w, k = (rng.standard_normal(shape, np.float32) for shape in ((3, heads, dim), (3, heads), (n, dim)))
+    packed = kv_rounding.encode(kind, k)
+    right = indexer.scores(q, w, types.get(kind).dequantize(packed, dim, threads=1))
+    out, blocks = np.full((3, n), 7, np.float32), (-(-n // index_kernels.KEYS), 3)
+    scale, flat = np.float32((heads * dim) ** -0.5), (q.reshape(-1), w.reshape(-1), packed.reshape(-1))
+    run(index_kernels.scores(kind, dim), blocks, index_kernels.THREADS, *flat, packed.shape[1], heads, positions, top_k,
+        scale, n, out.reshape(-1))  # fmt: skip
+    right[0] = 0
+    for i, position in enumerate(positions):
+        np.testing.assert_allclose(out[i, : position + 1], right[i, : position + 1], rtol=1e-5, atol=1e-5)
+        assert (out[i, position + 1 :] == 7).all()
+
+
 TINY: dict[str, Any] = {
     "index_topk": 4, "index_n_heads": 2, "index_head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 2,
     "kv_lora_rank": 32, "num_hidden_layers": 2, "first_k_dense_replace": 2,
@@ -80,7 +100,7 @@ TINY: dict[str, Any] = {
     ("arch", "how"),
     [
         ("glm-dsa", {"numerics": "fast", "cache_type": "f16"}),
-        pytest.param("glm-dsa", {"numerics": "fast", "cache_type": "q8_0/f16"}, marks=pytest.mark.full),
+        pytest.param("glm-dsa", {"numerics": "fast", "cache_type": "q8_0"}, marks=pytest.mark.full),
         pytest.param("deepseek32", {}, marks=pytest.mark.full),
         pytest.param("mistral-large4", {"numerics": "fast"}, marks=pytest.mark.full),
         pytest.param("glm-dsa", {"override_tensor": "blk.1=CPU,indexer=CPU"}, marks=pytest.mark.full),
@@ -105,7 +125,7 @@ def test_long_texts(gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert spread(result, expected) < (2e-2 if {"cache_type", "numerics"} & how.keys() else 1e-4)
 
 
-def test_keys_that_no_indexer_reads(gpus: int, tmp_path: Path) -> None:
+def test_keys_that_no_kernel_reads(gpus: int, tmp_path: Path) -> None:
     path = written(tmp_path / "m.gguf", "deepseek32")
-    with pytest.raises(UnsupportedError, match=r"CUDA0: no CUDA indexer reads keys of q8_0; take -ctv f16"):
-        load(path, devices="cuda:0", cache_type="q8_0")
+    with pytest.raises(UnsupportedError, match=r"no CUDA kernel writes a cache of q4_0; use f32, f16, bf16 or q8_0"):
+        load(path, devices="cuda:0", cache_type="f16/q4_0")

@@ -62,7 +62,7 @@ def threads_of(dim_v: int) -> int:
     return max(THREADS, -(-dim_v // 32) * 32)
 
 
-def _reader(kind: str) -> Any:
+def row_reader(kind: str) -> Any:
     """Device function (data, at, row_bytes, c, dim, out, first): columns 32 c .. + 31 of a row to float32 memory."""
     if kind in ("f32", "f16", "bf16"):
         size = 4 if kind == "f32" else 2
@@ -120,7 +120,7 @@ def attend(k_kind: str, v_kind: str, dim_k: int, dim_v: int, values_in_keys: boo
     keys = keys_at_once(max(dim_k, dim_v))
     pitch = max(dim_k, dim_v) | 1
     tile_size, query_size, score_size = keys * pitch, ROWS * dim_k, ROWS * 32
-    read_k, read_v = _reader(k_kind), _reader(v_kind)
+    read_k, read_v = row_reader(k_kind), row_reader(v_kind)
     runs_k, runs_v = -(-dim_k // 32), -(-dim_v // 32)
     threads = threads_of(dim_v)
     warps = threads // 32

@@ -4,8 +4,7 @@ Queries and keys are RMS-normed per head before "neox" RoPE of part of each head
 most 7 and the up projection to -7 … 7, as gpt-oss does. Experts are selected by sigmoid scores plus a bias. Checkpoints
 store norm weights minus 1, GGUF the weights themselves.
 
-In layers with experts, an indexer selects blocks of keys for each token (`blocks.BlockIndexer`). As long as a sequence
-has no more blocks than it selects, attention is ordinary attention; the runtime refuses longer sequences.
+In layers with experts, an indexer selects blocks of positions for each token and KV head (`blocks.BlockIndexer`).
 
 Published checkpoints have a matrix for gate, up and down of each expert (`block_sparse_moe.experts.E.w1`, w3, w2). What
 transformers saves joins gate and up of dense layers and shared experts, and stacks the experts; it is what is exported.
@@ -50,6 +49,9 @@ class MiniMaxM3HParams(HParams):
     top_blocks: int
     block: int
     local_blocks: int
+
+    def block_index_dim(self, layer: int) -> int:
+        return self.index_dim if _has_indexer(self, layer) else 0
 
 
 def _norm(ours: str, theirs: str, layers: Callable[[Any, int], bool] | None = None) -> TensorRule:
@@ -161,8 +163,8 @@ class MiniMaxM3(Decoder):
         "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
         "index_n_heads": 2,
         "index_head_dim": 32,
-        "index_block_size": 64,
-        "index_topk_blocks": 4,
+        "index_block_size": 16,
+        "index_topk_blocks": 3,
         "index_local_blocks": 1,
         "max_position_embeddings": 256,
         "rms_norm_eps": 1e-6,
@@ -267,6 +269,11 @@ class MiniMaxM3(Decoder):
         part = with_head_norms(super().attention(hp, i), hp, i)
         if not _has_indexer(hp, i):
             return part
+        if hp.index_heads != hp.n_head_kv or hp.rope_dim > hp.index_dim:
+            raise UnsupportedError(
+                f"blk.{i}: an indexer of {hp.index_heads} heads of {hp.index_dim} elements, for {hp.n_head_kv} KV "
+                f"heads and RoPE of {hp.rope_dim} elements; known are as many heads, no shorter than RoPE"
+            )
         stem = f"blk.{i}.indexer"
         indexer = BlockIndexer(
             q=hp.linear(f"{stem}.q_proj"),
@@ -275,7 +282,7 @@ class MiniMaxM3(Decoder):
             k_norm=hp.norm(f"{stem}.k_norm"),
             heads=hp.index_heads,
             dim=hp.index_dim,
-            block=hp.block,
+            rate=hp.block,
             top_blocks=hp.top_blocks,
             local_blocks=hp.local_blocks,
         )

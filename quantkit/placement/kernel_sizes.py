@@ -176,6 +176,11 @@ def scored_entries(n_ctx: int, rate: int) -> int:
     return max(4, entry_rows(n_ctx, rate))
 
 
+def scored_blocks(n_ctx: int, rate: int) -> int:
+    """Blocks of positions that buffers of scores and ranks have room for, the last one not whole."""
+    return max(4, -(-n_ctx // rate))
+
+
 def compressor_bytes(rate: int, kept: int, dim: int, overlapping: bool) -> int:
     """Per thread, to make an entry: the decoded rows of its window, and of the one before; maxima and totals."""
     return 4 * ((1 + overlapping) * rate * kept + 2 * dim)

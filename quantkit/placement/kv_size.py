@@ -13,7 +13,8 @@
                   of what it reads, and its indexer's, in the value type (blocks.CompressedAttention.kept); of the
                   entries and of the indexer's keys, n_ctx / ratio rows in float32 (runtime/kv/entries.py)
     blocks        in recurrent models, attention.compress_ratios: as attention, and n_ctx rows of the indexer's
-                  attention.indexer.key_length in the value type, n_ctx / ratio rows in float32 (runtime/kv/entries.py)
+                  attention.indexer.key_length in the value type, n_ctx / ratio rows in float32 (runtime/kv/entries.py);
+                  with attention.indexer.block_size, in layers with experts, n_ctx rows of the key in the value type
     n-grams       beside the state of layers in ple.layers, (ple.conv_kernel - 1) * ple.ngram_size columns of
                   hyper_connection.count * embedding_length in float32, and ple.ngram_size - 1 tokens
     convolution   shortconv.l_cache - 1 columns of embedding_length in float32
@@ -102,6 +103,8 @@ def of_layers(
             k = number(f"attention.key_length{own}") or number("attention.key_length") or width
             v = number(f"attention.value_length{own}") or number("attention.value_length") or width
             row, of_blocks = kv_heads * (_row(keys, k) + _row(values, v)), 0
+            if number("attention.indexer.block_size") and layer >= number("leading_dense_block_count"):
+                row += _row(values, number("attention.indexer.key_length"))
             if ratio := number("attention.compress_ratios", layer):
                 row += _row(values, number("attention.indexer.key_length"))
                 of_blocks = 4 * entry_rows(n_ctx, ratio) * number("attention.indexer.key_length")

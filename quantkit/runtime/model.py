@@ -27,7 +27,7 @@ from quantkit.inputs import arguments
 from quantkit.placement.offload import Offload
 from quantkit.placement.rules import Placement
 from quantkit.runtime import repacking
-from quantkit.runtime.blocks import altup, experts, float_linear, float_ops, hyper_connections, latent
+from quantkit.runtime.blocks import altup, dense, experts, float_linear, float_ops, hyper_connections, latent
 from quantkit.runtime.blocks.block_runner import BlockRunner
 from quantkit.runtime.blocks.float_attention import AttentionOptions
 from quantkit.runtime.blocks.spans import Span, batches
@@ -160,8 +160,8 @@ class Model(BlockRunner, Locked):
             raise UnsupportedError(f"-mla {mla}: known are {', '.join(map(str, latent.MODES))}")
         self.has_latents = latent.is_latent(self.blocks)
         is_split, dense_positions = profile or not placement.is_cpu_only, sys.maxsize
-        if placement.graph:  # its devices do not select positions: they attend to all, as far as that is the same
-            self.blocks, dense_positions = latent.dense(self.blocks)
+        if is_split:  # some devices do not select positions: they attend to all, as far as that is the same
+            self.blocks, dense_positions = dense.attending_to_all(self.blocks, latents=bool(placement.graph))
         count = thread_pool.check_threads(arguments.threads(threads) or thread_pool.default_threads())
         super().__init__(
             file.path, file.tensors, numerics=numerics, threads=count,
@@ -170,9 +170,7 @@ class Model(BlockRunner, Locked):
         Locked.__init__(self)
         self._cached = latent.cached(self.hparams, self.blocks, self.mla)
         n_ctx = None if n_ctx is None else arguments.integer(n_ctx, "the context (-c)", 0)
-        indexers = [part.indexer for block in self.blocks for part in block.parts if isinstance(part, blocks.Attention)]
-        bounds = [x.max_positions for x in indexers if isinstance(x, blocks.BlockIndexer)]
-        self._max_positions = min([dense_positions, *bounds])
+        self._max_positions = dense_positions
         self.n_ctx = min(n_ctx or self.hparams.n_ctx_train, self._max_positions)
         self._tokenizer = tokenizer
         if tripwire not in TRIPWIRES:
@@ -571,10 +569,12 @@ class Model(BlockRunner, Locked):
     def _require_positions(self, count: int) -> None:
         """UnsupportedError where attention would have to select among that many positions."""
         if count > self._max_positions:
-            where, remedy = (" with -sm graph", "-sm layer or ") if self.placement.graph else ("", "")
+            where, remedy = "on several devices, on GPUs or with --profile", "one CPU"
+            if self.has_latents:
+                where, remedy = "with -sm graph", "-sm layer"
             raise UnsupportedError(
                 f"{self.path}: {self.hparams.arch} attends to selected ones of more than {self._max_positions} "
-                f"positions, which this version does not select{where}; got {count}: take {remedy}shorter texts"
+                f"positions, which this version does not select {where}; got {count}: take {remedy}, or shorter texts"
             )
 
     def _check_attention(self, kind: CacheType, n_ctx: int | None) -> None:

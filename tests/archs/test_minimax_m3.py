@@ -1,4 +1,4 @@
-"""MiniMax M3: published checkpoints have other names than what transformers saves; long sequences are refused."""
+"""MiniMax M3: published checkpoints have other names than what transformers saves; what is refused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PUBLISHED: dict[str, Any] = {
 } | {
     "hidden_act": "swigluoai", "moe_layer_freq": [0, 1, 1], "n_shared_experts": 2,
     "sparse_attention_config": {
-        "sparse_num_index_heads": 2, "sparse_index_dim": 32, "sparse_block_size": 64, "sparse_topk_blocks": 4,
+        "sparse_num_index_heads": 2, "sparse_index_dim": 32, "sparse_block_size": 16, "sparse_topk_blocks": 3,
         "sparse_local_block": 1, "sparse_attention_freq": [0, 1, 1],
     },
 }  # fmt: skip
@@ -68,16 +68,25 @@ def test_published_names_and_settings() -> None:
         ARCH.metadata(PUBLISHED | {"moe_layer_freq": [0, 0, 1]})
 
 
-def test_more_positions_than_are_selected_are_refused(tmp_path: Path) -> None:
-    model = load(written(tmp_path / "m.gguf", "minimax-m3", index_topk_blocks=1, max_position_embeddings=512))
-    assert model.n_ctx == 64
-    cache, tokens = model.new_cache(80), np.arange(60)
+def test_indexers_that_are_not_known(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match=r"blk\.1: an indexer of 4 heads of 32 elements, for 2 KV heads"):
+        load(written(tmp_path / "heads.gguf", "minimax-m3", index_n_heads=4))
+    with pytest.raises(UnsupportedError, match="RoPE of 32 elements; known are as many heads, no shorter than RoPE"):
+        load(written(tmp_path / "dim.gguf", "minimax-m3", index_head_dim=16, rotary_dim=32))
+
+
+def test_devices_refuse_more_positions_than_are_selected(tmp_path: Path) -> None:
+    path = written(tmp_path / "m.gguf", "minimax-m3")
+    model, tokens = load(path, devices="cpu:0,cpu:1"), np.arange(44)
+    assert model.n_ctx == 48
+    np.testing.assert_allclose(model.logits(tokens), load(path).logits(tokens), atol=1e-5)
+    cache = model.new_cache(80)
     model.forward(tokens, cache)
     for call in (
         lambda: model.forward(tokens[:5], cache),
         lambda: model.forward_batch([(tokens[:5], cache)]),
-        lambda: model.forward_sequences(np.zeros((1, 65), np.int64), slice(None)),
-        lambda: model.run_block(model.blocks[0], model.embed(np.arange(65)), [Span(0, 65, model.layer_cache(65))]),
+        lambda: model.forward_sequences(np.zeros((1, 49), np.int64), slice(None)),
+        lambda: model.run_block(model.blocks[0], model.embed(np.arange(49)), [Span(0, 49, model.layer_cache(49))]),
     ):
-        with pytest.raises(UnsupportedError, match=r"selected ones of more than 64 positions.* got 65"):
+        with pytest.raises(UnsupportedError, match=r"selected ones of more than 48 positions.* got 49: take one CPU"):
             call()

@@ -18,6 +18,7 @@ from quantkit.errors import DataError, UnsupportedError
 from quantkit.formats.gguf import Tensor
 from quantkit.runtime.blocks import (
     altup,
+    block_indexer,
     compressed_attention,
     experts,
     float_attention,
@@ -133,6 +134,8 @@ class BlockRunner:
         gates = None if part.head_gate is None else self.linear(part.head_gate, y)
         if isinstance(part.indexer, blocks.PooledIndexer):
             spans = pooled_indexer.select(self, part.indexer, part.rope, layer, y, spans)
+        elif isinstance(part.indexer, blocks.BlockIndexer):
+            spans = block_indexer.select(self, part.indexer, part.rope, layer, y, spans)
         q = self.without_gates(projected, part.heads) if part.gated else projected
         q = self._rotated(part, part.q_norm, q, spans)
         k = None if k is None else self._rotated(part, part.k_norm, k, spans)

@@ -182,7 +182,8 @@ def _attend_head(
         if part.softcap is not None:
             reference.soft_cap(scores, np.float32(part.softcap))
         if span.selected is not None:
-            hidden = ~span.selected[first - span.start : stop - span.start, key:end]
+            selected = span.selected if span.selected.ndim == 2 else span.selected[:, head]
+            hidden = ~selected[first - span.start : stop - span.start, key:end]
             scores.reshape(tokens, group, -1)[np.broadcast_to(hidden[:, None], (tokens, group, end - key))] = HIDDEN
         reference.softmax_step(scores, group, position - key, window, maximum, denominator, acc)
         if part.values_in_keys:

@@ -18,7 +18,6 @@ that.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -138,19 +137,6 @@ def cached(hparams: blocks.HParams, parts: Sequence[blocks.Block], mla: int) -> 
     most = max(rows.values())
     dims = tuple((rows.get(layer, most), found.head_dim_v) for layer in range(hparams.n_layer))
     return replace(found, head_dim_k=most, cached_dims_of=dims)
-
-
-def dense(parts: Sequence[blocks.Block]) -> tuple[list[blocks.Block], int]:
-    """The blocks without the selection of sparse attention, and the positions up to which that selects all of them."""
-    sparse = [p for b in parts for p in b.parts if isinstance(p, blocks.LatentAttention) and p.sparse]
-    bound = min((part.indexer.top_k for part in sparse if part.indexer is not None), default=sys.maxsize)
-
-    def attending_to_all(part: blocks.Part) -> blocks.Part:
-        if isinstance(part, blocks.LatentAttention) and part.sparse:
-            return replace(part, sparse=False, indexer=None)
-        return part
-
-    return [replace(block, parts=tuple(map(attending_to_all, block.parts))) for block in parts], bound
 
 
 # --------------------------------------------------------------------------------------------- between latent and head

@@ -77,7 +77,7 @@ def _selected(
     count = length // part.rate
     if count <= part.top_blocks:
         return None
-    keys = block_keys(run, part, rope, _cached(cache, layer, count * part.rate, part.dim, run.threads), cache.n_ctx)
+    keys = block_keys(run, part, rope, cached_keys(cache, layer, count * part.rate, part.dim, run.threads), cache.n_ctx)
     visible = (positions + 1) // part.rate
     chosen = np.repeat(largest_of_first(scores(q, keys), visible, part.top_blocks), part.rate, axis=1)
     place = np.arange(length)
@@ -107,6 +107,6 @@ def scores(q: np.ndarray, keys: np.ndarray) -> np.ndarray:
     return total
 
 
-def _cached(cache: Cache, layer: int, length: int, dim: int, threads: int) -> np.ndarray:
+def cached_keys(cache: Cache, layer: int, length: int, dim: int, threads: int) -> np.ndarray:
     """float32[length, dim]: the indexer's keys that a cache holds."""
     return types.get(cache.type.v).dequantize(cache.index[layer][0, :length], dim, threads=threads)

@@ -13,7 +13,8 @@ from quantkit.runtime.kv.cache import Cache
 class Span(NamedTuple):
     """Rows start … stop of a batch are the next tokens of the sequence that `cache` holds.
 
-    selected   bool[stop - start, positions]: the positions that each token attends to; None: all up to its own
+    selected   bool[stop - start, positions]: the positions that each token attends to, or for each KV head
+               bool[stop - start, kv_heads, positions]; None: all up to its own. On a GPU a gpu_context.Selection
     received   float64[stop - start], to which attention adds what each token receives: the sum of its softmax weights
                over queries and heads; None: it is not wanted
     tokens     int64[stop - start], for layers that look up embeddings of their own; None: the model has none

@@ -69,8 +69,7 @@ def attend_token(ops: TokenOps, shape: PlannedCaches, x: Projected) -> Activatio
         scratch=scratch,
         private_stride=stride,
         softcap=0 if x.softcap is None else ops.constant(x.softcap),
-        selection=x.selection.address if x.selection else 0,
-        rate=x.selection.rate if x.selection else 1,
+        **(x.selection.fields if x.selection else {}),
         **x.rope,
     )
     ops.add(decode_attention.attention(heads), attention, barrier=True)
@@ -118,8 +117,7 @@ def attend_batch(ops: BatchOps, shape: PlannedCaches, x: Projected, out: int) ->
         private_stride=stride,
         sinks=x.sinks,
         softcap=0 if x.softcap is None else ops.constant(x.softcap),
-        selection=x.selection.address if x.selection else 0,
         selection_bytes=x.selection.nbytes if x.selection else 0,
-        rate=x.selection.rate if x.selection else 1,
+        **(x.selection.fields if x.selection else {}),
     )
     ops.add(prefill_attention.attention(heads, tokens), attention, barrier=True)

@@ -33,6 +33,7 @@ from quantkit.placement.kernel_sizes import activation_bytes, whole_lines
 from quantkit.runtime.blocks.spans import Span
 from quantkit.runtime.compiled import (
     altup,
+    block_indexer,
     compressed,
     delta_net,
     hyper_connections,
@@ -356,11 +357,13 @@ def add_attention(
     else:
         k = v = 0
     selection = None
-    if isinstance(part.indexer, blocks.PooledIndexer):
+    if part.indexer is not None:
         pooled_indexer.add_decode_products(ops, part.indexer, normed)
     ops.add_barrier()
     if isinstance(part.indexer, blocks.PooledIndexer):
         selection = pooled_indexer.add_decode(ops, layer, part.indexer, part.rope, shape)
+    elif isinstance(part.indexer, blocks.BlockIndexer):
+        selection = block_indexer.add_decode(ops, layer, part.indexer, part.rope, shape)
     if part.norms_across_heads:
         assert part.source is None, f"{part.q.weight}: norms over all heads, and keys of an earlier layer"
         q = _norm_across_heads(ops, part.q, part.q_norm, q, "q normed")

@@ -72,9 +72,7 @@ class ModelParts:
         parts = [part for block in self.block_list for part in block.parts]
         sparse = any(part.sparse for part in parts if isinstance(part, blocks.LatentAttention))
         selects = any(part.indexer is not None for part in parts if isinstance(part, blocks.CompressedAttention))
-        pools = any(
-            isinstance(part.indexer, blocks.PooledIndexer) for part in parts if isinstance(part, blocks.Attention)
-        )
+        pools = any(part.indexer is not None for part in parts if isinstance(part, blocks.Attention))
         return self.attends_plainly or sparse or selects or pools
 
     @property
@@ -387,11 +385,12 @@ def _record_of(cache: Cache, layer: int) -> LayerCache | EntryCache | LayerState
 
 
 def _index_of(cache: Cache, layer: int) -> EntryCache:
-    """Where the rows of an indexer of blocks, and the keys of blocks, are in a cache."""
-    assert cache.entries is not None
+    """Where the rows of an indexer of blocks, and the keys of blocks if there are any, are in a cache."""
+    rows = cache.index[layer].ctypes.data
+    if cache.entries is None:
+        return EntryCache(0, rows, cache.n_ctx, 0, 0, 0)
     _, keys = (each.ctypes.data for each in cache.entries.arrays(layer))
-    made = cache.entries.made.ctypes.data
-    return EntryCache(0, cache.index[layer].ctypes.data, cache.n_ctx, 0, keys, made)
+    return EntryCache(0, rows, cache.n_ctx, 0, keys, cache.entries.made.ctypes.data)
 
 
 class CompiledPlan(ABC):

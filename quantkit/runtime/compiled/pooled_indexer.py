@@ -23,11 +23,27 @@ from quantkit.runtime.kernels.cpu.indexer import IndexSizes
 
 
 class Selection(NamedTuple):
-    """Where the selections of tokens are: the address of the records, bytes of each, and positions of a block."""
+    """Where the selections of tokens are: the address of the records, bytes of a token's, and positions of a block.
+
+    head_bytes   of the record of a KV head; 0: one record for all heads
+    sees_rest    whether positions after the last whole block are seen always
+    """
 
     address: int
     nbytes: int
     rate: int
+    head_bytes: int = 0
+    sees_rest: bool = True
+
+    @property
+    def fields(self) -> dict[str, int]:
+        """Parameters of attention."""
+        return {
+            "selection": self.address,
+            "rate": self.rate,
+            "head_bytes": self.head_bytes,
+            "sees_rest": self.sees_rest,
+        }
 
 
 def _add(
@@ -104,7 +120,7 @@ def _add_selection(
     return found
 
 
-def add_decode_products(ops: TokenOps, part: blocks.PooledIndexer, normed: Activations) -> None:
+def add_decode_products(ops: TokenOps, part: blocks.PooledIndexer | blocks.BlockIndexer, normed: Activations) -> None:
     """Append the products with the normed input of the attention; a barrier follows."""
     ops.matvec(part.k, normed, ops.buffer("index key", 4 * part.dim))
     ops.matvec(part.q, normed, ops.buffer("index q", 4 * part.heads * part.dim))
@@ -118,7 +134,7 @@ def add_decode(
     return _add(ops, layer, part, rope, shape, 1, ops.position, q, k)
 
 
-def add_prefill_products(ops: BatchOps, part: blocks.PooledIndexer, normed: ProductRows) -> None:
+def add_prefill_products(ops: BatchOps, part: blocks.PooledIndexer | blocks.BlockIndexer, normed: ProductRows) -> None:
     """As `add_decode_products`."""
     ops.multiply(part.k, normed, ops.floats("index key", part.dim))
     ops.multiply(part.q, normed, ops.floats("index q", part.heads * part.dim))

@@ -31,6 +31,7 @@ from quantkit.placement.kernel_sizes import BATCH_TOKENS, activation_bytes, whol
 from quantkit.runtime.blocks.spans import Span
 from quantkit.runtime.compiled import (
     altup,
+    block_indexer,
     compressed,
     delta_net,
     hyper_connections,
@@ -324,7 +325,7 @@ def add_attention(
     """Append attention with its norm: projections, RoPE, caches, softmax, output; the result is added to x."""
     head_gates = ops.floats("head gates", part.heads) if part.head_gate is not None else 0
     own = (part.k, part.v) if part.source is None else ()
-    indexer = part.indexer if isinstance(part.indexer, blocks.PooledIndexer) else None
+    indexer = part.indexer
     of_indexer = (indexer.q, indexer.k) if indexer is not None else ()
     readers = (part.q, *own, *((part.head_gate,) if part.head_gate is not None else ()), *of_indexer)
     normed = _normed(ops, part.norm, normed_at, readers)
@@ -347,7 +348,11 @@ def add_attention(
     else:
         k = v = 0
         ops.add_barrier()
-    selection = pooled_indexer.add_prefill(ops, layer, indexer, part.rope, shape) if indexer is not None else None
+    selection = None
+    if isinstance(indexer, blocks.PooledIndexer):
+        selection = pooled_indexer.add_prefill(ops, layer, indexer, part.rope, shape)
+    elif isinstance(indexer, blocks.BlockIndexer):
+        selection = block_indexer.add_prefill(ops, layer, indexer, part.rope, shape)
     if part.gated:
         split = gates.SplitQueriesParameters(
             tokens=ops.token_count,

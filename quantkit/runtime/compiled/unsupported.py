@@ -61,7 +61,7 @@ def _linears(part: blocks.Part) -> list[blocks.Linear]:
     found: Sequence[blocks.Linear | None]
     if isinstance(part, blocks.Attention):
         found = part.q, part.k, part.v, part.out, part.head_gate
-        if isinstance(part.indexer, blocks.PooledIndexer):
+        if part.indexer is not None:
             found = *found, part.indexer.q, part.indexer.k
     elif isinstance(part, blocks.LatentAttention):
         found = part.q_a, part.q, part.kv_a, part.kv_b, part.k_b, part.v_b, part.out
@@ -103,7 +103,7 @@ def _in_matrices(weights: Weights, linears: Sequence[blocks.Linear]) -> str | No
 def _in_attention(part: blocks.Attention) -> str | None:
     if min(part.head_dim_k, part.head_dim_v) < MIN_HEAD_DIM:
         return f"heads of {part.head_dim_k} and {part.head_dim_v} elements: kernels need at least {MIN_HEAD_DIM}"
-    if isinstance(part.indexer, blocks.PooledIndexer) and part.indexer.dim % 32:
+    if part.indexer is not None and part.indexer.dim % 32:
         return f"an indexer of {part.indexer.dim} elements, not a multiple of 32 ({part.indexer.k.weight})"
     return None
 

@@ -17,8 +17,8 @@ A row is one head's key or value in the K or V type, rounded as runtime/kernels/
 head follow each other, so that attention reads memory in order. With khad or vhad the rows were rotated before
 (`kv_rounding.rotation`).
 
-Layers with an indexer of blocks (runtime/blocks/pooled_indexer.py) have a third array, of the indexer's keys before
-norm and RoPE, in the V type and never rotated:
+Layers with an indexer of blocks have a third array, of the indexer's keys before norm and RoPE
+(runtime/blocks/pooled_indexer.py) or after both (runtime/blocks/block_indexer.py), in the V type and never rotated:
 
     index[layer]   uint8[1, n_ctx, row bytes of the indexer's keys]
 

@@ -27,25 +27,26 @@ class HeadScaling:
 
 @dataclass(frozen=True)
 class BlockIndexer:
-    """Selects the blocks of `block` keys that a token attends to, `top_blocks` for each KV head, the last ones always.
+    """Selects whole blocks of `rate` positions for each KV head, the `top_blocks` ones with the largest scores.
 
-    Up to `max_positions` positions all blocks are selected. The runtime does not select: it refuses longer sequences.
+    With y the normed input: q = q_norm(q(y)) split into heads, one for each KV head, k = k_norm(k(y)). RoPE is that of
+    the attention; the cache holds k after it. The score of a block for head h is
+
+        max over its positions t, up to the token's own, of q_h . k_t
+
+    The last `local_blocks` blocks, of which the token's own is one, come before all others. Of equal scores the earlier
+    block comes first. Of a selected block a token sees the positions up to its own.
     """
 
-    q: Linear
-    k: Linear
-    q_norm: Norm
-    k_norm: Norm
+    q: Linear  # [heads * dim, n_embd]
+    k: Linear  # [dim, n_embd]
+    q_norm: Norm  # of each head; weight float32[dim]
+    k_norm: Norm  # weight float32[dim]
     heads: int
     dim: int
-    block: int
+    rate: int
     top_blocks: int
     local_blocks: int
-
-    @property
-    def max_positions(self) -> int:
-        """Positions up to which a token attends to all of them."""
-        return self.block * self.top_blocks
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ class HParams:
         return None
 
     def block_index_dim(self, layer: int) -> int:
-        """Elements of a token's key for the indexer of a layer, beside its keys and values; 0 without one."""
+        """Elements of a token's key for an indexer of blocks in a layer, beside its keys and values; 0 without one."""
         return 0
 
     def further_states(self) -> dict[int, StateShapes]:

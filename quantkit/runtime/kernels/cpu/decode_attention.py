@@ -187,6 +187,8 @@ class AttentionParameters(NamedTuple):
     softcap: int = 0  # address of a float32 that scores are capped by, or 0
     selection: int = 0  # address of the record of selected blocks, or 0: all positions are seen
     rate: int = 1  # positions of a block
+    head_bytes: int = 0  # from the record of a KV head to that of the next; 0: one for all
+    sees_rest: int = 1  # whether positions after the last whole block are seen always
 
 
 @functools.cache
@@ -227,7 +229,7 @@ def attention(shape: KernelHeads) -> Callback:
         first = max(0, position + 1 - view.window) if view.chunk == 0 else position // view.chunk * view.chunk
         count = position + 1 - first
         begin, end = first + count * thread // threads, first + count * (thread + 1) // threads
-        whole = (position + 1) // p.rate * p.rate
+        whole = (position + 1) // p.rate * p.rate if p.sees_rest != 0 else position + 1
         partial = p.partial + thread * heads * (padded_v + 2) * 4
         out = floats(partial, heads * (padded_v + 2))
         for head in range(heads):
@@ -235,11 +237,11 @@ def attention(shape: KernelHeads) -> Callback:
             out[head * (padded_v + 2) + padded_v] = _MASKED
         for head in range(p.kv_heads):
             result = partial + head * group * (padded_v + 2) * 4
-            head_queries = queries + head * group * padded_k * 4
+            head_queries, record = queries + head * group * padded_k * 4, p.selection + head * p.head_bytes
             for start in range(begin, end, span):
                 count_of_positions, row = min(span, end - start), head * cache.n_ctx + start
                 stop = start + count_of_positions
-                if p.selection != 0 and not sees_blocks(p.selection, p.rate, whole, start, stop):
+                if p.selection != 0 and not sees_blocks(record, p.rate, whole, start, stop):
                     continue
                 keys, values = cache.k + row * k_bytes, cache.v + row * v_bytes
                 span_scores(head_queries, keys, k_bytes, count_of_positions, group, dim_k, k_type, scores, span * 4)
@@ -247,7 +249,7 @@ def attention(shape: KernelHeads) -> Callback:
                     cap_scores(scores, span * 4, count_of_positions, group, load_float(p.softcap))
                 if p.selection != 0:
                     for g in range(group):
-                        hide_blocks(p.selection, p.rate, whole, start, stop, scores + g * span * 4)
+                        hide_blocks(record, p.rate, whole, start, stop, scores + g * span * 4)
                 span_softmax(scores, span * 4, count_of_positions, group, padded_v, result)
                 span_values(scores, span * 4, values, v_bytes, count_of_positions, group, dim_v, v_type, result)
 

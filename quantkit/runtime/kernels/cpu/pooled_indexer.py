@@ -54,7 +54,7 @@ class IndexParameters(NamedTuple):
 
 
 @kernel
-def _rotate(p, view, x, position):
+def rotate_head(p, view, x, position):
     """RoPE of float32[dim]."""
     half = p.rope_dim // 2
     cos, sin = floats(view.cos + position * half * 4, half), floats(view.sin + position * half * 4, half)
@@ -63,12 +63,12 @@ def _rotate(p, view, x, position):
 
 
 @kernel
-def _prepare_queries(p, view, token, first, last, position):
+def prepare_queries(p, view, token, first, last, position):
     """Norm and RoPE of queries first … last - 1 of a token."""
     for head in range(first, last):
         x = p.q + (token * p.heads + head) * p.dim * 4
         rms_norm_into(x, p.q_weight, p.dim, load_float(p.q_eps), x)
-        _rotate(p, view, x, position)
+        rotate_head(p, view, x, position)
 
 
 @callback(OPERATION)
@@ -78,7 +78,7 @@ def append_token(parameters, thread, threads):
     view, position = load_record(LayerView, p.layer_view), load_int(p.position)
     if thread == threads - 1:
         call6(p.write, p.k, load_record(EntryCache, view.caches).v + position * p.row_bytes, 0, 0, 0, 0)
-    _prepare_queries(p, view, 0, p.heads * thread // threads, p.heads * (thread + 1) // threads, position)
+    prepare_queries(p, view, 0, p.heads * thread // threads, p.heads * (thread + 1) // threads, position)
 
 
 @callback(OPERATION)
@@ -93,7 +93,7 @@ def append_batch(parameters, thread, threads):
         for token in range(max(first, span.start), min(last, span.start + span.tokens)):
             position = span.position + token - span.start
             call6(p.write, p.k + token * p.dim * 4, rows + position * p.row_bytes, 0, 0, 0, 0)
-            _prepare_queries(p, view, token, 0, p.heads, position)
+            prepare_queries(p, view, token, 0, p.heads, position)
 
 
 @kernel
@@ -108,7 +108,7 @@ def make_key(p, view, rows, block, out):
     for c in range(p.dim):
         y[c] /= np.float32(p.rate)
     rms_norm_into(out, p.k_weight, p.dim, load_float(p.k_eps), out)
-    _rotate(p, view, out, block * p.rate)
+    rotate_head(p, view, out, block * p.rate)
 
 
 @kernel

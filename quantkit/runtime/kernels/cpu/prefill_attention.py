@@ -153,16 +153,24 @@ class AttentionParameters(NamedTuple):
     sinks: int = 0  # float32[heads]: an extra score of each head, whose value is 0; or 0
     softcap: int = 0  # address of a float32 that scores are capped by, or 0
     selection: int = 0  # address of the records of selected blocks, one of each token, or 0: all positions are seen
-    selection_bytes: int = 0  # of a record
+    selection_bytes: int = 0  # of a token's records
     rate: int = 1  # positions of a block
+    head_bytes: int = 0  # from the record of a KV head to that of the next; 0: one for all
+    sees_rest: int = 1  # whether positions after the last whole block are seen always
 
 
 @kernel
-def _any_sees(p, token, tokens, position, start, stop):
+def _in_blocks(p, position):
+    """The positions up to a token's own that are in blocks: later ones are seen always."""
+    return (position + 1) // p.rate * p.rate if p.sees_rest != 0 else position + 1
+
+
+@kernel
+def _any_sees(p, head, token, tokens, position, start, stop):
     """Whether one of some tokens, the first at `position`, sees one of the positions start … stop - 1."""
     for t in range(tokens):
-        whole = (position + t + 1) // p.rate * p.rate
-        if sees_blocks(p.selection + (token + t) * p.selection_bytes, p.rate, whole, start, stop):
+        record = p.selection + (token + t) * p.selection_bytes + head * p.head_bytes
+        if sees_blocks(record, p.rate, _in_blocks(p, position + t), start, stop):
             return True
     return False
 
@@ -206,7 +214,7 @@ def attention(shape: KernelHeads, tokens: int) -> Callback:
             seen = max(0, position + 1 - window) if chunk == 0 else position // chunk * chunk
             for start in range(seen // KEY_BLOCK * KEY_BLOCK, position + token_count, step):
                 stop, token = min(start + step, position + token_count), span.start + first
-                if p.selection != 0 and not _any_sees(p, token, token_count, position, start, stop):
+                if p.selection != 0 and not _any_sees(p, head, token, token_count, position, start, stop):
                     continue
                 for block_start in range(start, stop, KEY_BLOCK):
                     block_keys, block_scores = min(KEY_BLOCK, stop - block_start), scores + (block_start - start) * 4
@@ -225,8 +233,8 @@ def attention(shape: KernelHeads, tokens: int) -> Callback:
                     if p.softcap != 0:
                         cap_scores(row_scores, 0, columns, 1, load_float(p.softcap))
                     if p.selection != 0:
-                        record = p.selection + (token + row // group) * p.selection_bytes
-                        whole = (position + row // group + 1) // p.rate * p.rate
+                        record = p.selection + (token + row // group) * p.selection_bytes + head * p.head_bytes
+                        whole = _in_blocks(p, position + row // group)
                         hide_blocks(record, p.rate, whole, start, stop, row_scores)
                     softmax_update(
                         row_scores, columns, visible_start, visible_end, dim_v, result, softmax_states + row * 8

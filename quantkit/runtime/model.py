@@ -160,8 +160,8 @@ class Model(BlockRunner, Locked):
             raise UnsupportedError(f"-mla {mla}: known are {', '.join(map(str, latent.MODES))}")
         self.has_latents = latent.is_latent(self.blocks)
         is_split, dense_positions = profile or not placement.is_cpu_only, sys.maxsize
-        if is_split:  # some devices do not select positions: they attend to all, as far as that is the same
-            self.blocks, dense_positions = dense.attending_to_all(self.blocks, latents=bool(placement.graph))
+        if placement.graph:  # its devices do not select positions: they attend to all, as far as that is the same
+            self.blocks, dense_positions = dense.attending_to_all(self.blocks)
         count = thread_pool.check_threads(arguments.threads(threads) or thread_pool.default_threads())
         super().__init__(
             file.path, file.tensors, numerics=numerics, threads=count,
@@ -569,12 +569,10 @@ class Model(BlockRunner, Locked):
     def _require_positions(self, count: int) -> None:
         """UnsupportedError where attention would have to select among that many positions."""
         if count > self._max_positions:
-            where, remedy = "on several devices, on GPUs or with --profile", "one CPU"
-            if self.has_latents:
-                where, remedy = "with -sm graph", "-sm layer"
             raise UnsupportedError(
                 f"{self.path}: {self.hparams.arch} attends to selected ones of more than {self._max_positions} "
-                f"positions, which this version does not select {where}; got {count}: take {remedy}, or shorter texts"
+                f"positions, which this version does not select with -sm graph; got {count}: take -sm layer or shorter "
+                "texts"
             )
 
     def _check_attention(self, kind: CacheType, n_ctx: int | None) -> None:

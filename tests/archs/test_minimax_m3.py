@@ -75,9 +75,9 @@ def test_indexers_that_are_not_known(tmp_path: Path) -> None:
         load(written(tmp_path / "dim.gguf", "minimax-m3", index_head_dim=16, rotary_dim=32))
 
 
-def test_devices_refuse_more_positions_than_are_selected(tmp_path: Path) -> None:
+def test_tensor_parallel_refuses_more_positions_than_are_selected(tmp_path: Path) -> None:
     path = written(tmp_path / "m.gguf", "minimax-m3")
-    model, tokens = load(path, devices="cpu:0,cpu:1"), np.arange(44)
+    model, tokens = load(path, devices="cpu:0,cpu:1", split_mode="graph"), np.arange(44)
     assert model.n_ctx == 48
     np.testing.assert_allclose(model.logits(tokens), load(path).logits(tokens), atol=1e-5)
     cache = model.new_cache(80)
@@ -88,5 +88,5 @@ def test_devices_refuse_more_positions_than_are_selected(tmp_path: Path) -> None
         lambda: model.forward_sequences(np.zeros((1, 49), np.int64), slice(None)),
         lambda: model.run_block(model.blocks[0], model.embed(np.arange(49)), [Span(0, 49, model.layer_cache(49))]),
     ):
-        with pytest.raises(UnsupportedError, match=r"selected ones of more than 48 positions.* got 49: take one CPU"):
+        with pytest.raises(UnsupportedError, match=r"selected ones of more than 48 positions.* got 49: take -sm layer"):
             call()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -61,6 +62,21 @@ def test_other_caches(tmp_path: Path, cache_type: str) -> None:
     pair = fast.forward_sequences(np.stack([TOKENS, TOKENS[::-1]]), slice(None))
     assert spread(pair[0], expected) < 4e-3
     assert spread(pair[1], exact.logits(TOKENS[::-1])) < 4e-3
+
+
+@pytest.mark.parametrize("how", [{}, {"gpu_layers": 2, "kv_on_cpu": True}], ids=str)
+@pytest.mark.parametrize("numerics", ["exact", "fast"])
+def test_devices_select_as_one_does(tmp_path: Path, numerics: str, how: dict[str, Any]) -> None:
+    path = written(tmp_path / "m.gguf", "minimax-m3")
+    one, two = load(path, numerics=numerics), load(path, numerics=numerics, devices="cpu:0,cpu:1", **how)
+    expected, limit = one.logits(TOKENS), 1e-5 if numerics == "exact" else 1e-2
+    assert spread(two.logits(TOKENS), expected) < limit
+    assert spread(by_steps(two, TOKENS), expected) < limit
+    cache, again = two.new_cache(96), two.new_cache(96)
+    assert cache.nbytes == one.new_cache(96).nbytes
+    two.forward(TOKENS[:70], cache)
+    again.restore(cache.save())
+    assert spread(two.forward(TOKENS[70:], again), expected[70:]) < limit
 
 
 def test_the_size_of_the_cache(tmp_path: Path) -> None:

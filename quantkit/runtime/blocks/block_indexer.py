@@ -6,53 +6,66 @@ sequence has no more blocks than are selected, it attends to all positions, and 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 
 from quantkit.archs.common import blocks
 from quantkit.runtime.blocks.float_ops import ignore_nonfinite
-from quantkit.runtime.blocks.indexer import largest_of_first
-from quantkit.runtime.blocks.pooled_indexer import PooledIndexerRun, append_keys, cached_keys
+from quantkit.runtime.blocks.indexer import Index, IndexerRun, largest_of_first
+from quantkit.runtime.blocks.pooled_indexer import append_keys, cached_keys
 from quantkit.runtime.blocks.spans import Span
-from quantkit.runtime.kv.cache import Cache
 
 
 def select(
-    run: PooledIndexerRun, part: blocks.BlockIndexer, rope: blocks.Rope, layer: int, y: np.ndarray, spans: list[Span]
+    run: IndexerRun, part: blocks.BlockIndexer, rope: blocks.Rope, layer: int, y: Any, spans: list[Span]
 ) -> list[Span]:
     """The spans with the positions that their tokens attend to; the caches get the keys of the indexer.
 
     y float32[tokens, n_embd] is the normed input of the attention.
     """
+    run.select_positions(part, layer, _index(run, part, rope, y, spans), spans)
+    return run.selected(layer, spans)
+
+
+def _index(run: IndexerRun, part: blocks.BlockIndexer, rope: blocks.Rope, y: Any, spans: list[Span]) -> Index:
     keys = run.norm(part.k_norm, run.linear(part.k, y))
     run.apply_rope(keys, rope, part.dim, spans)
-    for span in spans:
-        append_keys(keys[span.start : span.stop], span.cache, layer)
-    lengths = [span.cache.length + span.stop - span.start for span in spans]
-    if not run.observes and all(length <= part.rate * part.top_blocks for length in lengths):
-        return spans
+    bound = max(run.position_bound(span.cache, span.stop - span.start) for span in spans)
+    if bound <= part.rate * part.top_blocks and not run.observes:
+        return Index(keys)
     q = run.norm(part.q_norm, run.linear(part.q, y).reshape(-1, part.dim)).reshape(len(y), -1)
     run.apply_rope(q, rope, part.dim, spans)
-    heads = q.reshape(len(y), part.heads, part.dim)
-    return [
-        span._replace(selected=_selected(run, part, layer, heads[span.start : span.stop], span.cache)) for span in spans
-    ]
+    return Index(keys, q)
 
 
-def _selected(
-    run: PooledIndexerRun, part: blocks.BlockIndexer, layer: int, q: np.ndarray, cache: Cache
-) -> np.ndarray | None:
-    """bool[tokens, heads, positions] of queries float32[tokens, heads, dim] from `cache.length` on; None: all."""
-    positions = cache.length + np.arange(len(q))
-    length = int(positions[-1]) + 1
-    if length <= part.rate * part.top_blocks:
-        return None
-    scored = scores(q, cached_keys(cache, layer, length, part.dim, run.threads), positions, part.rate)
-    own = positions // part.rate
+def selections(
+    part: blocks.BlockIndexer, layer: int, index: Index, spans: Sequence[Span], threads: int
+) -> list[np.ndarray | None]:
+    """For each span bool[tokens, heads, positions], None: all. The caches get the keys."""
+    found: list[np.ndarray | None] = []
+    for span in spans:
+        rows, cache = slice(span.start, span.stop), span.cache
+        append_keys(index.keys[rows], cache, layer)
+        length = cache.length + span.stop - span.start
+        if length <= part.rate * part.top_blocks:
+            found.append(None)
+            continue
+        keys = cached_keys(cache, layer, length, part.dim, threads)
+        found.append(selected(part, index.q[rows].reshape(-1, part.heads, part.dim), keys, cache.length))
+    return found
+
+
+def selected(part: blocks.BlockIndexer, q: np.ndarray, keys: np.ndarray, first: int) -> np.ndarray:
+    """bool[tokens, heads, positions] of queries float32[tokens, heads, dim] from position `first` on."""
+    positions = first + np.arange(len(q))
+    scored, own = scores(q, keys, positions, part.rate), positions // part.rate
     for distance in range(part.local_blocks):
         scored[np.arange(len(q)), :, np.maximum(own - distance, 0)] = np.inf
     of_heads = [largest_of_first(scored[:, head], own + 1, part.top_blocks) for head in range(part.heads)]
-    chosen = np.repeat(np.stack(of_heads, axis=1), part.rate, axis=2)[:, :, :length]
-    found: np.ndarray = chosen & (np.arange(length) <= positions[:, None])[:, None]
+    chosen = np.repeat(np.stack(of_heads, axis=1), part.rate, axis=2)[:, :, : len(keys)]
+    found: np.ndarray = chosen & (np.arange(len(keys)) <= positions[:, None])[:, None]
     return found
 
 

@@ -192,9 +192,12 @@ class BlockRunner:
         """float32[tokens, heads * head_dim_v] of latent attention; see `latent.attend`."""
         return latent.attend(self, part, layer, q, latents, spans)
 
-    def select_positions(self, part: blocks.Indexer, layer: int, index: indexer.Index, spans: list[Span]) -> None:
+    def select_positions(self, part: indexer.AnyIndexer, layer: int, index: indexer.Index, spans: list[Span]) -> None:
         """Append an indexer's keys to the caches, and keep what it selects; see `indexer.selections`."""
-        self.selections = indexer.selections(part, layer, index, spans, self.threads)
+        if isinstance(part, blocks.BlockIndexer):
+            self.selections = block_indexer.selections(part, layer, index, spans, self.threads)
+        else:
+            self.selections = indexer.selections(part, layer, index, spans, self.threads)
 
     def selected(self, layer: int, spans: list[Span]) -> list[Span]:
         """The spans with what the last indexer has selected."""

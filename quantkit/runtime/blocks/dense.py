@@ -9,15 +9,12 @@ from dataclasses import replace
 from quantkit.archs.common import blocks
 
 
-def attending_to_all(parts: Sequence[blocks.Block], latents: bool) -> tuple[list[blocks.Block], int]:
-    """The blocks without indexers of blocks of positions, and the positions up to which these select all of them.
-
-    With `latents` also without the selection of latent attention.
-    """
+def attending_to_all(parts: Sequence[blocks.Block]) -> tuple[list[blocks.Block], int]:
+    """The blocks without indexers, and the positions up to which these select all of them."""
     bounds = [sys.maxsize]
 
     def attending(part: blocks.Part) -> blocks.Part:
-        if latents and isinstance(part, blocks.LatentAttention) and part.sparse:
+        if isinstance(part, blocks.LatentAttention) and part.sparse:
             bounds.extend([part.indexer.top_k] if part.indexer is not None else [])
             return replace(part, sparse=False, indexer=None)
         if isinstance(part, blocks.Attention) and isinstance(part.indexer, blocks.BlockIndexer):

@@ -19,6 +19,8 @@ from quantkit.runtime.blocks.spans import Span
 from quantkit.runtime.kernels import kv_rounding
 from quantkit.runtime.kv.cache import Cache
 
+AnyIndexer = blocks.Indexer | blocks.BlockIndexer
+
 
 class IndexerRun(Protocol):
     """What this module needs of a BlockRunner, or of a GPU's worker, whose arrays are tensors."""
@@ -45,7 +47,7 @@ class IndexerRun(Protocol):
     def position_bound(self, cache: Cache, tokens: int) -> int:
         """All positions of a cache's next tokens are below this."""
 
-    def select_positions(self, part: blocks.Indexer, layer: int, index: Index, spans: list[Span]) -> None:
+    def select_positions(self, part: AnyIndexer, layer: int, index: Index, spans: list[Span]) -> None:
         """Append the keys to the caches and keep what `selections` gives, on the device of the layer's caches."""
 
     def selected(self, layer: int, spans: list[Span]) -> list[Span]:
@@ -56,8 +58,8 @@ class Index(NamedTuple):
     """What an indexer makes of a batch, after RoPE.
 
     keys      float32[tokens, dim]
-    q         float32[tokens, heads * dim]; None where all positions are selected, and of weights too
-    weights   float32[tokens, heads]
+    q         float32[tokens, heads * dim]; None where all positions are selected
+    weights   float32[tokens, heads], of blocks.Indexer where there is q
     """
 
     keys: Any

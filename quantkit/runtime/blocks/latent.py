@@ -92,7 +92,7 @@ class LatentRun(Observed, Protocol):
     def position_bound(self, cache: Cache, tokens: int) -> int:
         """All positions of a cache's next tokens are below this."""
 
-    def select_positions(self, part: blocks.Indexer, layer: int, index: indexer.Index, spans: list[Span]) -> None:
+    def select_positions(self, part: indexer.AnyIndexer, layer: int, index: indexer.Index, spans: list[Span]) -> None:
         """As of a BlockRunner: what an indexer selects is kept."""
 
     def selected(self, layer: int, spans: list[Span]) -> list[Span]:

@@ -46,16 +46,20 @@ def require_cache(device: str, kind: CacheType, dim_k: int, dim_v: int) -> None:
 
 def append_rows(worker: GpuContext, k: torch.Tensor | None, v: torch.Tensor | None, cache: Cache, layer: int) -> None:
     """Append keys and values float32[tokens, kv_heads * head_dim] to a layer of a cache on this GPU; not None."""
-    sides = (k, cache.k[layer], cache.type.k), (v, cache.v[layer], cache.type.v)
+    sides: tuple[tuple[Any, Any, str], ...] = (k, cache.k[layer], cache.type.k), (v, cache.v[layer], cache.type.v)
     for x, rows, kind in sides:
-        if x is None:
-            continue
-        (heads, n_ctx, row_bytes), tokens = rows.shape, len(x)
-        dim = x.shape[1] // heads
-        positions = worker.next_positions(cache, tokens)
-        warps = tokens * heads * -(-dim // 32)
-        worker.gpu.launch_each(attention.append(kind), 32 * warps, attention.THREADS, x.contiguous(), heads, dim,
-                               row_bytes, n_ctx, positions, tokens, rows)  # fmt: skip
+        if x is not None:
+            append_to(worker, x, rows, kind, cache)
+
+
+def append_to(worker: GpuContext, x: torch.Tensor, rows: torch.Tensor, kind: str, cache: Cache) -> None:
+    """Append float32[tokens, heads * dim] to rows uint8[heads, n_ctx, row bytes] of a cache, of the type `kind`."""
+    (heads, n_ctx, row_bytes), tokens = rows.shape, len(x)
+    dim = x.shape[1] // heads
+    positions = worker.next_positions(cache, tokens)
+    warps = tokens * heads * -(-dim // 32)
+    worker.gpu.launch_each(attention.append(kind), 32 * warps, attention.THREADS, x.contiguous(), heads, dim, row_bytes,
+                           n_ctx, positions, tokens, rows)  # fmt: skip
 
 
 def attend(worker: GpuContext, heads: Heads, layer: int, q: torch.Tensor, cache: Cache) -> torch.Tensor:
@@ -81,42 +85,48 @@ def attend_one(worker: GpuContext, heads: Heads, layer: int, q: torch.Tensor, ca
 def attend_selected(
     worker: GpuContext, heads: Heads, layer: int, q: torch.Tensor, cache: Cache, selection: Selection
 ) -> torch.Tensor:
-    """As `attend` over latents, to the positions that are selected for each token: their rows are gathered."""
-    assert heads.values_in_keys
-    rows: Any = cache.k[layer][0]
-    if len(q) > cuda_device.MAX_PACKED_VECTORS and cache.type.k in TORCH_DTYPES:
-        return _attend_selected_with_torch(worker, heads, q, rows, cache, selection)
+    """As `attend`, to the positions that are selected for each token: their rows are gathered for each KV head."""
+    kinds = cache.type.k, cache.type.k if heads.values_in_keys else cache.type.v
+    if len(q) > cuda_device.MAX_PACKED_VECTORS and heads.sinks is None and TORCH_DTYPES.keys() >= {*kinds}:
+        return _attend_selected_with_torch(worker, heads, layer, q, cache, selection)
     parts = []
-    for token, positions in enumerate(selection.positions):
-        one, gathered = slice(token, token + 1), rows.index_select(0, positions)[None]
-        kinds, last = (cache.type.k, cache.type.k), selection.counts[one] - 1
-        keys = _Stored(gathered, gathered, kinds, last, gathered.shape[1])
+    for token in range(len(q)):
+        one = slice(token, token + 1)
+        k, v = (x[0] for x in _gathered(heads, layer, cache, selection.positions[one]))
+        keys = _Stored(k, v, kinds, selection.counts[one] - 1, k.shape[1])
         parts.append(_attend_by_kernels(worker, heads, q[one], keys))
     return parts[0] if len(parts) == 1 else worker.gpu.torch.cat(parts)
 
 
+def _gathered(heads: Heads, layer: int, cache: Cache, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """uint8[tokens, kv heads, n, row bytes] of keys and of values, of `Selection.positions`."""
+    sides: list[Any] = [cache.k[layer]] if heads.values_in_keys else [cache.k[layer], cache.v[layer]]
+    places = positions.view(len(positions), -1, positions.shape[-1])  # latents have one KV head
+    found = []
+    for rows in sides:
+        of_tokens = rows.expand(len(positions), *rows.shape)
+        found.append(of_tokens.gather(2, places[..., None].expand(-1, -1, -1, rows.shape[-1])))
+    return found[0], found[-1]
+
+
 def _attend_selected_with_torch(
-    worker: GpuContext,
-    heads: Heads,
-    q: torch.Tensor,
-    rows: torch.Tensor,
-    cache: Cache,
-    selection: Selection,
+    worker: GpuContext, heads: Heads, layer: int, q: torch.Tensor, cache: Cache, selection: Selection
 ) -> torch.Tensor:
-    """`attend_selected` of many tokens over a cache of floats: each token is a batch of its heads."""
-    library, device, count = worker.gpu.torch, worker.gpu.torch_device, selection.positions.shape[1]
-    latents = rows.view(getattr(library, TORCH_DTYPES[cache.type.k]))
-    step = max(1, GATHERED // (count * heads.head_dim_k))
+    """`attend_selected` of many tokens over a cache of floats: each token is a batch of its KV heads."""
+    library, device, count = worker.gpu.torch, worker.gpu.torch_device, selection.positions.shape[-1]
+    kinds = cache.type.k, cache.type.k if heads.values_in_keys else cache.type.v
+    step = max(1, GATHERED // (count * heads.kv_heads * heads.head_dim_k))
     parts = []
     for first in range(0, len(q), step):
         some = slice(first, first + step)
-        keys = latents[selection.positions[some]][:, None]
+        rows = _gathered(heads, layer, cache, selection.positions[some])
+        k, v = (x.view(getattr(library, TORCH_DTYPES[kind])) for x, kind in zip(rows, kinds))
         seen = library.arange(count, device=device) < selection.counts[some, None]
+        queries = q[some].view(len(k), heads.kv_heads, -1, heads.head_dim_k).to(k.dtype)
         attended: torch.Tensor = library.nn.functional.scaled_dot_product_attention(
-            q[some].view(-1, 1, heads.heads, heads.head_dim_k).to(keys.dtype), keys, keys,
-            attn_mask=None if cache.length + 1 >= count else seen[:, None, None], scale=heads.scale,
-        )  # fmt: skip
-        parts.append(attended[:, 0, :, : heads.head_dim_v].reshape(keys.shape[0], -1).float())
+            queries, k, v.to(k.dtype), attn_mask=seen[:, None, None], scale=heads.scale
+        )
+        parts.append(attended[..., : heads.head_dim_v].reshape(len(k), -1).float())
     return parts[0] if len(parts) == 1 else library.cat(parts)
 
 

@@ -11,7 +11,7 @@ from quantkit.formats.gguf import Tensor
 from quantkit.placement.devices import Device
 from quantkit.runtime.blocks.experts import Reduction
 from quantkit.runtime.blocks.float_attention import Heads
-from quantkit.runtime.blocks.indexer import Index
+from quantkit.runtime.blocks.indexer import AnyIndexer, Index
 from quantkit.runtime.blocks.spans import Span
 from quantkit.runtime.kv.cache import Cache
 from quantkit.runtime.parallel.ledger import Ledger
@@ -40,7 +40,7 @@ class RopeTable(NamedTuple):
 class Selection(NamedTuple):
     """The positions that each token of a sequence attends to, in sparse attention.
 
-    positions   int64[tokens, top_k], different ones in each row
+    positions   int64[tokens, top_k], different ones in each row; of a BlockIndexer int64[tokens, kv_heads, top_k]
     counts      int32[tokens]: so many of the first ones are selected
     """
 
@@ -127,7 +127,7 @@ class GpuContext(Protocol):
     def rope_table(self, rope: blocks.Rope, spans: list[Span]) -> RopeTable:
         """The angles of RoPE for all positions of the spans' next tokens."""
 
-    def select_positions(self, part: blocks.Indexer, layer: int, index: Index, spans: list[Span]) -> None:
+    def select_positions(self, part: AnyIndexer, layer: int, index: Index, spans: list[Span]) -> None:
         """Append an indexer's keys to the caches, and keep what it selects."""
 
     def selected(self, layer: int, spans: list[Span]) -> list[Span]:

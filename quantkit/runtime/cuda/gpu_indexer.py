@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     import torch
 
 
-def require_cache(kind: CacheType, dim: int) -> None:
+def require_cache(kind: CacheType, part: blocks.Indexer) -> None:
     """UnsupportedError where there is no kernel for the indexer's keys, which have the type of values."""
-    attention.check((kind.v, kind.v), (dim, dim))
+    attention.check((kind.v, kind.v), (part.dim, part.dim))
     attention.append(kind.v)
 
 

@@ -36,7 +36,7 @@ from quantkit.placement.devices import CPU, Device
 from quantkit.runtime.blocks import float_linear, latent
 from quantkit.runtime.blocks.block_runner import BlockRunner
 from quantkit.runtime.blocks.float_attention import Heads
-from quantkit.runtime.blocks.indexer import Index
+from quantkit.runtime.blocks.indexer import AnyIndexer, Index
 from quantkit.runtime.blocks.spans import Span
 from quantkit.runtime.cuda.gpu_context import RopeTable
 from quantkit.runtime.cuda.gpu_experts import GpuExperts
@@ -522,12 +522,15 @@ class CudaWorker(Worker):
 
         gpu_attention.require_cache(self.device.name, kind, dim_k, dim_v)
 
-    def require_index_cache(self, kind: CacheType, dim: int) -> None:
-        """As `gpu_indexer.require_cache`."""
+    def require_index_cache(self, kind: CacheType, part: AnyIndexer) -> None:
+        """As `gpu_indexer.require_cache`, or that of `gpu_block_indexer`."""
 
-        from quantkit.runtime.cuda import gpu_indexer
+        from quantkit.runtime.cuda import gpu_block_indexer, gpu_indexer
 
-        gpu_indexer.require_cache(kind, dim)
+        if isinstance(part, blocks.BlockIndexer):
+            gpu_block_indexer.require_cache(self.device.name, kind, part)
+        else:
+            gpu_indexer.require_cache(kind, part)
 
     def append_rows(self, k: Any, v: Any, cache: Any, layer: int) -> None:
         """As `gpu_attention.append_rows`."""
@@ -590,15 +593,18 @@ class CudaWorker(Worker):
 
         return gpu_latent.attention(self, part, layer, x, spans)
 
-    def select_positions(self, part: blocks.Indexer, layer: int, index: Index, spans: list[Span]) -> None:
-        """As `gpu_indexer.selections`, on the device of the layer's cache."""
+    def select_positions(self, part: AnyIndexer, layer: int, index: Index, spans: list[Span]) -> None:
+        """As `gpu_indexer.selections`, or those of `gpu_block_indexer`, on the device of the layer's cache."""
 
-        from quantkit.runtime.cuda import gpu_indexer
+        from quantkit.runtime.cuda import gpu_block_indexer, gpu_indexer
 
         if self._split.attends(layer, self) is not self:
             super().select_positions(part, layer, index, spans)
             return
-        self.selections = gpu_indexer.selections(self, part, layer, index, spans)
+        if isinstance(part, blocks.BlockIndexer):
+            self.selections = gpu_block_indexer.selections(self, part, layer, index, spans)
+        else:
+            self.selections = gpu_indexer.selections(self, part, layer, index, spans)
         self._split.selector = self
 
     def selection_to_host(self, selection: Any, span: Span) -> np.ndarray | None:

@@ -241,7 +241,7 @@ class Cache:
         if self.one_layer:
             raise DataError("a cache whose layers share their arrays cannot be saved: it holds the last layer only")
         k, v = ([self._copy(x[:, : self.length]) for x in side] for side in (self.k, self.v))
-        index = [x[:, : self.length].copy() for x in self.index]
+        index = [self._copy(x[:, : self.length]) for x in self.index]
         return State(self.type, self.length, k, v, {i: copy.deepcopy(self.state(i)) for i in self.states}, index)
 
     def _copy(self, x: np.ndarray) -> np.ndarray:

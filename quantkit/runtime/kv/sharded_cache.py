@@ -26,10 +26,12 @@ class DeviceShare:
     """What a device has of a cache: key/value heads by attention layer, sizes of states by recurrent layer.
 
     zeros   makes its arrays
+    index   elements of a key of an indexer of blocks, by layer
     """
 
     zeros: Zeros = np.zeros
     heads: dict[int, int] = field(default_factory=dict)
+    index: dict[int, int] = field(default_factory=dict)
     recurrent: dict[int, Recurrence] = field(default_factory=dict)
 
 
@@ -137,6 +139,14 @@ class _DeviceCache(Cache):
                 arrays[key] = k, v
             rows.append(arrays[key])
         self.k, self.v = tuple(k for k, _ in rows), tuple(v for _, v in rows)
+        indexed: dict[tuple[int, int], np.ndarray] = {}
+        if self.shape.index_dims:
+            of_layers = [share.index.get(layer, 0) for layer in range(hparams.n_layer)]
+            rows_of = [(dim, -1 if self.one_layer or not dim else layer) for layer, dim in enumerate(of_layers)]
+            for dim, number in dict.fromkeys(rows_of):
+                nbytes = types.layout(self.type.v).row_bytes(dim)
+                indexed[dim, number] = self._zeros((min(dim, 1), self.n_ctx, nbytes), "uint8")
+            self.index = tuple(indexed[each] for each in rows_of)
         if len({*share.recurrent.values()}) > 1:
             raise UnsupportedError(
                 "--max-gpu gives a device other heads of each recurrent layer, which have one size of state here; "
@@ -145,6 +155,7 @@ class _DeviceCache(Cache):
         self._make_states({i: sizes.state_shapes for i, sizes in sorted(share.recurrent.items())}, self._zeros)
         self.state_bytes = sum(x.nbytes for x in {id(x): x for x in self.states.values()}.values())
         self.nbytes = self.state_bytes + sum(k.nbytes + v.nbytes for k, v in arrays.values())
+        self.nbytes += sum(x.nbytes for x in indexed.values())
 
     @property
     def length(self) -> int:

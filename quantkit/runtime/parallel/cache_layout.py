@@ -51,10 +51,12 @@ class CacheLayout:
         for _, worker, part in self._holders():
             if isinstance(part, blocks.Attention):
                 worker.require_cache(kind, part.kv_heads, part.head_dim_k, part.head_dim_v)
+                if isinstance(part.indexer, blocks.BlockIndexer):
+                    worker.require_index_cache(kind, part.indexer)
             elif isinstance(part, blocks.LatentAttention) and self._mla:
                 worker.require_cache(kind, 1, part.latent, 0)
                 if part.indexer is not None:
-                    worker.require_index_cache(kind, part.indexer.dim)
+                    worker.require_index_cache(kind, part.indexer)
             elif isinstance(part, blocks.LatentAttention):
                 worker.require_cache(kind, part.heads, part.head_dim_k, part.head_dim_v)
 
@@ -71,6 +73,8 @@ class CacheLayout:
             share = shares[worker.device.name]
             if isinstance(part, blocks.Attention):
                 share.heads[layer] = part.kv_heads
+                if isinstance(part.indexer, blocks.BlockIndexer):
+                    share.index[layer] = part.indexer.dim
             elif isinstance(part, blocks.LatentAttention):
                 share.heads[layer] = 1 if self._mla else part.heads
             elif isinstance(part, blocks.RECURRENT):

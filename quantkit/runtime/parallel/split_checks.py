@@ -53,7 +53,7 @@ def tensor_names(block: blocks.Block) -> Iterator[str]:
         for value in vars(part).values():
             if isinstance(value, (blocks.Linear, blocks.Norm)) and value.weight:
                 yield value.weight
-            elif isinstance(value, (blocks.FeedForward, blocks.Indexer)):
+            elif isinstance(value, (blocks.FeedForward, blocks.Indexer, blocks.BlockIndexer)):
                 pending.append(value)
 
 

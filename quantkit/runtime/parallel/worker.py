@@ -207,8 +207,8 @@ class Worker(BlockRunner):
     def require_cache(self, kind: CacheType, heads: int, dim_k: int, dim_v: int) -> None:
         """UnsupportedError where this device cannot attend over such a cache; with dim_v 0 values are in the keys."""
 
-    def require_index_cache(self, kind: CacheType, dim: int) -> None:
-        """UnsupportedError where this device cannot select positions by keys of `dim` elements in such a cache."""
+    def require_index_cache(self, kind: CacheType, part: indexer.AnyIndexer) -> None:
+        """UnsupportedError where this device cannot select positions by an indexer's keys in such a cache."""
 
     def _of(self, name: str) -> Worker:
         """The worker of the device that has a tensor."""
@@ -271,7 +271,7 @@ class Worker(BlockRunner):
             return super().attend_latents(part, layer, q, latents, spans)
         return self._run_on(other, lambda q, c: other.attend_latents(part, layer, q, c, spans), q, latents)
 
-    def select_positions(self, part: blocks.Indexer, layer: int, index: indexer.Index, spans: list[Span]) -> None:
+    def select_positions(self, part: indexer.AnyIndexer, layer: int, index: indexer.Index, spans: list[Span]) -> None:
         """As `BlockRunner.select_positions`, on the device of the layer's cache."""
         other = self._split.attends(layer, self)
         if other is self:

@@ -12,8 +12,8 @@ import torch
 
 from quantkit import types
 from quantkit.errors import UnsupportedError
-from quantkit.runtime.blocks import indexer
-from quantkit.runtime.cuda import gpu_attention, gpu_indexer
+from quantkit.runtime.blocks import block_indexer, indexer
+from quantkit.runtime.cuda import gpu_attention, gpu_block_indexer, gpu_indexer
 from quantkit.runtime.cuda.gpu_context import Selection
 from quantkit.runtime.kernels import kv_rounding
 from quantkit.runtime.kernels.cuda import indexer as index_kernels
@@ -96,6 +96,15 @@ TINY: dict[str, Any] = {
 }  # fmt: skip
 
 
+SMALL: dict[str, dict[str, Any]] = {
+    "glm-dsa": TINY | {"indexer_types": ["full", "shared"]},
+    "minimax-m3": {
+        "hidden_size": 32, "num_attention_heads": 4, "index_block_size": 2, "index_topk_blocks": 2,
+        "num_hidden_layers": 1, "mlp_layer_types": ["sparse"], "layer_types": ["minimax_m3_sparse"],
+    },
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("arch", "how"),
     [
@@ -103,6 +112,8 @@ TINY: dict[str, Any] = {
         pytest.param("glm-dsa", {"numerics": "fast", "cache_type": "q8_0"}, marks=pytest.mark.full),
         pytest.param("deepseek32", {}, marks=pytest.mark.full),
         pytest.param("mistral-large4", {"numerics": "fast"}, marks=pytest.mark.full),
+        ("minimax-m3", {"numerics": "fast"}),
+        pytest.param("minimax-m3", {"cache_type": "q8_0/f16"}, marks=pytest.mark.full),
         pytest.param("glm-dsa", {"override_tensor": "blk.1=CPU,indexer=CPU"}, marks=pytest.mark.full),
     ],
     ids=str,
@@ -111,9 +122,9 @@ def test_long_texts(gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     """A prompt beyond what is selected, two more tokens, and single ones, the last of which are replayed."""
     if SIMULATED:
         by_torch(monkeypatch)
-    kinds = {"indexer_types": ["full", "shared"]} if arch == "glm-dsa" else {}
-    path = written(tmp_path / "m.gguf", arch, **TINY, **kinds)
-    for module, name in ((gpu_attention, "GATHERED"), (gpu_indexer, "GPU_INDEX_ELEMENTS")):
+    path = written(tmp_path / "m.gguf", arch, **SMALL.get(arch, TINY))
+    for module, name in ((gpu_attention, "GATHERED"), (gpu_indexer, "GPU_INDEX_ELEMENTS"),
+                         (gpu_block_indexer, "GPU_INDEX_ELEMENTS")):  # fmt: skip
         monkeypatch.setattr(module, name, 300)  # some tokens at a time
     expected = load(path, **{key: how[key] for key in ("numerics", "cache_type") if key in how}).logits(TOKENS[:15])
     model = load(path, devices="cuda:0", **how)
@@ -121,11 +132,31 @@ def test_long_texts(gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     parts = np.split(TOKENS[:15], [9, 11, 12, 13, 14])
     result = np.concatenate([model.forward(part, cache) for part in parts])
     assert model.split is not None
-    assert "numerics" not in how or [len(run) for worker, run in model.split.runs if worker] == [2]
+    assert "numerics" not in how or [len(run) for worker, run in model.split.runs if worker] == [len(model.blocks)]
     assert spread(result, expected) < (2e-2 if {"cache_type", "numerics"} & how.keys() else 1e-4)
+
+
+def test_blocks_for_each_kv_head(rng: np.random.Generator) -> None:
+    """The same as on the CPU: also where a token has fewer blocks than are selected, and with equal scores."""
+    part: Any = SimpleNamespace(rate=3, top_blocks=3, local_blocks=2, heads=2, dim=32)
+    n, tokens, worker = 23, 20, worker_of()
+    q, keys = (np.round(rng.standard_normal(shape, np.float32)) for shape in ((tokens, 2, 32), (n, 32)))
+    positions = np.arange(n - tokens, n).astype(np.int32)
+    wanted = block_indexer.selected(part, q, keys, n - tokens)
+    found = gpu_block_indexer.positions_of_blocks(worker, part, *(on(worker, x) for x in (q, keys, positions))).cpu()
+    counts = np.minimum(positions // 3, 2) * 3 + positions % 3 + 1
+    for t in range(tokens):
+        for head in range(2):
+            assert found[t, head, : counts[t]].tolist() == np.flatnonzero(wanted[t, head]).tolist()
 
 
 def test_keys_that_no_kernel_reads(gpus: int, tmp_path: Path) -> None:
     path = written(tmp_path / "m.gguf", "deepseek32")
     with pytest.raises(UnsupportedError, match=r"no CUDA kernel writes a cache of q4_0; use f32, f16, bf16 or q8_0"):
         load(path, devices="cuda:0", cache_type="f16/q4_0")
+    path = written(tmp_path / "blocks.gguf", "minimax-m3")
+    with pytest.raises(UnsupportedError, match=r"CUDA0: an indexer of blocks .* not in q8_0; take -ctv f16"):
+        load(path, devices="cuda:0", cache_type="q8_0")
+    path = written(tmp_path / "local.gguf", "minimax-m3", index_local_blocks=0)
+    with pytest.raises(UnsupportedError, match=r"CUDA0: an indexer that may leave out a token's own block"):
+        load(path, devices="cuda:0")

@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from quantkit.archs.common import blocks
 from quantkit.errors import UnsupportedError
 from quantkit.placement.kernel_sizes import GPU_INDEX_ELEMENTS
@@ -97,16 +99,21 @@ def largest(worker: GpuContext, scored: torch.Tensor, positions: torch.Tensor, c
     return result
 
 
-def to_mask(worker: GpuContext, selection: Selection, count: int) -> torch.Tensor:
-    """bool[tokens, count] of a selection."""
-    library, (positions, counts) = worker.gpu.torch, selection
-    inside = library.arange(positions.shape[1], device=worker.gpu.torch_device) < counts[:, None]
-    mask = worker.gpu.zeros((len(positions), count), "bool")
-    return mask.scatter_(1, positions, inside)
+def to_mask(positions: np.ndarray, counts: np.ndarray, count: int) -> np.ndarray:
+    """bool[tokens, count] of a `Selection`, in the host's memory, as are its arrays."""
+    mask = np.zeros((len(positions), count), bool)
+    np.put_along_axis(mask, positions, np.arange(positions.shape[1]) < counts[:, None], axis=1)
+    return mask
 
 
-def of_mask(worker: GpuContext, mask: torch.Tensor) -> Selection:
-    """The selection of bool[tokens, positions]."""
-    counts = mask.sum(1, dtype=worker.gpu.torch.int32)
-    order = mask.byte().sort(dim=1, descending=True, stable=True).indices
-    return Selection(order[:, : int(counts.max())].contiguous(), counts)
+def of_mask(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The arrays of a `Selection` of bool[tokens, positions].
+
+    The host makes them: the mask of a long prompt, sorted on a GPU, would take gigabytes there.
+    """
+    counts = mask.sum(1, dtype=np.int32)
+    positions = np.empty((len(mask), counts.max()), np.int64)
+    for seen, row, count in zip(mask, positions, counts):
+        row[:count] = np.flatnonzero(seen)
+        row[count:] = np.flatnonzero(~seen)[: len(row) - count]
+    return positions, counts

@@ -38,7 +38,7 @@ from quantkit.runtime.blocks.block_runner import BlockRunner
 from quantkit.runtime.blocks.float_attention import Heads
 from quantkit.runtime.blocks.indexer import Index
 from quantkit.runtime.blocks.spans import Span
-from quantkit.runtime.cuda.gpu_context import RopeTable
+from quantkit.runtime.cuda.gpu_context import RopeTable, Selection
 from quantkit.runtime.cuda.gpu_experts import GpuExperts
 from quantkit.runtime.kernels.cuda import device as cuda_device
 from quantkit.runtime.kernels.cuda.dispatch import product
@@ -608,15 +608,15 @@ class CudaWorker(Worker):
 
         if selection is None:
             return None
-        count = self.position_bound(span.cache, span.stop - span.start)
-        return self.to_host(gpu_indexer.to_mask(self, selection, count))
+        positions, counts = (self.to_host(x) for x in selection)
+        return gpu_indexer.to_mask(positions, counts, self.position_bound(span.cache, span.stop - span.start))
 
     def receive_selection(self, mask: np.ndarray) -> Any:
-        """As `Worker.receive_selection`: a `gpu_context.Selection`."""
+        """As `Worker.receive_selection`: a `gpu_context.Selection` on the GPU."""
 
         from quantkit.runtime.cuda import gpu_indexer
 
-        return gpu_indexer.of_mask(self, self.gpu.upload(mask))
+        return Selection(*(self.gpu.upload(x) for x in gpu_indexer.of_mask(mask)))
 
     def attend_latents(self, part: blocks.LatentAttention, layer: int, q: Any, latents: Any, spans: list[Span]) -> Any:
         """As `gpu_latent.attend`, on the device of the layer's cache."""

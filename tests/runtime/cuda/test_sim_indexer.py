@@ -13,7 +13,6 @@ import torch
 from quantkit.errors import UnsupportedError
 from quantkit.runtime.blocks import indexer
 from quantkit.runtime.cuda import gpu_attention, gpu_indexer
-from quantkit.runtime.cuda.gpu_context import Selection
 from quantkit.runtime.loading import load
 from tests.archs.files import written
 from tests.runtime.cuda.conftest import SIMULATED
@@ -30,10 +29,7 @@ def worker_of() -> Any:
     def empty(*shape: int) -> torch.Tensor:
         return torch.empty(shape, device=where)
 
-    def zeros(shape: tuple[int, ...], kind: str) -> torch.Tensor:
-        return torch.zeros(shape, dtype=getattr(torch, kind), device=where)
-
-    return SimpleNamespace(gpu=SimpleNamespace(torch=torch, torch_device=where, empty=empty, zeros=zeros))
+    return SimpleNamespace(gpu=SimpleNamespace(torch=torch, torch_device=where, empty=empty))
 
 
 def on(worker: Any, x: np.ndarray) -> torch.Tensor:
@@ -50,12 +46,12 @@ def test_the_same_positions_as_on_the_cpu(n: int, top_k: int, levels: int, rng: 
     positions = np.sort(rng.choice(n, tokens, replace=False)).astype(np.int32)
     found = gpu_indexer.largest(worker, on(worker, scored), on(worker, positions), top_k)
     counts = np.minimum(positions + 1, top_k)
-    selection = Selection(found, on(worker, counts))
     wanted = indexer.largest_of_first(scored, positions + 1, top_k)
-    np.testing.assert_array_equal(gpu_indexer.to_mask(worker, selection, n).cpu(), wanted)
-    again = gpu_indexer.of_mask(worker, on(worker, wanted))
-    np.testing.assert_array_equal(again.counts.cpu(), counts)
-    np.testing.assert_array_equal(gpu_indexer.to_mask(worker, again, n).cpu(), wanted)
+    np.testing.assert_array_equal(gpu_indexer.to_mask(found.cpu().numpy(), counts, n), wanted)
+    again = gpu_indexer.of_mask(wanted)
+    np.testing.assert_array_equal(again[1], counts)
+    assert all(len(set(row)) == counts.max() for row in again[0].tolist())
+    np.testing.assert_array_equal(gpu_indexer.to_mask(*again, n), wanted)
 
 
 @pytest.mark.parametrize("elements", [1, 40, 1 << 20])
@@ -103,6 +99,20 @@ def test_long_texts(gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert model.split is not None
     assert "numerics" not in how or [len(run) for worker, run in model.split.runs if worker] == [2]
     assert spread(result, expected) < (2e-2 if {"cache_type", "numerics"} & how.keys() else 1e-4)
+
+
+def test_a_selection_moves_to_another_gpu(gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second layer attends there to what the first has selected."""
+    if gpus < 2:
+        pytest.skip("needs two GPUs")
+    if SIMULATED:
+        by_torch(monkeypatch)
+    path = written(tmp_path / "m.gguf", "glm-dsa", **TINY, indexer_types=["full", "shared"])
+    expected = load(path).logits(TOKENS[:6])
+    model = load(path, devices="cuda:0,cuda:1", tensor_split=(1, 2))
+    assert model.split is not None
+    assert [model.placement.of_cache(layer).name for layer in (0, 1)] == ["CUDA0", "CUDA1"]
+    assert spread(model.logits(TOKENS[:6]), expected) < 1e-4
 
 
 def test_keys_that_no_indexer_reads(gpus: int, tmp_path: Path) -> None:

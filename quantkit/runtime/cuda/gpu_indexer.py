@@ -29,7 +29,12 @@ if TYPE_CHECKING:
 
 
 def require_cache(device: str, kind: CacheType) -> None:
-    """UnsupportedError where the indexer's keys, which have the type of values, are not floats."""
+    """UnsupportedError where the indexer's keys, which have the type of values, are rotated or not floats."""
+    if kind.vhad:
+        raise UnsupportedError(
+            f"{device}: an indexer's keys are not rotated on a GPU in this version; leave -vhad out, or keep the cache "
+            "on the CPU (-nkvo)"
+        )
     if kind.v not in TORCH_DTYPES:
         raise UnsupportedError(
             f"{device}: no CUDA indexer reads keys of {kind.v}; take -ctv f16 (latents have the type of -ctk), or keep "

@@ -119,3 +119,5 @@ def test_keys_that_no_indexer_reads(gpus: int, tmp_path: Path) -> None:
     path = written(tmp_path / "m.gguf", "deepseek32")
     with pytest.raises(UnsupportedError, match=r"CUDA0: no CUDA indexer reads keys of q8_0; take -ctv f16"):
         load(path, devices="cuda:0", cache_type="q8_0")
+    with pytest.raises(UnsupportedError, match=r"CUDA0: an indexer's keys are not rotated .* leave -vhad out"):
+        load(path, devices="cuda:0", cache_type="f16 vhad")

@@ -17,7 +17,7 @@ import numpy as np
 
 from quantkit.archs.common import blocks
 from quantkit.errors import UnsupportedError
-from quantkit.placement.kernel_sizes import GPU_INDEX_ELEMENTS
+from quantkit.placement.kernel_sizes import INDEX_ELEMENTS
 from quantkit.runtime.blocks.indexer import Index
 from quantkit.runtime.blocks.spans import Span
 from quantkit.runtime.cuda.gpu_attention import TORCH_DTYPES
@@ -66,7 +66,7 @@ def _select(
     worker: GpuContext, q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, top_k: int
 ) -> Selection:
     """The `top_k` positions with the largest scores for each token, some tokens at a time."""
-    step, cat = max(1, GPU_INDEX_ELEMENTS // len(keys)), worker.gpu.torch.cat
+    step, cat = max(1, INDEX_ELEMENTS // len(keys)), worker.gpu.torch.cat
     parts = []
     for first in range(0, len(q), step):
         some = slice(first, first + step)
@@ -80,7 +80,7 @@ def scores(worker: GpuContext, q: torch.Tensor, weights: torch.Tensor, keys: tor
     """float32[tokens, positions] of q [tokens, heads, dim], weights [tokens, heads], keys [positions, dim]."""
     tokens, heads, dim = q.shape
     out = worker.gpu.empty(tokens, len(keys))
-    step = max(1, GPU_INDEX_ELEMENTS // (tokens * heads))
+    step = max(1, INDEX_ELEMENTS // (tokens * heads))
     weights = weights.view(tokens, 1, heads)
     for first in range(0, len(keys), step):
         products = q.reshape(-1, dim) @ keys[first : first + step].float().T

@@ -59,7 +59,7 @@ def test_the_same_scores_as_on_the_cpu(
     elements: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However many are made at a time."""
-    monkeypatch.setattr(gpu_indexer, "GPU_INDEX_ELEMENTS", elements)
+    monkeypatch.setattr(gpu_indexer, "INDEX_ELEMENTS", elements)
     q, w, k = (rng.standard_normal(shape, np.float32) for shape in ((5, 3, 32), (5, 3), (7, 32)))
     worker = worker_of()
     result = gpu_indexer.scores(worker, *(on(worker, x) for x in (q, w, k)))
@@ -89,7 +89,7 @@ def test_long_texts(gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         by_torch(monkeypatch)
     kinds = {"indexer_types": ["full", "shared"]} if arch == "glm-dsa" else {}
     path = written(tmp_path / "m.gguf", arch, **TINY, **kinds)
-    for module, name in ((gpu_attention, "GATHERED"), (gpu_indexer, "GPU_INDEX_ELEMENTS")):
+    for module, name in ((gpu_attention, "GATHERED"), (gpu_indexer, "INDEX_ELEMENTS")):
         monkeypatch.setattr(module, name, 300)  # some tokens at a time
     expected = load(path, **{key: how[key] for key in ("numerics", "cache_type") if key in how}).logits(TOKENS[:15])
     model = load(path, devices="cuda:0", **how)

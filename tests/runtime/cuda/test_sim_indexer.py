@@ -14,6 +14,7 @@ from quantkit.errors import UnsupportedError
 from quantkit.runtime.blocks import indexer
 from quantkit.runtime.cuda import gpu_attention, gpu_indexer
 from quantkit.runtime.loading import load
+from quantkit.runtime.parallel.worker import Worker
 from tests.archs.files import written
 from tests.runtime.cuda.conftest import SIMULATED
 from tests.runtime.cuda.simulated import by_torch
@@ -99,6 +100,26 @@ def test_long_texts(gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert model.split is not None
     assert "numerics" not in how or [len(run) for worker, run in model.split.runs if worker] == [2]
     assert spread(result, expected) < (2e-2 if {"cache_type", "numerics"} & how.keys() else 1e-4)
+
+
+def test_a_graph_attends_to_what_the_graph_before_has_selected(
+    gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts of the first layer are on the CPU, between two graphs. The second one begins with a layer that shares the
+    selection of the first, and goes on with one that selects others."""
+    if SIMULATED:
+        by_torch(monkeypatch)
+    monkeypatch.setattr(Worker, "compiles", False)  # which takes long
+    layers = {"num_hidden_layers": 3, "first_k_dense_replace": 0, "indexer_types": ["full", "shared", "full"]}
+    small = {"n_routed_experts": 2, "num_experts_per_tok": 1}
+    path = written(tmp_path / "m.gguf", "glm-dsa", **TINY | layers | small)
+    expected = load(path).logits(TOKENS[:14])
+    model = load(path, numerics="fast", devices="cuda:0", override_tensor=r"blk\.0\..*_exps=CPU")
+    assert model.split is not None
+    assert [len(run) for _, run in model.split.runs] == [3]
+    cache = model.new_cache(14)
+    result = np.concatenate([model.forward(part, cache) for part in np.split(TOKENS[:14], [12, 13])])
+    assert spread(result, expected) < 3e-2
 
 
 def test_a_selection_moves_to_another_gpu(gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

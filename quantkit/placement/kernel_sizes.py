@@ -43,8 +43,8 @@ DELTA_FEW_TOKENS = 4  # up to this many tokens of a sequence are computed one by
 INDEX_BLOCK = 64  # keys of an indexer decoded at a time; a multiple of 8
 INDEX_GROUP = 8  # tokens of a batch scored with a block of keys
 
-# gpu_indexer.py
-GPU_INDEX_ELEMENTS = 1 << 23  # scores, or products of heads with keys, at a time
+# blocks/indexer.py, gpu_indexer.py
+INDEX_ELEMENTS = 1 << 23  # scores, or on a GPU products of heads with keys, at a time
 
 # latent_attention.py, latent_batch.py
 LATENT_BLOCK = 64  # latents decoded at a time, in scratch of each thread; a multiple of 16

@@ -142,10 +142,10 @@ def device_bytes(shapes: Mapping[str, tuple[int, ...]], used: int, tokens: int =
 
     The sum of: inputs and outputs of all matrices of the largest layer, float32 for all tokens (of experts for `used`
     of them per token); twice the hidden state; the largest matrix decoded to 16 bits, at most 64 MiB at a time; the
-    logits; with an indexer its scores, of which 40 bytes each are held on a GPU while they are ranked.
+    logits; with an indexer its scores, of which 40 bytes each are held while they are ranked.
     """
     layers: dict[str, int] = {}
-    selecting = 40 * kernel_sizes.GPU_INDEX_ELEMENTS if any(".indexer." in name for name in shapes) else 0
+    selecting = 40 * kernel_sizes.INDEX_ELEMENTS if any(".indexer." in name for name in shapes) else 0
     largest = state = logits = 0
     for name, shape in shapes.items():
         if len(shape) < 2 or not shape[-1]:

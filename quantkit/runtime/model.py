@@ -517,6 +517,17 @@ class Model(BlockRunner, Locked):
             return super().run_block(block, x, spans)
         return self._to_host(self.split.run_block(block, x, spans))
 
+    def last_selections(self, spans: list[Span]) -> list[np.ndarray | None]:
+        """For each span bool[tokens, positions] that the last block with an indexer has selected; None: all of them."""
+        return self.selections if self.split is None else self.split.last_selections(spans)
+
+    def set_selections(self, selections: list[np.ndarray | None]) -> None:
+        """Let the next block attend to what `last_selections` gave, if it has no indexer."""
+        if self.split is None:
+            self.selections = selections
+        else:
+            self.split.set_selections(selections)
+
     @one_at_a_time
     def drop_cached(self, names: Iterable[str]) -> None:
         """Drop what is cached of these tensors: decoded vectors, products, copies on devices."""

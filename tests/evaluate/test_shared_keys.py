@@ -1,7 +1,7 @@
 """Models whose layers read more than hidden states run one layer at a time, with the numbers of whole runs.
 
 Per-layer embeddings need tokens, the last layers keys and values of earlier ones (Gemma 3n, Gemma 4 E2B and E4B), and
-Gemma 3n passes several residual streams on.
+Gemma 3n passes several residual streams on. Layers of GLM-5.2 attend to what an earlier one has selected.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from quantkit.evaluate.imatrix.one_pass import CalibrationOptions, quantize_cali
 from quantkit.evaluate.imatrix.run import ImatrixOptions, imatrix
 from quantkit.evaluate.layer_similarity import layer_similarity
 from quantkit.evaluate.layers.checkpoint_model import ComputedTensor
-from quantkit.evaluate.layers.layer_by_layer import chunks_layer_by_layer
+from quantkit.evaluate.layers.layer_by_layer import LayerRun, chunk_batches, chunks_layer_by_layer
 from quantkit.evaluate.layers.parts import parts
 from quantkit.evaluate.layers.shared_keys import needs_shared_keys, read_by
 from quantkit.evaluate.layers.tensor_errors import tensor_errors
@@ -56,6 +56,13 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.fixture(scope="module")
+def sparse(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The last two layers attend to the positions that the second selects, 24 of 60."""
+    kinds = ["full", "full", "shared", "shared"]
+    return written(tmp_path_factory.mktemp("sparse") / "m.gguf", "glm-dsa", index_topk=24, indexer_types=kinds)
+
+
+@pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("text") / "text.txt"
     path.write_text("the quick brown fox jumps over the lazy dog 0123456789 " * 12)
@@ -76,6 +83,26 @@ def test_logits_are_those_of_a_whole_run(path: Path) -> None:
     assert not whole
 
 
+@pytest.mark.parametrize("how", [{}, {"devices": "cpu:0,cpu:1"}, {"profile": True}], ids=str)
+def test_selections_are_those_of_a_whole_run(sparse: Path, how: dict[str, Any]) -> None:
+    """The last batch has fewer chunks than the one before."""
+    whole = dict(evaluate_chunks(load(sparse), INPUTS[:3], 2 * CTX))
+    for index, logits in chunks_layer_by_layer(load(sparse, **how), INPUTS[:3], 2 * CTX):
+        np.testing.assert_allclose(logits, whole.pop(index), atol=1e-4)
+    assert not whole
+
+
+def test_a_layer_that_runs_twice_attends_to_the_same(sparse: Path) -> None:
+    """As with --calibrate --propagate quantized: the first time measures it."""
+    model, batches = load(sparse), chunk_batches(4, CTX, 2 * CTX)
+    once, twice = (LayerRun(model, INPUTS, batches) for _ in range(2))
+    for block in model.blocks:
+        once.advance(block)
+        twice.advance(block, keep=False)
+        twice.advance(block)
+    np.testing.assert_array_equal(twice.hidden, once.hidden)
+
+
 def test_keys_are_passed_on_only_where_they_are_read(path: Path) -> None:
     model = load(path)
     blocks, of = model.blocks, readers(model)
@@ -94,8 +121,19 @@ def test_probes_are_the_divergence_of_a_file(path: Path, tmp_path: Path) -> None
     model = load(path)
     last = len(model.blocks) - 1
     source = max(readers(model).values(), default=1)
-    names = ["token_embd.weight", "per_layer_token_embd.weight", "blk.0.ffn_down.weight", f"blk.{source}.attn_k.weight",
-             f"blk.{last}.inp_gate.weight", f"blk.{last}.attn_q.weight"]  # fmt: skip
+    require_probes(path, tmp_path, ["token_embd.weight", "per_layer_token_embd.weight", "blk.0.ffn_down.weight",
+                                    f"blk.{source}.attn_k.weight", f"blk.{last}.inp_gate.weight",
+                                    f"blk.{last}.attn_q.weight"])  # fmt: skip
+
+
+def test_probes_select_positions_of_their_chunk(sparse: Path, tmp_path: Path) -> None:
+    """Of matrices whose layer selects, and of layers that attend to what is selected."""
+    require_probes(sparse, tmp_path, ["blk.1.indexer.attn_k.weight", "blk.2.attn_kv_a_mqa.weight",
+                                      "blk.3.attn_output.weight"])  # fmt: skip
+
+
+def require_probes(path: Path, tmp_path: Path, names: list[str]) -> None:
+    model = load(path)
     found = dict(Probes(model, CHUNKS, lambda tensor: encoded(Q4_0, tensor)).run(names))
     assert list(found) == names
     p = log_probabilities(model)
@@ -133,11 +171,21 @@ def test_errors_of_tensors_are_those_of_one_tensor(path: Path, tmp_path: Path) -
     source = max(readers(model).values(), default=1)
     last = len(model.blocks) - 1
     names = [f"blk.{source}.attn_k.weight", f"blk.{last}.attn_q.weight", f"blk.{last}.proj.weight"]
-    file = gguf.open(rewrite(path, tmp_path / "q.gguf", "q8_0", lambda t: t.name in names))
+    require_errors(path, tmp_path, names)
+
+
+def test_errors_of_tensors_that_select_positions_are_their_own(sparse: Path, tmp_path: Path) -> None:
+    """The layer behind attends to what the reference's own tensors select."""
+    require_errors(sparse, tmp_path, ["blk.1.indexer.attn_k.weight", "blk.2.attn_output.weight"], "q4_0")
+
+
+def require_errors(path: Path, tmp_path: Path, names: list[str], kind: str = "q8_0") -> None:
+    model = load(path)
+    file = gguf.open(rewrite(path, tmp_path / "q.gguf", kind, lambda t: t.name in names))
     found = {error.name: error.error for error in tensor_errors(model, file, INPUTS)}
     assert found.keys() == set(names)
     for name in names:
-        alone = gguf.open(rewrite(path, tmp_path / "one.gguf", "q8_0", lambda t, name=name: t.name == name))  # type: ignore[misc]
+        alone = gguf.open(rewrite(path, tmp_path / "one.gguf", kind, lambda t, name=name: t.name == name))  # type: ignore[misc]
         (error,) = tensor_errors(model, alone, INPUTS)
         assert error.error == found[name] > 0
 

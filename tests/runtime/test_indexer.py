@@ -69,6 +69,20 @@ def test_prompts_and_tokens_of_each_mode(tmp_path: Path, options: dict[str, obje
     assert spread(by_steps(fast, TOKENS), expected) < limit
 
 
+def test_scores_of_some_tokens_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, scores = written(tmp_path / "m.gguf", "deepseek32"), indexer.scores
+    expected, shapes = load(path).logits(TOKENS), set()
+
+    def noted(q: np.ndarray, weights: np.ndarray, keys: np.ndarray) -> np.ndarray:
+        shapes.add((len(q), len(keys)))
+        return scores(q, weights, keys)
+
+    monkeypatch.setattr(indexer, "INDEX_ELEMENTS", 300)
+    monkeypatch.setattr(indexer, "scores", noted)
+    assert spread(load(path).logits(TOKENS), expected) < 1e-6
+    assert shapes == {(3, len(TOKENS))}
+
+
 def test_what_is_selected_matters(tmp_path: Path) -> None:
     """With top_k as long as the text, attention is dense, and other logits follow."""
     sparse = load(written(tmp_path / "s.gguf", "deepseek32")).logits(TOKENS)

@@ -133,19 +133,17 @@ class LayerRun:
         keep          store its output as the input of the one after it
         observer_of   gives what observes the model while it runs a batch (`Model.observer`)
         """
-        before, layers = self._model.observer, list(self._model.blocks)
-        keeps_selections = needs_selections(layers[layers.index(block) + 1 :])
+        before = self._model.observer
         try:
             with blas.single_threaded():
                 for batch, selections in zip(self._batches, self._selections):
                     if observer_of is not None:
                         self._model.observer = observer_of(batch)
                     states = self.hidden[batch]
+                    own = selections if keep else list(selections)  # the block runs once more
                     output = run_sequences(
-                        self._model, block, self._inputs[batch], states, self._caches, selections, self.shared[batch]
+                        self._model, block, self._inputs[batch], states, self._caches, own, self.shared[batch]
                     )
-                    if not keeps_selections:
-                        selections.clear()
                     if keep:
                         states[:] = output
         finally:
@@ -201,17 +199,19 @@ def run_sequences(
     tokens       int[n_seq, n_ctx]
     states       float32[n_seq, n_ctx, state width] that enters the block
     caches       of one layer, at least as many as sequences
-    selections   those of the block before, of the same sequences; replaced by those of this block
+    selections   those of the block before, of the same sequences; replaced by what later blocks need of this one
     shared       of the same sequences; gets keys and values of this block that others read
     """
     n_seq, n_ctx, width = states.shape
     ids = np.asarray(tokens, np.int64)
     spans = [Span(i * n_ctx, (i + 1) * n_ctx, cache, tokens=ids[i]) for i, cache in enumerate(caches[:n_seq])]
-    model.selections = selections or [None] * n_seq
+    model.set_selections(selections or [None] * n_seq)
     shared.before(block, caches)
     output = model.run_block_checked(block, states.reshape(-1, width), spans)
     shared.after(block, caches)
-    selections[:] = model.selections
+    layers = list(model.blocks)
+    needed = needs_selections(layers[layers.index(block) + 1 :])
+    selections[:] = model.last_selections(spans) if needed else []
     return output.reshape(states.shape)
 
 

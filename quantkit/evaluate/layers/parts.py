@@ -9,10 +9,9 @@ import numpy as np
 
 from quantkit.archs.common.blocks import AltUpHead, NGrams
 from quantkit.codegen import blas
+from quantkit.evaluate.layers.layer_by_layer import Selections, run_sequences
 from quantkit.evaluate.layers.shared_keys import SharedKeys
 from quantkit.formats.gguf import Tensor
-from quantkit.runtime.blocks.spans import Span
-from quantkit.runtime.kv.cache import Cache
 from quantkit.runtime.scale_check import layer_of
 
 if TYPE_CHECKING:
@@ -53,6 +52,7 @@ def parts(model: Model, tokens: np.ndarray) -> Iterator[Part]:
     with the model's own weights."""
     ids = np.asarray(tokens, np.int64)
     head, x, shared = model.head, np.empty((0, 0), np.float32), SharedKeys.of(model, *ids.shape)
+    selections: Selections = []
     names: dict[int | None, list[str]] = {}
     for name in model.weights:
         names.setdefault(layer_of(name), []).append(name)
@@ -65,7 +65,7 @@ def parts(model: Model, tokens: np.ndarray) -> Iterator[Part]:
     steps: list[tuple[int | None, list[str], Run]] = [(None, first, lambda *_: model.embed(ids.reshape(-1)))]
     for block in model.blocks:
         tables = [part.table for part in block.parts if isinstance(part, NGrams)]
-        steps.append((block.layer, names[block.layer] + tables, _block_runner(model, block, ids, shared)))
+        steps.append((block.layer, names[block.layer] + tables, _block_runner(model, block, ids, shared, selections)))
     steps += [(None, last, lambda x, _: model.project(model.merge_streams(x)))]
     for layer, weights, run in steps:
         part = Part(layer, weights, model, run, x)
@@ -73,15 +73,11 @@ def parts(model: Model, tokens: np.ndarray) -> Iterator[Part]:
         x = part.run({})
 
 
-def _block_runner(model: Model, block: Block, ids: np.ndarray, shared: SharedKeys) -> Run:
+def _block_runner(model: Model, block: Block, ids: np.ndarray, shared: SharedKeys, selections: Selections) -> Run:
     def run(x: np.ndarray, is_own: bool) -> np.ndarray:
-        n_seq, length = ids.shape
-        caches: list[Cache] = [model.layer_cache(length) for _ in range(n_seq)]
-        spans = [Span(i * length, (i + 1) * length, cache, tokens=ids[i]) for i, cache in enumerate(caches)]
-        shared.before(block, caches)
-        output = model.run_block_checked(block, x, spans)
-        if is_own:
-            shared.after(block, caches)
-        return output
+        caches = [model.layer_cache(ids.shape[1]) for _ in ids]
+        states = x.reshape(*ids.shape, -1)
+        kept = (selections, shared) if is_own else (list(selections), shared.copy())
+        return run_sequences(model, block, ids, states, caches, *kept).reshape(x.shape)
 
     return run

@@ -1,9 +1,10 @@
 """The KL divergence of a model with one matrix alone in a coarse type, for each matrix.
 
 Nothing before a matrix' layer changes, so a probe runs from that layer on: the hidden states that enter the layer are
-kept while its matrices are probed, and so are keys and values of earlier layers that later ones read. Every probe is
-computed in the same way whatever was measured before, so a resumed run has the same numbers. Memory: these states of
-the text's tokens, and the model's log probabilities at the scored ones.
+kept while its matrices are probed, and so are keys and values of earlier layers that later ones read, and positions
+that an indexer has selected for them. Every probe is computed in the same way whatever was measured before, so a
+resumed run has the same numbers. Memory: these states of the text's tokens, and the model's log probabilities at the
+scored ones.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ import numpy as np
 from quantkit.codegen import blas, jit
 from quantkit.errors import UnsupportedError
 from quantkit.evaluate.chunk_runs import check_context
+from quantkit.evaluate.layers.layer_by_layer import Selections, run_sequences
 from quantkit.evaluate.layers.shared_keys import SharedKeys
 from quantkit.evaluate.statistics import Sample
 from quantkit.evaluate.text import Chunks
 from quantkit.formats.gguf import Tensor
-from quantkit.runtime.blocks.spans import Span
 from quantkit.runtime.scale_check import layer_of
 from quantkit.types import QuantType
 
@@ -37,6 +38,19 @@ class Probed(NamedTuple):
 
     kld: float
     error: float
+
+
+class _States(NamedTuple):
+    """What enters a layer, of all chunks.
+
+    hidden       float32[tokens, state width]
+    shared       keys and values that later layers read
+    selections   of each chunk, what the last indexer has selected
+    """
+
+    hidden: np.ndarray
+    shared: SharedKeys
+    selections: list[Selections]
 
 
 class EncodedTensor(Tensor):
@@ -77,17 +91,17 @@ class Probes:
         outputs = [name for name in names if name == model.head.output.weight != model.head.embedding]
         inputs = [name for name in names if layer_of(name) is None and name not in outputs]
         for name in inputs:
-            yield name, self._probe(name, lambda: self._finish(0, *self._start()), base)
-        (x, shared), layer_names = self._start(), [name for name in names if layer_of(name) in layers]
+            yield name, self._probe(name, lambda: self._finish(0, self._start()), base)
+        states, layer_names = self._start(), [name for name in names if layer_of(name) in layers]
         last = max((layer_of(name) or 0 for name in layer_names), default=-1)
         for number, block in enumerate(model.blocks):
             if block.layer > last and not outputs:
                 break
             for name in [name for name in names if layer_of(name) == block.layer]:
-                yield name, self._probe(name, functools.partial(self._finish, number, x, shared), base)
-            x = self._block(block, x, shared)
+                yield name, self._probe(name, functools.partial(self._finish, number, states), base)
+            states = self._block(block, states)
         for name in outputs:
-            yield name, self._probe(name, functools.partial(self._finish, len(model.blocks), x, shared), base)
+            yield name, self._probe(name, functools.partial(self._finish, len(model.blocks), states), base)
         for name in names:
             if layer_of(name) is not None and layer_of(name) not in layers:
                 yield name, Probed(0.0, 0.0)
@@ -111,35 +125,31 @@ class Probes:
         error = found.error if np.isfinite(found.error) else abs(found.value)
         return Probed(max(found.value, 0.0), error)
 
-    def _start(self) -> tuple[np.ndarray, SharedKeys]:
-        """float32[tokens, state width] of all chunks, which enter the first layer; and room for their shared keys."""
-        return self._model.embed_checked(self._tokens), SharedKeys.of(self._model, *self._chunks.inputs.shape)
+    def _start(self) -> _States:
+        """What enters the first layer."""
+        inputs = np.asarray(self._chunks.inputs, np.int64)
+        hidden = self._model.embed_checked(inputs.reshape(-1))
+        return _States(hidden, SharedKeys.of(self._model, *inputs.shape), [[] for _ in inputs])
 
-    @property
-    def _tokens(self) -> np.ndarray:
-        """int64[tokens] of all chunks."""
-        return np.asarray(self._chunks.inputs, np.int64).reshape(-1)
-
-    def _block(self, block: Block, x: np.ndarray, shared: SharedKeys) -> np.ndarray:
-        """What leaves a block; `shared` gets its keys and values if others read them."""
-        length, tokens = self._chunks.n_ctx, self._tokens
+    def _block(self, block: Block, states: _States) -> _States:
+        """What leaves a block; what others read of it is written into `shared` and `selections`."""
+        length, inputs = self._chunks.n_ctx, self._chunks.inputs
+        x = states.hidden.reshape(len(inputs), length, -1)
         found = np.empty_like(x)
         with blas.single_threaded():
-            for chunk in range(len(x) // length):  # one at a time bounds the memory of attention and experts
-                cache, keys = self._model.layer_cache(length), shared[chunk : chunk + 1]
-                of_chunk = slice(chunk * length, (chunk + 1) * length)
-                span = Span(0, length, cache, tokens=tokens[of_chunk])
-                keys.before(block, [cache])
-                found[of_chunk] = self._model.run_block_checked(block, x[of_chunk], [span])
-                keys.after(block, [cache])
-        return found
+            for chunk, selections in enumerate(states.selections):  # one bounds the memory of attention and experts
+                one, caches = slice(chunk, chunk + 1), [self._model.layer_cache(length)]
+                found[one] = run_sequences(
+                    self._model, block, inputs[one], x[one], caches, selections, states.shared[one]
+                )
+        return states._replace(hidden=found.reshape(states.hidden.shape))
 
-    def _finish(self, first: int, x: np.ndarray, shared: SharedKeys) -> np.ndarray:
-        """What leaves the last layer, of what enters layer `first` and the keys and values of those before it."""
-        shared = shared.copy()
+    def _finish(self, first: int, states: _States) -> np.ndarray:
+        """What leaves the last layer, of what enters layer `first`."""
+        states = _States(states.hidden, states.shared.copy(), [list(s) for s in states.selections])
         for block in self._model.blocks[first:]:
-            x = self._block(block, x, shared)
-        return x
+            states = self._block(block, states)
+        return states.hidden
 
     def _logits(self, x: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
         """Yield (first scored position, float32[rows, n_vocab]) of states of all positions."""
@@ -150,7 +160,7 @@ class Probes:
     def _base_log_probabilities(self) -> np.ndarray:
         """float32[scored positions, n_vocab] of the model itself."""
         if self._base is None:
-            parts = [_log_softmax(logits) for _, logits in self._logits(self._finish(0, *self._start()))]
+            parts = [_log_softmax(logits) for _, logits in self._logits(self._finish(0, self._start()))]
             self._base = np.concatenate([part.astype(np.float32) for part in parts])
         return self._base
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from quantkit.archs.common import blocks
+from quantkit.placement.kernel_sizes import INDEX_ELEMENTS
 from quantkit.runtime.blocks.float_ops import ignore_nonfinite
 from quantkit.runtime.blocks.indexer import Index, IndexerRun, largest_of_first
 from quantkit.runtime.blocks.pooled_indexer import append_keys, cached_keys
@@ -52,8 +53,10 @@ def selections(
         if length <= part.rate * part.top_blocks:
             found.append(None)
             continue
-        keys = cached_keys(cache, layer, length, part.dim, threads)
-        found.append(selected(part, index.q[rows].reshape(-1, part.heads, part.dim), keys, cache.length))
+        keys, q = cached_keys(cache, layer, length, part.dim, threads), index.q[rows].reshape(-1, part.heads, part.dim)
+        step = max(1, INDEX_ELEMENTS // (part.heads * length))
+        parts = [selected(part, q[i : i + step], keys, cache.length + i) for i in range(0, len(q), step)]
+        found.append(parts[0] if len(parts) == 1 else np.concatenate(parts))
     return found
 
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from quantkit import types
 from quantkit.archs.common import blocks
+from quantkit.placement.kernel_sizes import INDEX_ELEMENTS
 from quantkit.runtime.blocks import float_attention
 from quantkit.runtime.blocks.spans import Span
 from quantkit.runtime.kernels import kv_rounding
@@ -103,9 +104,13 @@ def selections(
         if length <= part.top_k:
             found.append(None)
             continue
-        q = index.q[rows].reshape(-1, part.heads, part.dim)
-        scored = scores(q, index.weights[rows], _cached_keys(span.cache, layer, length, part.dim, threads))
-        found.append(largest(scored, span.cache.length, part.top_k))
+        q, weights = index.q[rows].reshape(-1, part.heads, part.dim), index.weights[rows]
+        keys, step = _cached_keys(span.cache, layer, length, part.dim, threads), max(1, INDEX_ELEMENTS // length)
+        parts = [
+            largest(scores(q[i : i + step], weights[i : i + step], keys), span.cache.length + i, part.top_k)
+            for i in range(0, len(q), step)
+        ]
+        found.append(parts[0] if len(parts) == 1 else np.concatenate(parts))
     return found
 
 

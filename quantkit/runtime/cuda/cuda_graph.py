@@ -173,11 +173,16 @@ class CapturedStep:
         experts.run()
 
     def _capture_each(self, decoder: Decoder, steps: Sequence[Callable[[], None]]) -> None:
-        """A stage of several steps, each of which starts from what the one before has left in the decoder."""
-        before = decoder.x, decoder.added
+        """A stage of several steps, each of which starts from what the one before has left in the decoder.
+
+        A capture runs it several times. Each time its first layers attend to what an earlier stage has selected, not to
+        what the last layers of this one have.
+        """
+        worker = self._worker
+        before = decoder.x, decoder.added, worker.selections
 
         def stage() -> None:
-            decoder.x, decoder.added = before
+            decoder.x, decoder.added, worker.selections = before
             for step in steps:
                 step()
 

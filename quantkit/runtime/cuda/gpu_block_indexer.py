@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantkit.archs.common import blocks
 from quantkit.errors import UnsupportedError
-from quantkit.placement.kernel_sizes import GPU_INDEX_ELEMENTS
+from quantkit.placement.kernel_sizes import INDEX_ELEMENTS
 from quantkit.runtime.blocks.indexer import Index
 from quantkit.runtime.blocks.spans import Span
 from quantkit.runtime.cuda import gpu_attention, gpu_indexer
@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 
 
 def require_cache(device: str, kind: CacheType, part: blocks.BlockIndexer) -> None:
-    """UnsupportedError where the indexer's keys, which have the type of values, are not floats."""
+    """UnsupportedError where the indexer's keys, which have the type of values, are not floats.
+
+    They are never rotated, on the CPU neither.
+    """
     if kind.v not in TORCH_DTYPES:
         raise UnsupportedError(
             f"{device}: an indexer of blocks ({part.k.weight}) reads keys in f16, bf16 or f32 on a GPU, not in "
@@ -53,7 +56,7 @@ def selections(
         floats = keys.view(getattr(worker.gpu.torch, TORCH_DTYPES[cache.type.v]))[0, :bound]
         positions, q = worker.next_positions(cache, tokens), index.q[rows].view(tokens, part.heads, part.dim)
         parts = []
-        for first in range(0, tokens, step := max(1, GPU_INDEX_ELEMENTS // (part.heads * bound))):
+        for first in range(0, tokens, step := max(1, INDEX_ELEMENTS // (part.heads * bound))):
             some = slice(first, first + step)
             parts.append(positions_of_blocks(worker, part, q[some], floats, positions[some]))
         chosen = parts[0] if len(parts) == 1 else worker.gpu.torch.cat(parts)

@@ -53,8 +53,9 @@ class GpuContext(Protocol):
 
     `Any` stands for a tensor where the worker inherits a method of `BlockRunner`, which is annotated for arrays.
 
-    exact      whether weights are decoded to float32
-    device     of the placement
+    exact        whether weights are decoded to float32
+    device       of the placement
+    selections   what the last indexer has selected here, for each span; None: all positions
     """
 
     gpu: Gpu
@@ -63,6 +64,7 @@ class GpuContext(Protocol):
     mla: int
     device: Device
     expert_reduction: Reduction | None
+    selections: list[Any]
 
     @property
     def weights(self) -> Mapping[str, Tensor]:

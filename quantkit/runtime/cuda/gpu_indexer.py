@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from quantkit.archs.common import blocks
-from quantkit.placement.kernel_sizes import GPU_INDEX_ELEMENTS
+from quantkit.errors import UnsupportedError
+from quantkit.placement.kernel_sizes import INDEX_ELEMENTS
 from quantkit.runtime.blocks.indexer import Index
 from quantkit.runtime.blocks.spans import Span
 from quantkit.runtime.cuda.gpu_attention import TORCH_DTYPES
@@ -29,8 +30,13 @@ if TYPE_CHECKING:
     import torch
 
 
-def require_cache(kind: CacheType, part: blocks.Indexer) -> None:
+def require_cache(device: str, kind: CacheType, part: blocks.Indexer) -> None:
     """UnsupportedError where there is no kernel for the indexer's keys, which have the type of values."""
+    if kind.vhad:
+        raise UnsupportedError(
+            f"{device}: an indexer's keys are not rotated on a GPU in this version; leave -vhad out, or keep the cache "
+            "on the CPU (-nkvo)"
+        )
     attention.check((kind.v, kind.v), (part.dim, part.dim))
     attention.append(kind.v)
 
@@ -51,7 +57,7 @@ def selections(
         positions = worker.next_positions(cache, tokens)
         q, weights = index.q[rows].view(tokens, part.heads, part.dim), index.weights[rows]
         chosen = []
-        for first in range(0, tokens, step := max(1, GPU_INDEX_ELEMENTS // bound)):
+        for first in range(0, tokens, step := max(1, INDEX_ELEMENTS // bound)):
             some = slice(first, first + step)
             if tokens > device.MAX_PACKED_VECTORS and cache.type.v in TORCH_DTYPES:
                 floats = keys.view(getattr(worker.gpu.torch, TORCH_DTYPES[cache.type.v]))[0, :bound]
@@ -71,7 +77,7 @@ def scores(worker: GpuContext, q: torch.Tensor, weights: torch.Tensor, keys: tor
     """float32[tokens, positions] of q [tokens, heads, dim], weights [tokens, heads], keys [positions, dim]."""
     tokens, heads, dim = q.shape
     out = worker.gpu.empty(tokens, len(keys))
-    step = max(1, GPU_INDEX_ELEMENTS // (tokens * heads))
+    step = max(1, INDEX_ELEMENTS // (tokens * heads))
     weights = weights.view(tokens, 1, heads)
     for first in range(0, len(keys), step):
         products = q.reshape(-1, dim) @ keys[first : first + step].float().T
@@ -111,16 +117,21 @@ def largest(worker: GpuContext, scored: torch.Tensor, positions: torch.Tensor, c
     return result
 
 
-def to_mask(worker: GpuContext, selection: Selection, count: int) -> torch.Tensor:
-    """bool[tokens, count] of a selection."""
-    library, (positions, counts) = worker.gpu.torch, selection
-    inside = library.arange(positions.shape[1], device=worker.gpu.torch_device) < counts[:, None]
-    mask = worker.gpu.zeros((len(positions), count), "bool")
-    return mask.scatter_(1, positions, inside)
+def to_mask(positions: np.ndarray, counts: np.ndarray, count: int) -> np.ndarray:
+    """bool[tokens, count] of a `Selection`, in the host's memory, as are its arrays."""
+    mask = np.zeros((len(positions), count), bool)
+    np.put_along_axis(mask, positions, np.arange(positions.shape[1]) < counts[:, None], axis=1)
+    return mask
 
 
-def of_mask(worker: GpuContext, mask: torch.Tensor) -> Selection:
-    """The selection of bool[tokens, positions]."""
-    counts = mask.sum(1, dtype=worker.gpu.torch.int32)
-    order = mask.byte().sort(dim=1, descending=True, stable=True).indices
-    return Selection(order[:, : int(counts.max())].contiguous(), counts)
+def of_mask(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The arrays of a `Selection` of bool[tokens, positions].
+
+    The host makes them: the mask of a long prompt, sorted on a GPU, would take gigabytes there.
+    """
+    counts = mask.sum(1, dtype=np.int32)
+    positions = np.empty((len(mask), counts.max()), np.int64)
+    for seen, row, count in zip(mask, positions, counts):
+        row[:count] = np.flatnonzero(seen)
+        row[count:] = np.flatnonzero(~seen)[: len(row) - count]
+    return positions, counts

@@ -38,7 +38,7 @@ from quantkit.runtime.blocks.block_runner import BlockRunner
 from quantkit.runtime.blocks.float_attention import Heads
 from quantkit.runtime.blocks.indexer import AnyIndexer, Index
 from quantkit.runtime.blocks.spans import Span
-from quantkit.runtime.cuda.gpu_context import RopeTable
+from quantkit.runtime.cuda.gpu_context import RopeTable, Selection
 from quantkit.runtime.cuda.gpu_experts import GpuExperts
 from quantkit.runtime.kernels.cuda import device as cuda_device
 from quantkit.runtime.kernels.cuda.dispatch import product
@@ -530,7 +530,7 @@ class CudaWorker(Worker):
         if isinstance(part, blocks.BlockIndexer):
             gpu_block_indexer.require_cache(self.device.name, kind, part)
         else:
-            gpu_indexer.require_cache(kind, part)
+            gpu_indexer.require_cache(self.device.name, kind, part)
 
     def append_rows(self, k: Any, v: Any, cache: Any, layer: int) -> None:
         """As `gpu_attention.append_rows`."""
@@ -614,15 +614,15 @@ class CudaWorker(Worker):
 
         if selection is None:
             return None
-        count = self.position_bound(span.cache, span.stop - span.start)
-        return self.to_host(gpu_indexer.to_mask(self, selection, count))
+        positions, counts = (self.to_host(x) for x in selection)
+        return gpu_indexer.to_mask(positions, counts, self.position_bound(span.cache, span.stop - span.start))
 
     def receive_selection(self, mask: np.ndarray) -> Any:
-        """As `Worker.receive_selection`: a `gpu_context.Selection`."""
+        """As `Worker.receive_selection`: a `gpu_context.Selection` on the GPU."""
 
         from quantkit.runtime.cuda import gpu_indexer
 
-        return gpu_indexer.of_mask(self, self.gpu.upload(mask))
+        return Selection(*(self.gpu.upload(x) for x in gpu_indexer.of_mask(mask)))
 
     def attend_latents(self, part: blocks.LatentAttention, layer: int, q: Any, latents: Any, spans: list[Span]) -> Any:
         """As `gpu_latent.attend`, on the device of the layer's cache."""

@@ -221,6 +221,15 @@ class Split:
         self._last_output = out, worker
         return out
 
+    def last_selections(self, spans: list[Span]) -> list[np.ndarray | None]:
+        """As `Model.last_selections`, from the device that has them."""
+        return [None] * len(spans) if self.selector is None else self.selector.selections_on_host(spans)
+
+    def set_selections(self, selections: list[np.ndarray | None]) -> None:
+        """As `Model.set_selections`; the first device that needs them gets them from the host."""
+        self.selector = self._workers[CPU.name]
+        self.selector.selections = selections
+
     def _replay(
         self, worker: Worker | None, run: Sequence[blocks.Block], x: np.ndarray, spans: list[Span]
     ) -> np.ndarray | None:

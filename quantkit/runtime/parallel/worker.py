@@ -286,12 +286,16 @@ class Worker(BlockRunner):
         other, source = self._split.attends(layer, self), self._split.selector
         assert source is not None
         if source is not other:
-            masks = [source.selection_to_host(s, span) for s, span in zip(source.selections, spans, strict=True)]
+            masks = source.selections_on_host(spans)
             other.selections = [None if mask is None else other.receive_selection(mask) for mask in masks]
             moved = sum(mask.nbytes for mask in masks if mask is not None)
             self._split.ledger.moved(source.device.name, other.device.name, moved)
             self._split.selector = other
         return BlockRunner.selected(other, layer, spans)
+
+    def selections_on_host(self, spans: Sequence[Span]) -> list[np.ndarray | None]:
+        """What the last indexer has selected, which is here: `selection_to_host` of all spans."""
+        return [self.selection_to_host(s, span) for s, span in zip(self.selections, spans, strict=True)]
 
     def selection_to_host(self, selection: Any, span: Span) -> np.ndarray | None:
         """bool[tokens, positions] of what is selected for a span; None: all positions."""

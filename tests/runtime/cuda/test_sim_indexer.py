@@ -14,10 +14,10 @@ from quantkit import types
 from quantkit.errors import UnsupportedError
 from quantkit.runtime.blocks import block_indexer, indexer
 from quantkit.runtime.cuda import gpu_attention, gpu_block_indexer, gpu_indexer
-from quantkit.runtime.cuda.gpu_context import Selection
 from quantkit.runtime.kernels import kv_rounding
 from quantkit.runtime.kernels.cuda import indexer as index_kernels
 from quantkit.runtime.loading import load
+from quantkit.runtime.parallel.worker import Worker
 from tests.archs.files import written
 from tests.runtime.cuda.conftest import SIMULATED, Run
 from tests.runtime.cuda.simulated import by_torch
@@ -33,10 +33,7 @@ def worker_of() -> Any:
     def empty(*shape: int) -> torch.Tensor:
         return torch.empty(shape, device=where)
 
-    def zeros(shape: tuple[int, ...], kind: str) -> torch.Tensor:
-        return torch.zeros(shape, dtype=getattr(torch, kind), device=where)
-
-    return SimpleNamespace(gpu=SimpleNamespace(torch=torch, torch_device=where, empty=empty, zeros=zeros))
+    return SimpleNamespace(gpu=SimpleNamespace(torch=torch, torch_device=where, empty=empty))
 
 
 def on(worker: Any, x: np.ndarray) -> torch.Tensor:
@@ -53,12 +50,12 @@ def test_the_same_positions_as_on_the_cpu(n: int, top_k: int, levels: int, rng: 
     positions = np.sort(rng.choice(n, tokens, replace=False)).astype(np.int32)
     found = gpu_indexer.largest(worker, on(worker, scored), on(worker, positions), top_k)
     counts = np.minimum(positions + 1, top_k)
-    selection = Selection(found, on(worker, counts))
     wanted = indexer.largest_of_first(scored, positions + 1, top_k)
-    np.testing.assert_array_equal(gpu_indexer.to_mask(worker, selection, n).cpu(), wanted)
-    again = gpu_indexer.of_mask(worker, on(worker, wanted))
-    np.testing.assert_array_equal(again.counts.cpu(), counts)
-    np.testing.assert_array_equal(gpu_indexer.to_mask(worker, again, n).cpu(), wanted)
+    np.testing.assert_array_equal(gpu_indexer.to_mask(found.cpu().numpy(), counts, n), wanted)
+    again = gpu_indexer.of_mask(wanted)
+    np.testing.assert_array_equal(again[1], counts)
+    assert all(len(set(row)) == counts.max() for row in again[0].tolist())
+    np.testing.assert_array_equal(gpu_indexer.to_mask(*again, n), wanted)
 
 
 @pytest.mark.parametrize("elements", [1, 40, 1 << 20])
@@ -66,7 +63,7 @@ def test_the_same_scores_as_on_the_cpu(
     elements: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However many are made at a time."""
-    monkeypatch.setattr(gpu_indexer, "GPU_INDEX_ELEMENTS", elements)
+    monkeypatch.setattr(gpu_indexer, "INDEX_ELEMENTS", elements)
     q, w, k = (rng.standard_normal(shape, np.float32) for shape in ((5, 3, 32), (5, 3), (7, 32)))
     worker = worker_of()
     result = gpu_indexer.scores(worker, *(on(worker, x) for x in (q, w, k)))
@@ -123,8 +120,8 @@ def test_long_texts(gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     if SIMULATED:
         by_torch(monkeypatch)
     path = written(tmp_path / "m.gguf", arch, **SMALL.get(arch, TINY))
-    for module, name in ((gpu_attention, "GATHERED"), (gpu_indexer, "GPU_INDEX_ELEMENTS"),
-                         (gpu_block_indexer, "GPU_INDEX_ELEMENTS")):  # fmt: skip
+    for module, name in ((gpu_attention, "GATHERED"), (gpu_indexer, "INDEX_ELEMENTS"),
+                         (gpu_block_indexer, "INDEX_ELEMENTS")):  # fmt: skip
         monkeypatch.setattr(module, name, 300)  # some tokens at a time
     expected = load(path, **{key: how[key] for key in ("numerics", "cache_type") if key in how}).logits(TOKENS[:15])
     model = load(path, devices="cuda:0", **how)
@@ -150,10 +147,46 @@ def test_blocks_for_each_kv_head(rng: np.random.Generator) -> None:
             assert found[t, head, : counts[t]].tolist() == np.flatnonzero(wanted[t, head]).tolist()
 
 
+def test_a_graph_attends_to_what_the_graph_before_has_selected(
+    gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts of the first layer are on the CPU, between two graphs. The second one begins with a layer that shares the
+    selection of the first, and goes on with one that selects others."""
+    if SIMULATED:
+        by_torch(monkeypatch)
+    monkeypatch.setattr(Worker, "compiles", False)  # which takes long
+    layers = {"num_hidden_layers": 3, "first_k_dense_replace": 0, "indexer_types": ["full", "shared", "full"]}
+    small = {"n_routed_experts": 2, "num_experts_per_tok": 1}
+    path = written(tmp_path / "m.gguf", "glm-dsa", **TINY | layers | small)
+    expected = load(path).logits(TOKENS[:14])
+    model = load(path, numerics="fast", devices="cuda:0", override_tensor=r"blk\.0\..*_exps=CPU")
+    assert model.split is not None
+    assert [len(run) for _, run in model.split.runs] == [3]
+    cache = model.new_cache(14)
+    result = np.concatenate([model.forward(part, cache) for part in np.split(TOKENS[:14], [12, 13])])
+    assert spread(result, expected) < 3e-2
+
+
+def test_a_selection_moves_to_another_gpu(gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second layer attends there to what the first has selected."""
+    if gpus < 2:
+        pytest.skip("needs two GPUs")
+    if SIMULATED:
+        by_torch(monkeypatch)
+    path = written(tmp_path / "m.gguf", "glm-dsa", **TINY, indexer_types=["full", "shared"])
+    expected = load(path).logits(TOKENS[:6])
+    model = load(path, devices="cuda:0,cuda:1", tensor_split=(1, 2))
+    assert model.split is not None
+    assert [model.placement.of_cache(layer).name for layer in (0, 1)] == ["CUDA0", "CUDA1"]
+    assert spread(model.logits(TOKENS[:6]), expected) < 1e-4
+
+
 def test_keys_that_no_kernel_reads(gpus: int, tmp_path: Path) -> None:
     path = written(tmp_path / "m.gguf", "deepseek32")
     with pytest.raises(UnsupportedError, match=r"no CUDA kernel writes a cache of q4_0; use f32, f16, bf16 or q8_0"):
         load(path, devices="cuda:0", cache_type="f16/q4_0")
+    with pytest.raises(UnsupportedError, match=r"CUDA0: an indexer's keys are not rotated .* leave -vhad out"):
+        load(path, devices="cuda:0", cache_type="f16 vhad")
     path = written(tmp_path / "blocks.gguf", "minimax-m3")
     with pytest.raises(UnsupportedError, match=r"CUDA0: an indexer of blocks .* not in q8_0; take -ctv f16"):
         load(path, devices="cuda:0", cache_type="q8_0")

@@ -13,6 +13,7 @@ import tokenizers
 from quantkit.errors import FormatError, UnknownNameError, UnsupportedError
 from quantkit.tokenizers import hf_tokenizer, pretokenizers, vocab
 from quantkit.tokenizers.hf_tokenizer import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
+from quantkit.tokenizers.tokenizer import Tokenizer
 from tests.archs.checkpoints import HARD, TEXT, byte_level, sentencepiece, write_tokenizer
 
 
@@ -206,6 +207,44 @@ def test_end_of_reply_tokens_and_sampling(tmp_path: Path) -> None:
     assert (metadata["tokenizer.ggml.eos_token_id"], metadata["tokenizer.ggml.eot_token_id"]) == (1, 319)
     sampling = {"general.sampling.temp": 0.6, "general.sampling.top_k": 20}  # tests/test_general_keys.py reads them
     assert hf_tokenizer.generation_config(metadata | sampling) == generation
+
+
+def added(names: list[str]) -> dict[str, Any]:
+    """tokenizer.json with control tokens after the first 320."""
+    tokenizer = byte_level()
+    flags = {"special": True} | dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    tokenizer["added_tokens"] += [{"id": 320 + i, "content": name} | flags for i, name in enumerate(names)]
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("names", "of_generation", "of_config", "eot", "eom"),
+    [
+        (["<|endoftext|>", "<|user|>", "<|observation|>"], [320, 321, 322], [320], 321, 322),  # GLM
+        (["<|endoftext|>", "<|user|>"], None, [320, 321], 321, None),
+        (["<|endoftext|>", "<|user|>"], [320], [320, 321], None, None),  # what transformers stops at
+        (["<|return|>", "<|endoftext|>", "<|call|>"], [320, 321, 322], 320, None, None),  # known by name
+        (["<eos>", "<|eom_id|>", "<|other|>", "<|eot_id|>"], [320, 321, 322, 323], None, 323, 321),
+    ],
+)
+def test_tokens_at_which_transformers_stops(
+    tmp_path: Path, names: list[str], of_generation: object, of_config: object, eot: int | None, eom: int | None
+) -> None:
+    write_tokenizer(tmp_path, added(names), eos_token=names[0])
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": of_generation}))
+    metadata = keys(tmp_path, 324, eos_token_id=of_config)
+    assert metadata["tokenizer.ggml.eos_token_id"] == 320
+    assert (metadata.get("tokenizer.ggml.eot_token_id"), metadata.get("tokenizer.ggml.eom_token_id")) == (eot, eom)
+
+
+def test_a_reply_of_gpt_oss_goes_on_after_its_analysis(tmp_path: Path) -> None:
+    names = ["<|return|>", "<|call|>", "<|endoftext|>"]
+    write_tokenizer(tmp_path, added(names), eos_token="<|return|>")
+    tokenizer = Tokenizer.from_gguf(keys(tmp_path, 323))
+    assert tokenizer.eos_ids == {320, 321, 322}
+    assert tokenizer.turn_end_ids == {1, 320, 321, 322}  # 1 is <|end|>
+    write_tokenizer(tmp_path, added(names[:1]), eos_token="<|return|>")
+    assert Tokenizer.from_gguf(keys(tmp_path, 321)).eos_ids == {1, 320}
 
 
 @pytest.mark.parametrize("place", ["tokenizer_config.json", "chat_template.jinja", "chat_template.json"])

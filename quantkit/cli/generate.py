@@ -118,7 +118,8 @@ def generate(
 ) -> None:
     """Continue a prompt, or answer it with --chat.
 
-    The reply is streamed to stdout. Conditions and the speeds of prompt and generation go to stderr.
+    The reply is streamed to stdout. Conditions and the speeds of prompt and generation go to stderr. Control tokens in
+    the prompt are parsed, as by llama.cpp.
     """
     from quantkit.runtime.generate import Sampling
 
@@ -178,7 +179,7 @@ def _tokens(tokenizer: Tokenizer, text: str, chat: bool, system: str | None) -> 
     if not chat:
         if system is not None:
             raise OptionError("--system needs --chat; a prompt without a chat template has no messages")
-        return tokenizer.encode(text)
+        return tokenizer.encode_prompt(text)[0]
     messages = [{"role": "system", "content": system}] if system is not None else []
     rendered = tokenizer.apply_chat_template([*messages, {"role": "user", "content": text}])
     return tokenizer.encode(rendered, bos=False, special=True)

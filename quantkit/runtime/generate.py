@@ -184,11 +184,12 @@ def generate(
 ) -> Generated:
     """Continue a prompt, text or tokens, by up to `n_predict` tokens (-1: until an end or a full cache).
 
+    A text becomes the tokens of `Tokenizer.encode_prompt`: control tokens in it are found, and no EOS follows.
     `on_text` is called with each piece of text as soon as it is complete. `cache` may hold earlier tokens of the
     sequence; without one, an empty cache is made, of the needed size or of the model's context if that is smaller.
     """
     if isinstance(prompt, str):
-        tokens = model.tokenizer.encode(prompt)
+        tokens, _ = model.tokenizer.encode_prompt(prompt)
     else:
         ids = arguments.integers(prompt, "tokens of the prompt", model.vocab_size)
         if ids.ndim != 1:
@@ -219,6 +220,8 @@ def _continue(
 ) -> None:
     """Choose token after token into `result`, from the logits that follow the prompt."""
     decoder = model.tokenizer.decode_stream(special=False)
+    for token in result.prompt_tokens:  # the reply goes on from them: a space between the two is not at a beginning
+        decoder.push(token)
     pieces = []
     started = time.perf_counter()
     while len(result.tokens) != n_predict:

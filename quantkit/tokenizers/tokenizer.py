@@ -125,6 +125,17 @@ class Tokenizer:
             ids = [*ids, self.eos_id]
         return ids
 
+    def encode_prompt(self, text: str) -> tuple[list[int], bool]:
+        """Token ids of a text that a model continues, and whether the first is a BOS that is not part of the text.
+
+        Control tokens written out in the text are found. BOS comes first where the model wants one and the text does
+        not begin with it. EOS is not added, since it would end what is to be continued.
+        """
+        ids = self.encode(text, bos=self.adds_bos, special=True)
+        if self.adds_bos and ids[:2] == [self.bos_id] * 2:
+            return ids[1:], False
+        return ids, self.adds_bos
+
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[int], list[int]]:
         """Token ids of a text with control tokens written out, without BOS; and where each begins and ends.
 

@@ -46,6 +46,7 @@ MAX_GEN_TOKS = 256  # of a reply whose task does not say, as for lm_eval's hf mo
 _LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # names of one option; first wins
 _SAMPLING = {"temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
              "repetition_penalty": "penalty", "seed": "seed"}  # fmt: skip
+_WHOLE_TEXT = 1 << 31  # tokens; transformers' repetition_penalty concerns all of the prompt and the reply
 
 TokenPair = tuple[Any, list[int], list[int]]  # (a key of lm_eval's cache, tokens of the context, of the continuation)
 
@@ -346,7 +347,8 @@ def _generation_options(options: Mapping[str, Any]) -> tuple[list[str], int, Sam
     if do_sample is False:
         temperature = 0.0
     found = {"top_k": 0, "top_p": 1.0, "min_p": 0.0} | values
-    return [stop for stop in stops if stop], limit, Sampling(temperature=temperature, **found)
+    sampling = Sampling(temperature=temperature, penalty_last=_WHOLE_TEXT, **found)
+    return [stop for stop in stops if stop], limit, sampling
 
 
 def register() -> type:

@@ -141,6 +141,17 @@ def test_sampled_replies(folder) -> None:
         lm.generate_until([ask("a", {})])
 
 
+def test_the_repetition_penalty_concerns_the_whole_text(folder, monkeypatch) -> None:
+    """As in transformers, not the last tokens only, as in llama.cpp."""
+    lm = adapter(folder, max_length=128)
+    rows = np.zeros((1, lm.model.vocab_size), np.float32)
+    first, other = lm.tok_encode("ab")
+    rows[0, [first, other]] = 2, 1.5
+    monkeypatch.setattr(lm.model, "forward_batch", lambda parts: rows)
+    request = ask("a" + "c" * 100, {"max_gen_toks": 1, "repetition_penalty": 2.0})
+    assert lm.generate_until([request]) == ["b"]
+
+
 def test_options_that_are_refused(folder, caplog) -> None:
     for options, said in (
         ({"dtype": "float16"}, "unknown 'dtype'; known are .*cache_type.*threads"),

@@ -97,7 +97,7 @@ class Sampler:
             _require_number(logits[best])
             return best
         tokens = candidates(logits, s.top_k, s.top_p, s.min_p)
-        weights = _softmax(logits[tokens] / s.temperature)
+        weights = _softmax(logits[tokens], s.temperature)
         drawn = self._random.random() * weights.sum()
         return int(tokens[min(np.searchsorted(np.cumsum(weights), drawn, side="right"), len(tokens) - 1)])
 
@@ -140,8 +140,10 @@ def _require_number(largest: float) -> None:
         raise DataError(f"no token can be chosen: the largest logit is {largest}; --tripwire layer names the cause")
 
 
-def _softmax(logits: np.ndarray) -> np.ndarray:
-    e = np.exp(logits.astype(np.float64) - np.float64(logits.max()))
+def _softmax(logits: np.ndarray, temperature: float = 1.0) -> np.ndarray:
+    differences = logits.astype(np.float64) - np.float64(logits.max())
+    with np.errstate(over="ignore"):  # to -Inf, near temperature 0; a logit itself would become Inf, and its weight NaN
+        e = np.exp(differences / temperature)
     result: np.ndarray = e / e.sum()
     return result
 

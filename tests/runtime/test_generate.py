@@ -57,6 +57,12 @@ def test_temperature_zero_takes_the_likeliest() -> None:
     assert Sampler(Sampling(temperature=0.0))(LOGITS, []) == 1
 
 
+@pytest.mark.parametrize("temperature", [1e-6, 1e-38, 1e-40, 1e-320])
+def test_a_temperature_near_zero_takes_the_likeliest(temperature: float) -> None:
+    sampler = Sampler(Sampling(temperature=temperature, top_k=0, top_p=1.0, min_p=0.0))
+    assert {sampler(logits, []) for logits in (LOGITS, LOGITS + np.float32(50)) for _ in range(5)} == {1}
+
+
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_draws_follow_the_probabilities(temperature: float) -> None:
     sampler = Sampler(Sampling(temperature=temperature, top_k=0, top_p=1.0, min_p=0.0, seed=1))

@@ -163,16 +163,20 @@ def _prompt(text: str | None, file: Path | None) -> str:
     return read_text(file)
 
 
-_ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "'": "'", '"': '"', "\\": "\\"}
+_ESCAPES = {b"n": b"\n", b"r": b"\r", b"t": b"\t", b"'": b"'", b'"': b'"', b"\\": b"\\"}
 
 
 def _unescaped(text: str) -> str:
-    """The prompt with its escapes replaced as llama.cpp's -e does; others stay as they are."""
-    return re.sub(
-        r"\\(?:x([0-9a-fA-F]{2})|([nrt'\"\\]))",
-        lambda found: chr(int(found[1], 16)) if found[1] else _ESCAPES[found[2]],
-        text,
+    r"""The prompt with its escapes replaced as llama.cpp's -e does; others stay as they are.
+
+    \xHH is a byte of UTF-8. The tokenizer refuses a text in which bytes are left that are no characters.
+    """
+    data = re.sub(
+        rb"\\(?:x([0-9a-fA-F]{2})|([nrt'\"\\]))",
+        lambda found: bytes([int(found[1], 16)]) if found[1] else _ESCAPES[found[2]],
+        text.encode(errors="surrogateescape"),
     )
+    return data.decode(errors="surrogateescape")
 
 
 def _tokens(tokenizer: Tokenizer, text: str, chat: bool, system: str | None) -> list[int]:

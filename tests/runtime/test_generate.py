@@ -246,6 +246,7 @@ def test_the_command_refuses_what_it_cannot_do(smollm2_q4_1: Path, capsys: pytes
         (r"\x41\x7a\x4", "Az\\x4"),
         ("\\d\\", "\\d\\"),
         ("é\\n", "é\n"),
+        (r"caf\xc3\xA9 \xff", "café \udcff"),
     ],
 )
 def test_escapes_of_a_prompt(typed: str, meant: str) -> None:

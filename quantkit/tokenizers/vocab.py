@@ -412,9 +412,12 @@ def _template_tokens(processor: Json) -> tuple[list[str], list[str]]:
 
 
 def _chat_templates(directory: Path, settings: Json) -> Entries:
-    """`tokenizer.chat_template` and its named variants, from any of the files that may hold them."""
-    found = settings.get("chat_template")
-    if found is None and (directory / "chat_template.jinja").exists():
+    """`tokenizer.chat_template` and its named variants, from any of the files that may hold them.
+
+    As in transformers, chat_template.jinja comes before tokenizer_config.json, where an older one may be left.
+    """
+    found: Any = settings.get("chat_template")
+    if (directory / "chat_template.jinja").exists():
         found = read_text(directory / "chat_template.jinja")
     if found is None:
         found = read_object(directory / "chat_template.json").get("chat_template")

@@ -258,6 +258,15 @@ def test_chat_template_wherever_it_is(tmp_path: Path, place: str) -> None:
     assert keys(tmp_path, 320)["tokenizer.chat_template"] == template
 
 
+def test_a_chat_template_of_its_own_comes_before_the_settings(tmp_path: Path) -> None:
+    import transformers
+
+    write_tokenizer(tmp_path, byte_level(), chat_template="old", tokenizer_class="PreTrainedTokenizerFast")
+    (tmp_path / "chat_template.jinja").write_text("new")
+    assert keys(tmp_path, 320)["tokenizer.chat_template"] == "new"
+    assert transformers.AutoTokenizer.from_pretrained(str(tmp_path)).chat_template == "new"
+
+
 def test_named_chat_templates_come_back(tmp_path: Path) -> None:
     named = [{"name": "default", "template": "a"}, {"name": "tool-use", "template": "b"}]
     write_tokenizer(tmp_path / "a", byte_level(), chat_template=named)

@@ -230,6 +230,12 @@ def test_chats_stream(client: openai.OpenAI, model: Model) -> None:
     assert until_full.usage.total_tokens <= N_CTX
 
 
+def test_parts_of_a_message_are_lines() -> None:
+    parts = [{"type": "text", "text": text} for text in ("What is this?", "Ulm")]
+    found = requests.chat(json.dumps({"messages": [{"role": "user", "content": parts}]}).encode(), "tiny")
+    assert found.messages == [{"role": "user", "content": "What is this?\nUlm"}]
+
+
 def pieces(model: Model, path: Path, prompt: str, keys: dict[str, object], **options: object) -> list[Piece]:
     """What generation makes of a prompt with another tokenizer."""
     model = load(path, numerics="exact", threads=1, n_ctx=N_CTX, tokenizer=tokenizer(path, **keys))

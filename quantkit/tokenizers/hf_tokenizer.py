@@ -39,7 +39,7 @@ SPECIAL = {
     "cls": "tokenizer.ggml.cls_token_id",
     "mask": "tokenizer.ggml.mask_token_id",
 }
-# Control tokens that end a message in one chat format or another: runtimes know them by name.
+# Added tokens that end a message in one chat format or another: runtimes know them by name.
 KNOWN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<turn|>", "<|endoftext|>", "<|end_of_text|>",
               "<|eom_id|>", "</s>", "<eos>", "[EOS]", "[EOT]", "<|return|>", "<|call|>")  # fmt: skip
 # tokens that end a reply besides EOS, if generation_config.json lists them -> GGUF key

@@ -74,14 +74,15 @@ class Tokenizer:
 
     @functools.cached_property
     def turn_end_ids(self) -> frozenset[int]:
-        """Tokens that end a message: EOS, EOT and EOM as the file names them, and control tokens known to mean that."""
+        """Tokens that end a message: EOS, EOT and EOM as the file names them, and added tokens known to mean that.
+
+        Files of models that got the token in fine-tuning often call it user-defined.
+        """
         keys = ("eos", "eot", "eom")
         named = [self._metadata.get(f"tokenizer.ggml.{key}_token_id") for key in keys] + [self.eos_id]
-        known = {
-            i
-            for i, kind in enumerate(self._types)
-            if kind == hf_tokenizer.CONTROL and self._tokens[i] in hf_tokenizer.KNOWN_ENDS
-        }
+        added = (hf_tokenizer.CONTROL, hf_tokenizer.USER_DEFINED)
+        ends = hf_tokenizer.KNOWN_ENDS
+        known = {i for i, kind in enumerate(self._types) if kind in added and self._tokens[i] in ends}
         return frozenset(known.union(i for i in named if isinstance(i, int)))
 
     @functools.cached_property

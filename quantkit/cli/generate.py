@@ -13,7 +13,7 @@ from quantkit import progress
 from quantkit.cli.common.command import in_sections, takes_model
 from quantkit.cli.common.evaluation import on_message
 from quantkit.cli.common.hub import from_hub
-from quantkit.cli.common.launch import Launch, runs_a_model, trained_context
+from quantkit.cli.common.launch import Launch, runs_a_model, trained_context, warn_of_long_context
 from quantkit.cli.common.llama_options import takes_llama_options
 from quantkit.cli.common.options import FastNumerics, Json, Threads
 from quantkit.cli.common.output import print_json
@@ -130,6 +130,7 @@ def generate(
     tokenizer, n_ctx_train = _read(model)
     tokens = _tokens(tokenizer, text, chat, system)
     n_ctx = ctx_size or n_ctx_train
+    warn_of_long_context(n_ctx, n_ctx_train)
     if ctx_size is None and n_predict >= 0:  # do not allocate the model's whole context
         n_ctx = max(1, min(n_ctx, len(tokens) + n_predict))
     loaded = launch.open(model, numerics=numerics, threads=threads, n_ctx=n_ctx, tokenizer=tokenizer)

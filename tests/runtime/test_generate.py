@@ -227,6 +227,13 @@ def test_the_command_prints_text_and_conditions(smollm2_q4_1: Path, capsys: pyte
     assert "-ot nothing=CPU decides no tensor" in err
 
 
+def test_a_context_beyond_the_training_is_warned_of(smollm2_q4_1: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for size, is_warned in ((8192, False), (9000, True)):
+        assert cli.main(["generate", str(smollm2_q4_1), "-p", "A", "-n", "1", "-c", str(size)]) == 0
+        warning = f"warning: -c {size}: the model was trained with 8192 tokens"
+        assert (warning in capsys.readouterr().err) == is_warned
+
+
 def test_the_command_refuses_what_it_cannot_do(smollm2_q4_1: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(smollm2_q4_1)
     for args, message, status in (

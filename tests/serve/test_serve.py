@@ -687,7 +687,7 @@ def test_the_command_ends_by_ctrl_c(path: Path) -> None:
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 def test_signals_end_the_command(path: Path, sent: signal.Signals) -> None:
-    command = [sys.executable, "-m", "quantkit", "serve", str(path), "--port", "0"]
+    command = [sys.executable, "-m", "quantkit", "serve", str(path), "--port", "0", "-c", "300"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         found = re.search(r" at (http://\S+) ", process.stdout.readline())
@@ -697,6 +697,7 @@ def test_signals_end_the_command(path: Path, sent: signal.Signals) -> None:
         out, err = process.communicate(timeout=60)
         assert (process.returncode, out, err.splitlines()[-1]) == (0, "", "stopped")
         assert "Traceback" not in err
+        assert err.startswith("warning: -c 300: the model was trained with 256 tokens")
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])

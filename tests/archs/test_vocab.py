@@ -224,7 +224,8 @@ def added(names: list[str]) -> dict[str, Any]:
         (["<|endoftext|>", "<|user|>"], None, [320, 321], 321, None),
         (["<|endoftext|>", "<|user|>"], [320], [320, 321], None, None),  # what transformers stops at
         (["<|return|>", "<|endoftext|>", "<|call|>"], [320, 321, 322], 320, None, None),  # known by name
-        (["<eos>", "<|eom_id|>", "<|other|>", "<|eot_id|>"], [320, 321, 322, 323], None, 323, 321),
+        (["<eos>", "<|eom_id|>", "<|other|>", "<|eot_id|>"], None, [320, 321, 322, 323], 323, 321),
+        (["<|eot|>", "<|end_of_text|>", "<|eom|>"], [321, 322, 320], 320, None, 322),  # Llama 4
     ],
 )
 def test_tokens_at_which_transformers_stops(

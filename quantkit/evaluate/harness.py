@@ -21,6 +21,7 @@ token each in one `forward_batch`.
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -140,8 +141,14 @@ class HarnessModel:
 
     @property
     def tokenizer_name(self) -> str:
-        """The name under which lm_eval caches requests."""
-        return self.model.path.name
+        """The name under which lm_eval caches requests (--cache_requests): of the file and of its chat template.
+
+        Requests hold formatted prompts, and another file of this name may have another template.
+        """
+        tokenizer = self.model.tokenizer
+        ends = [tokenizer.token_bytes(i) for i in (tokenizer.bos_id, tokenizer.eos_id) if i is not None]
+        digest = hashlib.sha256(repr((tokenizer.chat_template, ends)).encode(errors="backslashreplace"))
+        return f"{self.model.path.name}-{digest.hexdigest()[:16]}"
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: object) -> list[int]:
         """The tokens of a text. Control tokens that are written out in it are found; BOS is not doubled."""

@@ -70,7 +70,7 @@ class Sampling:
         for name, is_valid, range_ in (
             ("temperature", self.temperature >= 0, "at least 0"),
             ("top_k", self.top_k >= 0, "at least 0"),
-            ("top_p", 0 < self.top_p <= 1, "above 0, at most 1"),
+            ("top_p", 0 <= self.top_p <= 1, "from 0 to 1"),
             ("min_p", 0 <= self.min_p <= 1, "from 0 to 1"),
             ("penalty", self.penalty > 0, "above 0"),
             ("penalty_last", self.penalty_last >= 0, "at least 0"),

@@ -30,6 +30,7 @@ LOGITS = np.log(np.array([0.05, 0.4, 0.3, 0.2, 0.05], np.float32))
         (2, 1.0, 0.0, [1, 2]),
         (9, 1.0, 0.0, [1, 2, 3, 0, 4]),
         (0, 0.39, 0.0, [1]),
+        (0, 0.0, 0.0, [1]),
         (0, 0.45, 0.0, [1, 2]),
         (0, 0.75, 0.0, [1, 2, 3]),
         (0, 1.0, 0.3, [1, 2, 3]),
@@ -82,7 +83,7 @@ def test_a_seed_repeats_its_draws_and_another_does_not() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("temperature", -1), ("top_k", -1), ("top_p", 0), ("min_p", 2), ("penalty", 0), ("seed", -1)]
+    ("name", "value"), [("temperature", -1), ("top_k", -1), ("top_p", 2), ("min_p", 2), ("penalty", 0), ("seed", -1)]
 )
 def test_settings_out_of_range_are_named(name: str, value: float) -> None:
     with pytest.raises(DataError, match=f"{name} is {value}"):

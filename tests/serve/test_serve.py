@@ -189,6 +189,11 @@ def test_completions_are_what_generate_gives(client: openai.OpenAI, model: Model
     assert found.choices[0].text == model.generate("Once", 12, sampled).text
 
 
+def test_top_p_0_takes_the_likeliest(client: openai.OpenAI, model: Model) -> None:
+    found = client.completions.create(model="tiny", prompt="Once", max_tokens=8, top_p=0)
+    assert found.choices[0].text == model.generate("Once", 8, Sampling(temperature=0)).text
+
+
 def test_a_stop_string_ends_the_text_before_it(client: openai.OpenAI, model: Model) -> None:
     text = model.generate("Once", 40, Sampling(temperature=0)).text
     at = next(i for i in range(4, len(text)) if text.find(text[i : i + 3]) == i)
@@ -295,7 +300,7 @@ WRONG = [
     ("completions", {"prompt": "a", "logprobs": 21}, 400, "from 0 to 20"),
     ("completions", {"prompt": "a", "temperature": float("nan")}, 400, "temperature is nan"),
     ("completions", {"prompt": "a", "temperature": -1}, 400, "temperature is -1"),
-    ("completions", {"prompt": "a", "top_p": 0}, 400, "top_p is 0"),
+    ("completions", {"prompt": "a", "top_p": 1.5}, 400, "top_p is 1.5; it must be a number from 0 to 1"),
     ("completions", {"prompt": "a", "seed": -1}, 400, "seed is -1"),
     ("completions", {"prompt": "a", "seed": 10**3000}, 400, "seed is 1000"),
     ("completions", {"prompt": "a", "n": 2}, 400, "only 1 is supported"),

@@ -13,7 +13,7 @@ from quantkit import progress
 from quantkit.cli.common.command import in_sections, takes_model
 from quantkit.cli.common.evaluation import on_message
 from quantkit.cli.common.hub import from_hub
-from quantkit.cli.common.launch import Launch, runs_a_model, trained_context
+from quantkit.cli.common.launch import Launch, runs_a_model, trained_context, warn_of_long_context
 from quantkit.cli.common.llama_options import takes_llama_options
 from quantkit.cli.common.options import FastNumerics, Json, Threads
 from quantkit.cli.common.output import print_json
@@ -118,7 +118,8 @@ def generate(
 ) -> None:
     """Continue a prompt, or answer it with --chat.
 
-    The reply is streamed to stdout. Conditions and the speeds of prompt and generation go to stderr.
+    The reply is streamed to stdout. Conditions and the speeds of prompt and generation go to stderr. Control tokens in
+    the prompt are parsed, as by llama.cpp.
     """
     from quantkit.runtime.generate import Sampling
 
@@ -129,6 +130,7 @@ def generate(
     tokenizer, n_ctx_train = _read(model)
     tokens = _tokens(tokenizer, text, chat, system)
     n_ctx = ctx_size or n_ctx_train
+    warn_of_long_context(n_ctx, n_ctx_train)
     if ctx_size is None and n_predict >= 0:  # do not allocate the model's whole context
         n_ctx = max(1, min(n_ctx, len(tokens) + n_predict))
     loaded = launch.open(model, numerics=numerics, threads=threads, n_ctx=n_ctx, tokenizer=tokenizer)
@@ -162,23 +164,27 @@ def _prompt(text: str | None, file: Path | None) -> str:
     return read_text(file)
 
 
-_ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "'": "'", '"': '"', "\\": "\\"}
+_ESCAPES = {b"n": b"\n", b"r": b"\r", b"t": b"\t", b"'": b"'", b'"': b'"', b"\\": b"\\"}
 
 
 def _unescaped(text: str) -> str:
-    """The prompt with its escapes replaced as llama.cpp's -e does; others stay as they are."""
-    return re.sub(
-        r"\\(?:x([0-9a-fA-F]{2})|([nrt'\"\\]))",
-        lambda found: chr(int(found[1], 16)) if found[1] else _ESCAPES[found[2]],
-        text,
+    r"""The prompt with its escapes replaced as llama.cpp's -e does; others stay as they are.
+
+    \xHH is a byte of UTF-8. The tokenizer refuses a text in which bytes are left that are no characters.
+    """
+    data = re.sub(
+        rb"\\(?:x([0-9a-fA-F]{2})|([nrt'\"\\]))",
+        lambda found: bytes([int(found[1], 16)]) if found[1] else _ESCAPES[found[2]],
+        text.encode(errors="surrogateescape"),
     )
+    return data.decode(errors="surrogateescape")
 
 
 def _tokens(tokenizer: Tokenizer, text: str, chat: bool, system: str | None) -> list[int]:
     if not chat:
         if system is not None:
             raise OptionError("--system needs --chat; a prompt without a chat template has no messages")
-        return tokenizer.encode(text)
+        return tokenizer.encode_prompt(text)[0]
     messages = [{"role": "system", "content": system}] if system is not None else []
     rendered = tokenizer.apply_chat_template([*messages, {"role": "user", "content": text}])
     return tokenizer.encode(rendered, bos=False, special=True)

@@ -147,6 +147,9 @@ def perplexity(
         schema = "quantkit.perplexity-kl-divergence/1"
         if kl_divergence_base is None:
             raise OptionError("--kl-divergence needs the base to compare with: --kl-divergence-base FILE")
+        others = {"--chunks": chunks, "--ppl-stride": ppl_stride, "--by-category": by_category}
+        for name in [name for name, value in others.items() if value]:
+            on_message(f"warning: {name} has no effect: the chunks are those of the base file")
         compared = DivergenceOptions(
             batch_size=batch_size, jsonl=jsonl, by_layer=by_layer, numerics=numerics, threads=threads, score=score,
             chat=chat,

@@ -15,7 +15,7 @@ from quantkit import progress
 from quantkit.cli.common.command import in_sections, takes_model
 from quantkit.cli.common.dialect import knows_dialect
 from quantkit.cli.common.evaluation import on_message
-from quantkit.cli.common.launch import Launch, runs_a_model, trained_context
+from quantkit.cli.common.launch import Launch, runs_a_model, trained_context, warn_of_long_context
 from quantkit.cli.common.options import FastNumerics, Threads
 from quantkit.cli.common.progress_options import shows_progress
 from quantkit.errors import UnsupportedError
@@ -88,7 +88,9 @@ def serve(
     # The address is taken first: loading can take minutes.
     with _interrupted_by_sigterm(), contextlib.closing(Listener(host, port, api_key)) as listener:
         model = models.model_file(model)
-        n_ctx = min(_CONTEXT, trained_context(gguf.require_model(gguf.open(model)))) if ctx_size is None else ctx_size
+        trained = trained_context(gguf.require_model(gguf.open(model)))
+        n_ctx = min(_CONTEXT, trained) if ctx_size is None else ctx_size
+        warn_of_long_context(n_ctx, trained)
         loaded = launch.open(model, numerics=numerics, threads=threads, n_ctx=n_ctx)
         server = ApiServer(loaded, alias or model.name, listener, waiting=queue)
         progress.end()

@@ -115,7 +115,7 @@ def _of_assistant(
         known = text.startswith(upto)  # templates may format the last turn otherwise than those before
         first = bisect.bisect_right(ends, len(head))  # a token may begin with the prompt's last space
         stop = bisect.bisect_left(starts, len(upto)) if known else len(ids)
-        end = next((at for at in range(first, stop) if ids[at] in tokenizer.eos_ids), None)
+        end = next((at for at in range(first, stop) if ids[at] in tokenizer.turn_end_ids), None)
         if end is None and not known:
             raise DataError(f"{where}: message {i + 1}: no token ends the assistant's turn: {remedy}")
         mask[first : stop if end is None else end + 1] = True

@@ -21,6 +21,7 @@ token each in one `forward_batch`.
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -46,6 +47,7 @@ MAX_GEN_TOKS = 256  # of a reply whose task does not say, as for lm_eval's hf mo
 _LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # names of one option; first wins
 _SAMPLING = {"temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
              "repetition_penalty": "penalty", "seed": "seed"}  # fmt: skip
+_WHOLE_TEXT = 1 << 31  # tokens; transformers' repetition_penalty concerns all of the prompt and the reply
 
 TokenPair = tuple[Any, list[int], list[int]]  # (a key of lm_eval's cache, tokens of the context, of the continuation)
 
@@ -139,8 +141,14 @@ class HarnessModel:
 
     @property
     def tokenizer_name(self) -> str:
-        """The name under which lm_eval caches requests."""
-        return self.model.path.name
+        """The name under which lm_eval caches requests (--cache_requests): of the file and of its chat template.
+
+        Requests hold formatted prompts, and another file of this name may have another template.
+        """
+        tokenizer = self.model.tokenizer
+        ends = [tokenizer.token_bytes(i) for i in (tokenizer.bos_id, tokenizer.eos_id) if i is not None]
+        digest = hashlib.sha256(repr((tokenizer.chat_template, ends)).encode(errors="backslashreplace"))
+        return f"{self.model.path.name}-{digest.hexdigest()[:16]}"
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: object) -> list[int]:
         """The tokens of a text. Control tokens that are written out in it are found; BOS is not doubled."""
@@ -346,7 +354,8 @@ def _generation_options(options: Mapping[str, Any]) -> tuple[list[str], int, Sam
     if do_sample is False:
         temperature = 0.0
     found = {"top_k": 0, "top_p": 1.0, "min_p": 0.0} | values
-    return [stop for stop in stops if stop], limit, Sampling(temperature=temperature, **found)
+    sampling = Sampling(temperature=temperature, penalty_last=_WHOLE_TEXT, **found)
+    return [stop for stop in stops if stop], limit, sampling
 
 
 def register() -> type:

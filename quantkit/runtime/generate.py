@@ -70,7 +70,7 @@ class Sampling:
         for name, is_valid, range_ in (
             ("temperature", self.temperature >= 0, "at least 0"),
             ("top_k", self.top_k >= 0, "at least 0"),
-            ("top_p", 0 < self.top_p <= 1, "above 0, at most 1"),
+            ("top_p", 0 <= self.top_p <= 1, "from 0 to 1"),
             ("min_p", 0 <= self.min_p <= 1, "from 0 to 1"),
             ("penalty", self.penalty > 0, "above 0"),
             ("penalty_last", self.penalty_last >= 0, "at least 0"),
@@ -97,7 +97,7 @@ class Sampler:
             _require_number(logits[best])
             return best
         tokens = candidates(logits, s.top_k, s.top_p, s.min_p)
-        weights = _softmax(logits[tokens] / s.temperature)
+        weights = _softmax(logits[tokens], s.temperature)
         drawn = self._random.random() * weights.sum()
         return int(tokens[min(np.searchsorted(np.cumsum(weights), drawn, side="right"), len(tokens) - 1)])
 
@@ -140,8 +140,10 @@ def _require_number(largest: float) -> None:
         raise DataError(f"no token can be chosen: the largest logit is {largest}; --tripwire layer names the cause")
 
 
-def _softmax(logits: np.ndarray) -> np.ndarray:
-    e = np.exp(logits.astype(np.float64) - np.float64(logits.max()))
+def _softmax(logits: np.ndarray, temperature: float = 1.0) -> np.ndarray:
+    differences = logits.astype(np.float64) - np.float64(logits.max())
+    with np.errstate(over="ignore"):  # to -Inf, near temperature 0; a logit itself would become Inf, and its weight NaN
+        e = np.exp(differences / temperature)
     result: np.ndarray = e / e.sum()
     return result
 
@@ -184,11 +186,12 @@ def generate(
 ) -> Generated:
     """Continue a prompt, text or tokens, by up to `n_predict` tokens (-1: until an end or a full cache).
 
+    A text becomes the tokens of `Tokenizer.encode_prompt`: control tokens in it are found, and no EOS follows.
     `on_text` is called with each piece of text as soon as it is complete. `cache` may hold earlier tokens of the
     sequence; without one, an empty cache is made, of the needed size or of the model's context if that is smaller.
     """
     if isinstance(prompt, str):
-        tokens = model.tokenizer.encode(prompt)
+        tokens, _ = model.tokenizer.encode_prompt(prompt)
     else:
         ids = arguments.integers(prompt, "tokens of the prompt", model.vocab_size)
         if ids.ndim != 1:
@@ -219,6 +222,8 @@ def _continue(
 ) -> None:
     """Choose token after token into `result`, from the logits that follow the prompt."""
     decoder = model.tokenizer.decode_stream(special=False)
+    for token in result.prompt_tokens:  # the reply goes on from them: a space between the two is not at a beginning
+        decoder.push(token)
     pieces = []
     started = time.perf_counter()
     while len(result.tokens) != n_predict:

@@ -99,10 +99,7 @@ def _prompt(model: TextModel, request: Request, prompt: str | list[int]) -> Prom
         text = tokenizer.apply_chat_template(request.messages)
         tokens = tokenizer.encode(text, bos=False, special=True)
     elif isinstance(prompt, str):
-        tokens = tokenizer.encode(prompt, bos=tokenizer.adds_bos, special=True)
-        has_bos = tokenizer.adds_bos
-        if has_bos and tokens[:2] == [tokenizer.bos_id] * 2:  # the text begins with it
-            tokens, has_bos = tokens[1:], False
+        tokens, has_bos = tokenizer.encode_prompt(prompt)
     else:
         tokens = arguments.integers(prompt, f"tokens of a vocabulary of {model.vocab_size}", model.vocab_size).tolist()
     if not tokens:

@@ -214,14 +214,14 @@ _OF_MESSAGE = ("role", "content", "name")
 
 
 def _content(value: object) -> str:
-    """The text of a message: a text, or a list of parts that are texts."""
+    """The text of a message: a text, or a list of texts, one a line as in llama.cpp's server and vLLM."""
     if isinstance(value, str):
         return value
     parts = value if isinstance(value, list) else [None]
     texts = [part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)]
     if len(texts) < len(parts):
         raise ApiError(400, 'the content of a message is a text, or a list of {"type": "text", "text": …}')
-    return "".join(texts)
+    return "\n".join(texts)
 
 
 def _includes_usage(options: object) -> bool:

@@ -118,6 +118,11 @@ def render(template: object, values: Mapping[str, object]) -> str:
             f"a variable of the chat template cannot be sent to the process that renders: {error}"
         ) from None
     reply = _renderer.render(request)
+    if "syntax" in reply:
+        raise FormatError(
+            f"the model's chat template cannot be read: {printable(reply['syntax'])}; set another one with "
+            "`quantkit metadata set FILE tokenizer.chat_template=…`"
+        )
     if "text" not in reply:
         raise QuantkitError(f"the model's chat template refuses these messages: {printable(reply['error'])}")
     return reply["text"]

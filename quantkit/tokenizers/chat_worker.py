@@ -1,7 +1,8 @@
 """The process that renders chat templates: chat_template.py starts it and it runs `main`.
 
 It reads requests from its standard input, each a length and a pickle of (template, variables) from the process that
-started it, and writes replies, each a length and JSON: {"text": …} or {"error": …}. It ends when its input does.
+started it, and writes replies, each a length and JSON: {"text": …}, {"error": …}, or {"syntax": …} for a template that
+jinja2 cannot read. It ends when its input does.
 Memory is limited where the system can; time is limited by the process that waits.
 """
 
@@ -14,7 +15,7 @@ import pickle
 import sys
 from typing import Any, BinaryIO
 
-from jinja2 import Template, TemplateError, nodes
+from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -81,6 +82,8 @@ def render(template: str, values: dict[str, Any]) -> dict[str, str]:
         return {"error": f"it needs more than {MAX_MEMORY >> 20} MiB of memory"}
     except RecursionError:
         return {"error": "it nests or calls itself too deeply"}
+    except TemplateSyntaxError as error:
+        return {"syntax": f"line {error.lineno}: {error.message}"[:_MAX_ERROR]}
     except Exception as error:  # whatever the template's own text raised
         return {"error": str(error)[:_MAX_ERROR] or type(error).__name__}
 

@@ -39,6 +39,9 @@ SPECIAL = {
     "cls": "tokenizer.ggml.cls_token_id",
     "mask": "tokenizer.ggml.mask_token_id",
 }
+# Added tokens that end a message in one chat format or another: runtimes know them by name.
+KNOWN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<turn|>", "<|endoftext|>", "<|end_of_text|>",
+              "<|eom_id|>", "<|eom|>", "</s>", "<eos>", "[EOS]", "[EOT]", "<|return|>", "<|call|>")  # fmt: skip
 # tokens that end a reply besides EOS, if generation_config.json lists them -> GGUF key
 END_TOKENS = {
     "<|eot_id|>": "tokenizer.ggml.eot_token_id",
@@ -47,6 +50,7 @@ END_TOKENS = {
     "<end_of_turn>": "tokenizer.ggml.eot_token_id",
     "<turn|>": "tokenizer.ggml.eot_token_id",
     "<|eom_id|>": "tokenizer.ggml.eom_token_id",
+    "<|eom|>": "tokenizer.ggml.eom_token_id",
 }
 # generation_config.json -> general.sampling.*
 SAMPLING = {

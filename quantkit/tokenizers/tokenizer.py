@@ -25,9 +25,6 @@ from quantkit.inputs import arguments
 from quantkit.inputs.json_input import Json
 from quantkit.tokenizers import hf_tokenizer, tiktoken
 
-# Control tokens that end a reply in one chat format or another, for files whose keys do not name them.
-_END_TOKENS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<turn|>", "<|endoftext|>", "<|eom_id|>", "</s>")
-
 
 @functools.cache
 def _byte_of_character() -> dict[str, int]:
@@ -76,14 +73,28 @@ class Tokenizer:
         return len(self._tokens)
 
     @functools.cached_property
-    def eos_ids(self) -> frozenset[int]:
-        """Tokens that end a reply: EOS, EOT and EOM as the file names them, and control tokens known to mean that."""
+    def turn_end_ids(self) -> frozenset[int]:
+        """Tokens that end a message: EOS, EOT and EOM as the file names them, and added tokens known to mean that.
+
+        Files of models that got the token in fine-tuning often call it user-defined.
+        """
         keys = ("eos", "eot", "eom")
         named = [self._metadata.get(f"tokenizer.ggml.{key}_token_id") for key in keys] + [self.eos_id]
-        known = {
-            i for i, kind in enumerate(self._types) if kind == hf_tokenizer.CONTROL and self._tokens[i] in _END_TOKENS
-        }
+        added = (hf_tokenizer.CONTROL, hf_tokenizer.USER_DEFINED)
+        ends = hf_tokenizer.KNOWN_ENDS
+        known = {i for i, kind in enumerate(self._types) if kind in added and self._tokens[i] in ends}
         return frozenset(known.union(i for i in named if isinstance(i, int)))
+
+    @functools.cached_property
+    def eos_ids(self) -> frozenset[int]:
+        """Tokens that end a reply: those that end a message, but not gpt-oss's <|end|>.
+
+        A reply of gpt-oss has several messages: <|end|> ends its analysis, and <|return|> or <|call|> the last one.
+        """
+        texts = {self._tokens[i] for i in self.turn_end_ids}
+        if not {"<|return|>", "<|call|>"} <= texts:
+            return self.turn_end_ids
+        return frozenset(i for i in self.turn_end_ids if self._tokens[i] != "<|end|>" or i == self.eos_id)
 
     # --------------------------------------------------------------------------------------------------------- encode
 
@@ -114,6 +125,17 @@ class Tokenizer:
         if bos is None and self.adds_eos:
             ids = [*ids, self.eos_id]
         return ids
+
+    def encode_prompt(self, text: str) -> tuple[list[int], bool]:
+        """Token ids of a text that a model continues, and whether the first is a BOS that is not part of the text.
+
+        Control tokens written out in the text are found. BOS comes first where the model wants one and the text does
+        not begin with it. EOS is not added, since it would end what is to be continued.
+        """
+        ids = self.encode(text, bos=self.adds_bos, special=True)
+        if self.adds_bos and ids[:2] == [self.bos_id] * 2:
+            return ids[1:], False
+        return ids, self.adds_bos
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[int], list[int]]:
         """Token ids of a text with control tokens written out, without BOS; and where each begins and ends.

@@ -45,6 +45,7 @@ from quantkit.tokenizers.hf_tokenizer import (
     CONTROL,
     END_TOKENS,
     FIXED_SCORES,
+    KNOWN_ENDS,
     NORMAL,
     OVERRIDES,
     SCORES,
@@ -362,9 +363,8 @@ def _settings(
         number = number[0] if isinstance(number, list) else number
         if isinstance(number, int) and 0 <= number < len(tokens):
             entries[key] = (number, "u32")
-    for number in id_list(generation.get("eos_token_id")) + id_list(config.get("eos_token_id")):
-        if number < len(tokens) and tokens[number] in END_TOKENS and (number, "u32") != entries.get(SPECIAL["eos"]):
-            entries.setdefault(END_TOKENS[tokens[number]], (number, "u32"))
+    entries |= _end_tokens(id_list(generation.get("eos_token_id")), id_list(config.get("eos_token_id")),
+                           tokens, entries.get(SPECIAL["eos"]))  # fmt: skip
     before, after = _template_tokens(tokenizer.get("post_processor") or {})
     stated = {"bos": settings.get("add_bos_token"), "eos": settings.get("add_eos_token")}
     add_bos, add_eos = (bool(side) if stated[name] is None else bool(stated[name])
@@ -380,6 +380,27 @@ def _settings(
     return entries | _chat_templates(directory, settings)
 
 
+def _end_tokens(
+    of_generation: list[int], of_config: list[int], tokens: Sequence[str], eos: tuple[Any, str] | None
+) -> Entries:
+    """The keys of the tokens that end a reply besides EOS, from both files' eos_token_id.
+
+    Tokens that no runtime knows by name, such as GLM's <|user|> and <|observation|>, get the keys that are left. They
+    are those that transformers stops at: of generation_config.json, or else of config.json.
+    """
+
+    def others(ids: list[int]) -> list[int]:
+        return [i for i in dict.fromkeys(ids) if 0 <= i < len(tokens) and (i, "u32") != eos]
+
+    found: Entries = {}
+    for number in others(of_generation + of_config):
+        if (key := END_TOKENS.get(tokens[number])) is not None:
+            found.setdefault(key, (number, "u32"))
+    left = [key for key in dict.fromkeys(END_TOKENS.values()) if key not in found]
+    unknown = [i for i in others(of_generation or of_config) if tokens[i] not in KNOWN_ENDS]
+    return found | {key: (i, "u32") for key, i in zip(left, unknown)}
+
+
 def _template_tokens(processor: Json) -> tuple[list[str], list[str]]:
     """Special tokens that a tokenizer.json's post_processor puts before and after a text."""
     for step in processor.get("processors", [processor]):
@@ -391,9 +412,12 @@ def _template_tokens(processor: Json) -> tuple[list[str], list[str]]:
 
 
 def _chat_templates(directory: Path, settings: Json) -> Entries:
-    """`tokenizer.chat_template` and its named variants, from any of the files that may hold them."""
-    found = settings.get("chat_template")
-    if found is None and (directory / "chat_template.jinja").exists():
+    """`tokenizer.chat_template` and its named variants, from any of the files that may hold them.
+
+    As in transformers, chat_template.jinja comes before tokenizer_config.json, where an older one may be left.
+    """
+    found: Any = settings.get("chat_template")
+    if (directory / "chat_template.jinja").exists():
         found = read_text(directory / "chat_template.jinja")
     if found is None:
         found = read_object(directory / "chat_template.json").get("chat_template")

@@ -13,6 +13,7 @@ import tokenizers
 from quantkit.errors import FormatError, UnknownNameError, UnsupportedError
 from quantkit.tokenizers import hf_tokenizer, pretokenizers, vocab
 from quantkit.tokenizers.hf_tokenizer import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
+from quantkit.tokenizers.tokenizer import Tokenizer
 from tests.archs.checkpoints import HARD, TEXT, byte_level, sentencepiece, write_tokenizer
 
 
@@ -208,6 +209,45 @@ def test_end_of_reply_tokens_and_sampling(tmp_path: Path) -> None:
     assert hf_tokenizer.generation_config(metadata | sampling) == generation
 
 
+def added(names: list[str]) -> dict[str, Any]:
+    """tokenizer.json with control tokens after the first 320."""
+    tokenizer = byte_level()
+    flags = {"special": True} | dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    tokenizer["added_tokens"] += [{"id": 320 + i, "content": name} | flags for i, name in enumerate(names)]
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("names", "of_generation", "of_config", "eot", "eom"),
+    [
+        (["<|endoftext|>", "<|user|>", "<|observation|>"], [320, 321, 322], [320], 321, 322),  # GLM
+        (["<|endoftext|>", "<|user|>"], None, [320, 321], 321, None),
+        (["<|endoftext|>", "<|user|>"], [320], [320, 321], None, None),  # what transformers stops at
+        (["<|return|>", "<|endoftext|>", "<|call|>"], [320, 321, 322], 320, None, None),  # known by name
+        (["<eos>", "<|eom_id|>", "<|other|>", "<|eot_id|>"], None, [320, 321, 322, 323], 323, 321),
+        (["<|eot|>", "<|end_of_text|>", "<|eom|>"], [321, 322, 320], 320, None, 322),  # Llama 4
+    ],
+)
+def test_tokens_at_which_transformers_stops(
+    tmp_path: Path, names: list[str], of_generation: object, of_config: object, eot: int | None, eom: int | None
+) -> None:
+    write_tokenizer(tmp_path, added(names), eos_token=names[0])
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": of_generation}))
+    metadata = keys(tmp_path, 324, eos_token_id=of_config)
+    assert metadata["tokenizer.ggml.eos_token_id"] == 320
+    assert (metadata.get("tokenizer.ggml.eot_token_id"), metadata.get("tokenizer.ggml.eom_token_id")) == (eot, eom)
+
+
+def test_a_reply_of_gpt_oss_goes_on_after_its_analysis(tmp_path: Path) -> None:
+    names = ["<|return|>", "<|call|>", "<|endoftext|>"]
+    write_tokenizer(tmp_path, added(names), eos_token="<|return|>")
+    tokenizer = Tokenizer.from_gguf(keys(tmp_path, 323))
+    assert tokenizer.eos_ids == {320, 321, 322}
+    assert tokenizer.turn_end_ids == {1, 320, 321, 322}  # 1 is <|end|>
+    write_tokenizer(tmp_path, added(names[:1]), eos_token="<|return|>")
+    assert Tokenizer.from_gguf(keys(tmp_path, 321)).eos_ids == {1, 320}
+
+
 @pytest.mark.parametrize("place", ["tokenizer_config.json", "chat_template.jinja", "chat_template.json"])
 def test_chat_template_wherever_it_is(tmp_path: Path, place: str) -> None:
     template = "{{ messages[0]['content'] }}"
@@ -217,6 +257,15 @@ def test_chat_template_wherever_it_is(tmp_path: Path, place: str) -> None:
     elif place.startswith("chat"):
         (tmp_path / place).write_text(json.dumps({"chat_template": template}))
     assert keys(tmp_path, 320)["tokenizer.chat_template"] == template
+
+
+def test_a_chat_template_of_its_own_comes_before_the_settings(tmp_path: Path) -> None:
+    import transformers
+
+    write_tokenizer(tmp_path, byte_level(), chat_template="old", tokenizer_class="PreTrainedTokenizerFast")
+    (tmp_path / "chat_template.jinja").write_text("new")
+    assert keys(tmp_path, 320)["tokenizer.chat_template"] == "new"
+    assert transformers.AutoTokenizer.from_pretrained(str(tmp_path)).chat_template == "new"
 
 
 def test_named_chat_templates_come_back(tmp_path: Path) -> None:

@@ -174,3 +174,9 @@ def test_what_is_missing_is_said(capsys, f16_model):
     assert "pass one with -f FILE" in capsys.readouterr().err
     assert cli.main(["perplexity", str(f16_model), "--kl-divergence"]) == 2
     assert "--kl-divergence-base FILE" in capsys.readouterr().err
+
+
+def test_options_without_effect_on_a_divergence_are_named(capsys, f16_model, tmp_path):
+    args = ["perplexity", f16_model, "--kl-divergence", "--kl-divergence-base", tmp_path / "none.kld", "--chunks", 3]
+    assert cli.main([str(arg) for arg in args]) == 1
+    assert "warning: --chunks has no effect: the chunks are those of the base file" in capsys.readouterr().err

@@ -101,6 +101,21 @@ def test_templates_that_format_the_last_turn_otherwise(chat) -> None:
     assert chat(SHORT, template=WITHOUT_PROMPT, score="all")[1].counts.sum() > 4
 
 
+def test_turns_of_gpt_oss_end_where_its_replies_do_not(metadata, tmp_path) -> None:
+    """<|end|> ends the turns of the past; the last one ends with <|return|>, as a reply does."""
+    tokens = list(metadata["tokenizer.ggml.tokens"])
+    tokens[1:5] = ["<|start|>", "<|end|>", "<|return|>", "<|call|>"]
+    template = CHATML.replace("<|im_start|>", "<|start|>").replace(
+        "<|im_end|>", "{% if loop.last and m.role == 'assistant' %}<|return|>{% else %}<|end|>{% endif %}"
+    )
+    changed = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.eos_token_id": 3, "tokenizer.chat_template": template}
+    tokenizer = Tokenizer.from_gguf(metadata | changed)
+    (tmp_path / "c.jsonl").write_text(json.dumps(LONG))
+    chunks = chat_chunks(tokenizer, tmp_path / "c.jsonl", 512)
+    assert scored_text(tokenizer, chunks, 0) == "On the Danube.<|end|>On the Mur, naïvely.<|return|>"
+    assert 2 not in tokenizer.eos_ids
+
+
 def test_long_conversations_are_cut_and_counted(chat) -> None:
     _, chunks = chat(SHORT, LONG)
     short, long = (int(chunks.choice.rows(i)[-1]) + 2 for i in range(2))

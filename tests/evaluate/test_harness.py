@@ -18,6 +18,7 @@ from quantkit.errors import DataError, OptionError, UnsupportedError
 from quantkit.evaluate import harness
 from quantkit.evaluate.harness import HarnessModel
 from quantkit.pipelines import api
+from quantkit.tokenizers.tokenizer import Tokenizer
 
 N_CTX = 24
 
@@ -139,6 +140,26 @@ def test_sampled_replies(folder) -> None:
             lm.generate_until([ask("a", unknown)])
     with pytest.raises(DataError, match="256 tokens to generate, the context holds 24"):
         lm.generate_until([ask("a", {})])
+
+
+def test_cached_requests_are_those_of_one_template(folder, monkeypatch) -> None:
+    lm, again = adapter(folder), adapter(folder)
+    assert lm.tokenizer_name == again.tokenizer_name
+    assert lm.tokenizer_name.startswith("tiny.gguf-")
+    template = {"tokenizer.chat_template": "{{ messages[0].content }}"}
+    monkeypatch.setattr(again.model, "_tokenizer", Tokenizer.from_gguf({**again.model.metadata} | template))
+    assert lm.tokenizer_name != again.tokenizer_name
+
+
+def test_the_repetition_penalty_concerns_the_whole_text(folder, monkeypatch) -> None:
+    """As in transformers, not the last tokens only, as in llama.cpp."""
+    lm = adapter(folder, max_length=128)
+    rows = np.zeros((1, lm.model.vocab_size), np.float32)
+    first, other = lm.tok_encode("ab")
+    rows[0, [first, other]] = 2, 1.5
+    monkeypatch.setattr(lm.model, "forward_batch", lambda parts: rows)
+    request = ask("a" + "c" * 100, {"max_gen_toks": 1, "repetition_penalty": 2.0})
+    assert lm.generate_until([request]) == ["b"]
 
 
 def test_options_that_are_refused(folder, caplog) -> None:

@@ -97,7 +97,14 @@ def test_values_arrive_as_they_are() -> None:
 
 
 @pytest.mark.parametrize(
-    ("template", "match"), [(5, "is int, not text"), ([], "is list"), ("x" * (1 << 21), "2097152")]
+    ("template", "match"),
+    [
+        (5, "is int, not text"),
+        ([], "is list"),
+        ("x" * (1 << 21), "2097152"),
+        ("a\n{% for", "cannot be read: line 2: .*metadata set"),
+        ("{{ 1|nothing }}", "line 1: No filter named 'nothing'"),
+    ],
 )
 def test_what_is_no_template(template: Any, match: str) -> None:
     with pytest.raises(FormatError, match=match):

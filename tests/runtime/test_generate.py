@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +14,9 @@ from quantkit.errors import DataError
 from quantkit.runtime.generate import Sampler, Sampling, candidates, generate, penalized
 from quantkit.runtime.loading import load
 from quantkit.runtime.model import Model
+from quantkit.tokenizers import vocab
+from quantkit.tokenizers.tokenizer import Tokenizer
+from tests.archs.checkpoints import byte_level, sentencepiece, write_tokenizer
 
 LOGITS = np.log(np.array([0.05, 0.4, 0.3, 0.2, 0.05], np.float32))
 
@@ -24,6 +30,7 @@ LOGITS = np.log(np.array([0.05, 0.4, 0.3, 0.2, 0.05], np.float32))
         (2, 1.0, 0.0, [1, 2]),
         (9, 1.0, 0.0, [1, 2, 3, 0, 4]),
         (0, 0.39, 0.0, [1]),
+        (0, 0.0, 0.0, [1]),
         (0, 0.45, 0.0, [1, 2]),
         (0, 0.75, 0.0, [1, 2, 3]),
         (0, 1.0, 0.3, [1, 2, 3]),
@@ -51,6 +58,12 @@ def test_temperature_zero_takes_the_likeliest() -> None:
     assert Sampler(Sampling(temperature=0.0))(LOGITS, []) == 1
 
 
+@pytest.mark.parametrize("temperature", [1e-6, 1e-38, 1e-40, 1e-320])
+def test_a_temperature_near_zero_takes_the_likeliest(temperature: float) -> None:
+    sampler = Sampler(Sampling(temperature=temperature, top_k=0, top_p=1.0, min_p=0.0))
+    assert {sampler(logits, []) for logits in (LOGITS, LOGITS + np.float32(50)) for _ in range(5)} == {1}
+
+
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_draws_follow_the_probabilities(temperature: float) -> None:
     sampler = Sampler(Sampling(temperature=temperature, top_k=0, top_p=1.0, min_p=0.0, seed=1))
@@ -70,7 +83,7 @@ def test_a_seed_repeats_its_draws_and_another_does_not() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("temperature", -1), ("top_k", -1), ("top_p", 0), ("min_p", 2), ("penalty", 0), ("seed", -1)]
+    ("name", "value"), [("temperature", -1), ("top_k", -1), ("top_p", 2), ("min_p", 2), ("penalty", 0), ("seed", -1)]
 )
 def test_settings_out_of_range_are_named(name: str, value: float) -> None:
     with pytest.raises(DataError, match=f"{name} is {value}"):
@@ -144,7 +157,59 @@ def test_no_tokens_may_be_asked_for(model: Model) -> None:
     assert (result.tokens, result.text) == ([], "")
 
 
+class Scripted:
+    """A model that says `reply`, whatever it reads."""
+
+    def __init__(self, tokenizer: Tokenizer, reply: list[int]):
+        self.tokenizer, self.reply, self.n_ctx, self.vocab_size = tokenizer, list(reply), 64, tokenizer.vocab_size
+
+    def new_cache(self, n_ctx: int) -> Any:
+        return SimpleNamespace(length=0, n_ctx=n_ctx)
+
+    def forward(self, tokens: Sequence[int], cache: Any, logits: str) -> np.ndarray:
+        cache.length += len(tokens)
+        row = np.zeros((1, self.vocab_size), np.float32)
+        row[0, self.reply.pop(0)] = 1
+        return row
+
+
+def tokenizer_of(tmp_path: Path, made: dict[str, Any], size: int, **config: Any) -> Tokenizer:
+    write_tokenizer(tmp_path, made, **config)
+    return Tokenizer.from_gguf({key: value for key, (value, _) in vocab.read(tmp_path, {"vocab_size": size}).items()})
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_a_prompt_and_its_reply_are_one_text(tmp_path: Path, kind: str) -> None:
+    tokenizer = tokenizer_of(tmp_path, byte_level() if kind == "gpt2" else sentencepiece(), 400)
+    prompt = "the river"
+    start = len(tokenizer.encode(prompt))
+    ids = tokenizer.encode(prompt + " and the é")
+    result = generate(Scripted(tokenizer, ids[start:]), prompt, len(ids) - start)
+    assert result.prompt_tokens == ids[:start]
+    assert result.text == " and the é"
+
+
+def test_a_prompt_is_encoded_to_be_continued(tmp_path: Path) -> None:
+    """Control tokens are found, as in `serve` and in llama.cpp; BOS comes first once, and EOS does not follow."""
+    special = {"bos_token": "<|begin|>", "eos_token": "<|end|>", "add_bos_token": True, "add_eos_token": True}
+    tokenizer = tokenizer_of(tmp_path, byte_level(), 320, **special)
+    the = tokenizer.encode("the", bos=False)
+    for prompt, expected in (
+        ("the", [0, *the]),
+        ("<|begin|>the", [0, *the]),
+        ("the<|end|>the", [0, *the, 1, *the]),
+        ("", [0]),
+    ):
+        assert generate(Scripted(tokenizer, [1]), prompt, 1).prompt_tokens == expected
+
+
 # --------------------------------------------------------------------------------------------------------- command line
+
+
+def test_the_command_finds_control_tokens_in_a_prompt(smollm2_q4_1: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chat = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
+    assert cli.main(["generate", str(smollm2_q4_1), "-p", chat, "--temp", "0", "-n", "20", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["text"] == "The capital of France is Paris."
 
 
 def test_the_command_prints_text_and_conditions(smollm2_q4_1: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -161,6 +226,13 @@ def test_the_command_prints_text_and_conditions(smollm2_q4_1: Path, capsys: pyte
     assert record["conditions"]["numerics"] == "fast"
     assert len(record["tokens"]) == 2
     assert "-ot nothing=CPU decides no tensor" in err
+
+
+def test_a_context_beyond_the_training_is_warned_of(smollm2_q4_1: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for size, is_warned in ((8192, False), (9000, True)):
+        assert cli.main(["generate", str(smollm2_q4_1), "-p", "A", "-n", "1", "-c", str(size)]) == 0
+        warning = f"warning: -c {size}: the model was trained with 8192 tokens"
+        assert (warning in capsys.readouterr().err) == is_warned
 
 
 def test_the_command_refuses_what_it_cannot_do(smollm2_q4_1: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -182,6 +254,7 @@ def test_the_command_refuses_what_it_cannot_do(smollm2_q4_1: Path, capsys: pytes
         (r"\x41\x7a\x4", "Az\\x4"),
         ("\\d\\", "\\d\\"),
         ("é\\n", "é\n"),
+        (r"caf\xc3\xA9 \xff", "café \udcff"),
     ],
 )
 def test_escapes_of_a_prompt(typed: str, meant: str) -> None:

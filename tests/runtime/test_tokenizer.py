@@ -283,6 +283,16 @@ def test_control_tokens_can_be_left_out(smollm2: Metadata) -> None:
     assert tokenizer.eos_ids == {0, 2}
 
 
+@pytest.mark.parametrize(("kind", "ends"), [(3, {0, 1}), (4, {0, 1}), (1, {0})])
+def test_added_tokens_that_end_a_reply_are_known_by_name(tmp_path: Path, kind: int, ends: set[int]) -> None:
+    """As in llama.cpp, also where a file calls them user-defined. An ordinary token may be a text's own </s>."""
+    metadata = metadata_of(tmp_path, byte_level(), 320, eos_token="<|begin|>")
+    types = list(metadata["tokenizer.ggml.token_type"])
+    types[1] = kind  # <|end|>
+    metadata.set("tokenizer.ggml.token_type", types, "i32")
+    assert Tokenizer.from_gguf(metadata).eos_ids == ends
+
+
 def test_chat_template(smollm2: Metadata) -> None:
     tokenizer = Tokenizer.from_gguf(smollm2)
     prompt = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}])

@@ -189,6 +189,11 @@ def test_completions_are_what_generate_gives(client: openai.OpenAI, model: Model
     assert found.choices[0].text == model.generate("Once", 12, sampled).text
 
 
+def test_top_p_0_takes_the_likeliest(client: openai.OpenAI, model: Model) -> None:
+    found = client.completions.create(model="tiny", prompt="Once", max_tokens=8, top_p=0)
+    assert found.choices[0].text == model.generate("Once", 8, Sampling(temperature=0)).text
+
+
 def test_a_stop_string_ends_the_text_before_it(client: openai.OpenAI, model: Model) -> None:
     text = model.generate("Once", 40, Sampling(temperature=0)).text
     at = next(i for i in range(4, len(text)) if text.find(text[i : i + 3]) == i)
@@ -228,6 +233,12 @@ def test_chats_stream(client: openai.OpenAI, model: Model) -> None:
     assert all(len(one.top_logprobs) == 2 and one.top_logprobs[0].logprob == one.logprob for one in scored)
     until_full = client.chat.completions.create(model="tiny", messages=messages)
     assert until_full.usage.total_tokens <= N_CTX
+
+
+def test_parts_of_a_message_are_lines() -> None:
+    parts = [{"type": "text", "text": text} for text in ("What is this?", "Ulm")]
+    found = requests.chat(json.dumps({"messages": [{"role": "user", "content": parts}]}).encode(), "tiny")
+    assert found.messages == [{"role": "user", "content": "What is this?\nUlm"}]
 
 
 def pieces(model: Model, path: Path, prompt: str, keys: dict[str, object], **options: object) -> list[Piece]:
@@ -289,7 +300,7 @@ WRONG = [
     ("completions", {"prompt": "a", "logprobs": 21}, 400, "from 0 to 20"),
     ("completions", {"prompt": "a", "temperature": float("nan")}, 400, "temperature is nan"),
     ("completions", {"prompt": "a", "temperature": -1}, 400, "temperature is -1"),
-    ("completions", {"prompt": "a", "top_p": 0}, 400, "top_p is 0"),
+    ("completions", {"prompt": "a", "top_p": 1.5}, 400, "top_p is 1.5; it must be a number from 0 to 1"),
     ("completions", {"prompt": "a", "seed": -1}, 400, "seed is -1"),
     ("completions", {"prompt": "a", "seed": 10**3000}, 400, "seed is 1000"),
     ("completions", {"prompt": "a", "n": 2}, 400, "only 1 is supported"),
@@ -681,7 +692,7 @@ def test_the_command_ends_by_ctrl_c(path: Path) -> None:
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 def test_signals_end_the_command(path: Path, sent: signal.Signals) -> None:
-    command = [sys.executable, "-m", "quantkit", "serve", str(path), "--port", "0"]
+    command = [sys.executable, "-m", "quantkit", "serve", str(path), "--port", "0", "-c", "300"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         found = re.search(r" at (http://\S+) ", process.stdout.readline())
@@ -691,6 +702,7 @@ def test_signals_end_the_command(path: Path, sent: signal.Signals) -> None:
         out, err = process.communicate(timeout=60)
         assert (process.returncode, out, err.splitlines()[-1]) == (0, "", "stopped")
         assert "Traceback" not in err
+        assert err.startswith("warning: -c 300: the model was trained with 256 tokens")
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])

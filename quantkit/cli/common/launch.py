@@ -303,6 +303,12 @@ def trained_context(file: GGUF) -> int:
     return validate.describe(file.metadata, file.tensors, file.path).hparams.n_ctx_train
 
 
+def warn_of_long_context(size: int, trained: int) -> None:
+    """Print a warning for a context (-c) that is longer than the one that the model was trained with."""
+    if size > trained:
+        on_message(f"warning: -c {size}: the model was trained with {trained} tokens; later ones may make no sense")
+
+
 def context_size(given: int, model: Path) -> int:
     """The value of -c: for 0, the context length that the model was trained with."""
     if given:

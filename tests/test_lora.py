@@ -64,7 +64,7 @@ def peft_logits(model: Any, adapter: Path, scale: dict[str, float]) -> np.ndarra
 @pytest.mark.parametrize(
     ("changes", "scale"),
     [
-        ({}, {"": 6 / 4}),
+        ({"init_lora_weights": "gaussian"}, {"": 6 / 4}),
         ({"use_rslora": True}, {"": 6 / math.sqrt(4)}),
         ({"rank_pattern": {"v_proj": 2}, "alpha_pattern": {"v_proj": 3}}, {"": 6 / 4, "v_proj": 3 / 2}),
     ],
@@ -119,6 +119,8 @@ def test_16_bit_models_stay_16_bit(tmp_path: Path) -> None:
     ("changes", "message"),
     [({"use_dora": True}, "use_dora"), ({"bias": "all"}, "bias"), ({"peft_type": "LOHA"}, "peft_type"),
      ({"modules_to_save": ["lm_head"]}, "modules_to_save"), ({"r": 8}, "makes the rank 8"),
+     ({"init_lora_weights": "pissa_niter_16"}, "init_lora_weights = 'pissa_niter_16' changed the weights of the base"),
+     ({"init_lora_weights": "OLoRA"}, "save it as a plain LoRA"), ({"use_bdlora": {"nblocks": 2}}, "use_bdlora"),
      ({"lora_alpha": 0}, "adapter_config.json: lora_alpha = 0; it has to be a number other than 0"),
      ({"lora_alpha": 1e308}, "lora_alpha = 1e[+]308; it has to be"),
      ({"alpha_pattern": {"v_proj": 0}}, "alpha_pattern = 0"),

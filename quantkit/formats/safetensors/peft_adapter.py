@@ -6,7 +6,9 @@
     W' = W + s B A      s = alpha / r, with use_rslora alpha / sqrt(r)
 
 rank_pattern and alpha_pattern have the values of single modules: a key is a regular expression that matches the end of
-a module's name. What else an adapter can hold (DoRA, biases, embeddings, whole modules) is refused.
+a module's name. What else an adapter can hold (DoRA, biases, embeddings, whole modules) is refused, and so are
+adapters whose initialization subtracted s B A from W (PiSSA, OLoRA, CorDA, LoRA-GA) or quantized W (LoftQ): PEFT
+changes W again when it loads them.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ MERGED = "LORA"  # the dtype of a merged matrix: its rows are computed, not stor
 _PREFIX = "base_model.model."
 _FLOATS = ("F32", "F16", "BF16")
 _NOT_PLAIN = ("use_dora", "fan_in_fan_out", "lora_bias", "modules_to_save", "target_parameters", "use_qalora",
-              "alora_invocation_tokens", "trainable_token_indices", "layer_replication", "megatron_config")  # fmt: skip
+              "alora_invocation_tokens", "trainable_token_indices", "layer_replication", "megatron_config",
+              "use_bdlora")  # fmt: skip
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # beginnings of values of init_lora_weights
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,12 @@ def open_adapter(directory: str | os.PathLike[str]) -> Adapter:
             raise UnsupportedError(f"{path}: adapter_config.json: {key} = {config[key]!r:.80} is not supported")
     if config.get("bias", "none") != "none":
         raise UnsupportedError(f"{path}: adapter_config.json: bias = {config['bias']!r:.80}; only 'none' is supported")
+    if isinstance(start := config.get("init_lora_weights"), str) and start.lower().startswith(_CHANGES_BASE):
+        raise UnsupportedError(
+            f"{path}: adapter_config.json: init_lora_weights = {start!r:.80} changed the weights of the base model, so "
+            "the adapter does not fit the checkpoint; save it as a plain LoRA (save_pretrained with "
+            "path_initial_model_for_weight_conversion), or merge it in PEFT and convert the result"
+        )
     file = path / "adapter_model.safetensors"
     if not file.is_file():
         raise FormatError(f"{path}: no adapter_model.safetensors; save the adapter with safe_serialization=True")

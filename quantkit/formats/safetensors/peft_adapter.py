@@ -61,6 +61,11 @@ class Adapter:
     products: dict[str, LowRank]
 
 
+def files_of(directory: str | os.PathLike[str]) -> list[Path]:
+    """The files that an adapter is read from."""
+    return [Path(directory) / name for name in ("adapter_config.json", "adapter_model.safetensors")]
+
+
 def open_adapter(directory: str | os.PathLike[str]) -> Adapter:
     """Open a PEFT adapter's directory. FormatError or UnsupportedError for what is no plain LoRA."""
     path = Path(directory)
@@ -131,7 +136,12 @@ def _of_module(file: str, config: Mapping[str, object], key: str, module: str) -
 
 
 def check_fits(base: CheckpointTensor | ScaledTensor, product: LowRank) -> None:
-    """FormatError unless a product has the shape of its matrix."""
+    """FormatError unless a product has the shape of its matrix; UnsupportedError for a matrix of no float type."""
+    if not isinstance(base, ScaledTensor) and base.dtype not in _FLOATS:
+        raise UnsupportedError(
+            f"{base.path}: tensor {base.name} is {base.dtype}; an adapter is added to {', '.join(_FLOATS)}, or to "
+            "codes with scales where config.json has a quantization_config"
+        )
     if base.shape != (product.b.shape[0], product.a.shape[1]):
         raise FormatError(
             f"{base.path}: tensor {base.name} has shape {base.shape}; {product.b.name} and {product.a.name} of "
@@ -140,7 +150,10 @@ def check_fits(base: CheckpointTensor | ScaledTensor, product: LowRank) -> None:
 
 
 class MergedTensor(ScaledTensor):
-    """A matrix of a checkpoint with a product added: rows are float32 sums, rounded once."""
+    """A matrix of a checkpoint with a product added: rows are float32 sums, rounded once.
+
+    `float_type` is that of the matrix: "f32", "f16" or "bf16".
+    """
 
     def __init__(self, base: CheckpointTensor | ScaledTensor, product: LowRank):
         super().__init__(base.name, MERGED, base.shape, product.b, product.a)
@@ -148,6 +161,7 @@ class MergedTensor(ScaledTensor):
         self._base, self._product = base, product
         self.inputs = base.inputs if isinstance(base, ScaledTensor) else [base]
         self.path, self.nbytes = base.path, base.nbytes
+        self.float_type = base.float_type if isinstance(base, ScaledTensor) else base.dtype.lower()
 
     def _rows(self, start: int, stop: int) -> np.ndarray:
         b = self._product.b.rows(start, stop).astype(np.float64)

@@ -25,7 +25,14 @@ from quantkit.errors import DataError, FormatError, UnsupportedError
 from quantkit.formats.gguf import Metadata, TensorSpec, Writer
 from quantkit.formats.pipeline import Progress
 from quantkit.formats.safetensors import Checkpoint
-from quantkit.formats.safetensors.peft_adapter import Adapter, LowRank, MergedTensor, check_fits, open_adapter
+from quantkit.formats.safetensors.peft_adapter import (
+    Adapter,
+    LowRank,
+    MergedTensor,
+    check_fits,
+    files_of,
+    open_adapter,
+)
 from quantkit.pipelines.output import WriteTask, write_gguf
 from quantkit.types import QuantType
 
@@ -36,7 +43,14 @@ def merged(checkpoint: Checkpoint, adapter: Adapter, arch: Arch) -> Checkpoint:
     tensors: dict[str, Any] = dict(checkpoint.tensors)
     for theirs, product in adapter.products.items():
         tensors[names[theirs]] = MergedTensor(tensors[names[theirs]], product)
-    return replace(checkpoint, tensors=tensors)
+    return replace(checkpoint, tensors=tensors, paths=[*checkpoint.paths, *files_of(adapter.path)])
+
+
+def unused(checkpoint: Checkpoint, pieces: Sequence[Piece]) -> list[str]:
+    """The names of the merged matrices of a checkpoint that none of the pieces is made from."""
+    used = {source for piece in pieces for source in piece.sources}
+    changed = [name for name, tensor in checkpoint.tensors.items() if isinstance(tensor, MergedTensor)]
+    return [name for name in changed if name not in used]
 
 
 def _names_of(checkpoint: Checkpoint, adapter: Adapter, arch: Arch) -> dict[str, str]:
@@ -44,6 +58,12 @@ def _names_of(checkpoint: Checkpoint, adapter: Adapter, arch: Arch) -> dict[str,
     stored = {arch.canonical(name): name for name in checkpoint.tensors}
     found = {name: stored.get(arch.canonical(name), "") for name in adapter.products}
     if absent := [name for name, ours in found.items() if not ours]:
+        if [arch.canonical(name) for name in absent] == ["lm_head.weight"]:
+            raise UnsupportedError(
+                f"{adapter.path}: the adapter changes {absent[0]}, which {checkpoint.path} does not have: its output "
+                "is the embedding, which stays; save the model with tie_word_embeddings=False and its own lm_head, or "
+                "merge the adapter in PEFT and convert the result"
+            )
         raise FormatError(
             f"{adapter.path}: {len(absent)} of {len(found)} matrices are not in {checkpoint.path}: {absent[0]}; the "
             "adapter is of another model"
@@ -98,8 +118,12 @@ def plan_adapter(
     for piece in pieces:
         if not products.keys().isdisjoint(piece.sources):
             made |= _of_piece(adapter, piece, products)
-    if len(made) != 2 * len(products):
-        raise UnsupportedError(f"{adapter.path}: some of its {len(products)} matrices are left out of the GGUF")
+    used = {source for piece in pieces for source in piece.sources}
+    if left := [name for name in products if name not in used]:
+        raise UnsupportedError(
+            f"{adapter.path}: {len(left)} of its {len(products)} matrices are of tensors that the GGUF leaves out: "
+            f"{left[0]}; train an adapter without them, or merge it: convert --merge-lora"
+        )
     metadata = Metadata()
     metadata.set("general.architecture", arch.name, "str")
     metadata.set("general.type", "adapter", "str")
@@ -107,8 +131,7 @@ def plan_adapter(
     metadata.set("adapter.type", "lora", "str")
     metadata.set("adapter.lora.alpha", adapter.alpha, "f32")
     specs = [TensorSpec(name, x.shape, kind) for name, x in made.items()]
-    paths = [*checkpoint.paths, adapter.path / "adapter_model.safetensors"]
-    return AdapterFile(adapter.path, specs, made, metadata, paths)
+    return AdapterFile(adapter.path, specs, made, metadata, [*checkpoint.paths, *files_of(adapter.path)])
 
 
 def _of_piece(adapter: Adapter, piece: Piece, products: dict[str, LowRank]) -> dict[str, np.ndarray]:

@@ -18,6 +18,7 @@ from quantkit.formats import gguf
 from quantkit.pipelines.conversion.convert import convert_checkpoint
 from quantkit.pipelines.prune import most_salient, plan_prune
 from tests.archs.checkpoints import tiny
+from tests.archs.files import written
 from tests.runtime.conftest import rewrite
 
 TOKENS = np.random.default_rng(3).integers(2, 300, 40)
@@ -116,7 +117,7 @@ def test_layers_whose_number_decides(tmp_path: Path) -> None:
 
 def test_norms_of_routers_stay_whole(tmp_path: Path) -> None:
     """Gemma 4's ffn_gate_inp.scale has an element for each column, ffn_down_exps.scale one for each expert."""
-    path = converted(tmp_path, "gemma4")
+    path = written(tmp_path / "model.gguf", "gemma4", tokenizer=True)
     plan_prune(gguf.open(path), dict.fromkeys(range(4), (0, 2, 3, 7))).write(tmp_path / "pruned.gguf")
     tensors, whole = gguf.open(tmp_path / "pruned.gguf").tensors, gguf.open(path).tensors
     assert tensors["blk.1.ffn_gate_inp.scale"].shape == whole["blk.1.ffn_gate_inp.scale"].shape
@@ -126,15 +127,14 @@ def test_norms_of_routers_stay_whole(tmp_path: Path) -> None:
 
 
 def test_experts_that_a_table_names(tmp_path: Path) -> None:
-    path = converted(tmp_path, "deepseek4")
+    path = written(tmp_path / "model.gguf", "deepseek4")
     with pytest.raises(UnsupportedError, match=r"blk\.0\.ffn_gate_tid2eid\.weight names the experts of each token"):
         plan_prune(gguf.open(path), dict.fromkeys(range(4), range(6)))
 
 
 def test_groups_of_experts(tmp_path: Path) -> None:
     """A token selects groups first, so as many experts of each have to stay."""
-    path = converted(tmp_path, "bailingmoe2", n_group=2, topk_group=1)
-    file = gguf.open(path)
+    file = gguf.open(written(tmp_path / "model.gguf", "bailingmoe2", n_group=2, topk_group=1))
     layers = [int(name.split(".")[1]) for name in file.tensors if name.endswith(".ffn_gate_inp.weight")]
     groups, count = (file.metadata[f"bailingmoe2.expert{key}"] for key in ("_group_count", "_count"))
     each = count // groups

@@ -23,11 +23,10 @@ from quantkit.archs.common import blocks, validate
 from quantkit.archs.common.tensors import split_name
 from quantkit.errors import DataError, FormatError, UnsupportedError
 from quantkit.formats.gguf import GGUF, Metadata, Tensor
-from quantkit.pipelines.rewrite import Rewrite, RewrittenTensor, by_shard, copied, selected
+from quantkit.pipelines.rewrite import Rewrite, RewrittenTensor, by_shard, copied, is_of_layers, selected
 
 SALIENCY = "quantkit.saliency/1"  # schema of the files of `quantkit saliency`
 _NGRAMS = "ple.layers"  # the key that lists layers with n-grams
-_NOT_OF_LAYERS = ("ple.", "rope.dimension_sections")  # keys whose lists have no entry for each layer
 _OF_EXPERTS = re.compile(
     r"blk\.\d+\.(ffn_\w+_exps\.(weight|bias|scale|input_scale)|(ffn_gate_inp|exp_probs_b)\.(weight|bias))"
 )  # gemma4's ffn_gate_inp.scale is a norm of the router's input
@@ -194,8 +193,8 @@ def _metadata(source: Metadata, hp: blocks.HParams, stay: Sequence[int], keep: M
         metadata.set(f"{a}.{_NGRAMS}", [stay.index(layer) for layer in numbers], source.kind(f"{a}.{_NGRAMS}"))
     scalars = {scalar.key for scalar in archs.get(a).layer_scalars}
     for key, value in source.items():
-        own = key.startswith(f"{a}.") and not key.removeprefix(f"{a}.").startswith(_NOT_OF_LAYERS)
-        if (own or key in scalars) and isinstance(value, list) and len(value) == hp.n_layer:
+        of_layers = key in scalars and isinstance(value, list) and len(value) == hp.n_layer
+        if of_layers or is_of_layers(key, value, a, hp.n_layer):
             metadata.set(key, [value[layer] for layer in stay], source.kind(key))
     return metadata
 

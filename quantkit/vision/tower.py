@@ -16,7 +16,6 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 
 from quantkit.archs.common import checked
-from quantkit.archs.common.base import need
 from quantkit.archs.common.tensors import COPY, Transform
 from quantkit.errors import DataError, FormatError, UnsupportedError
 from quantkit.formats.gguf.metadata import Entries
@@ -176,11 +175,14 @@ def epsilon(vision: Config, default: float) -> float:
 
 def count(config: Config, key: str, maximum: int = 1 << 20, default: int | None = None) -> int:
     """A whole number from 1 on that config.json must have, unless there is a default. FormatError for another value."""
-    value = default if default is not None and config.get(key) is None else need(config, key)
+    if (value := config.get(key)) is None:
+        value = default
+    if value is None:
+        raise FormatError(f"config.json has no {key}, which the image encoder needs")
     bound = checked.Count(1, maximum)
-    if not bound.holds(value):
+    if type(value) is not int or not bound.holds(value):
         raise FormatError(f"config.json: {key} = {checked.brief(value)}; it has to be {bound}")
-    return int(value)
+    return value
 
 
 def layers(vision: Config, key: str = "num_hidden_layers") -> int:

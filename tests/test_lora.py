@@ -140,7 +140,8 @@ def test_codes_with_scales_and_biases_of_zeros(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [({"use_dora": True}, "use_dora"), ({"bias": "all"}, "bias"), ({"peft_type": "LOHA"}, "peft_type"),
-     ({"modules_to_save": ["lm_head"]}, "modules_to_save"), ({"r": 8}, "makes the rank 8"),
+     ({"modules_to_save": ["lm_head"]}, "modules_to_save.*; merge the adapter in PEFT"),
+     ({"r": 8}, "makes the rank 8"),
      ({"init_lora_weights": "pissa_niter_16"}, "init_lora_weights = 'pissa_niter_16' changed the weights of the base"),
      ({"init_lora_weights": "OLoRA"}, "save it as a plain LoRA"), ({"use_bdlora": {"nblocks": 2}}, "use_bdlora"),
      ({"lora_alpha": 0}, "adapter_config.json: lora_alpha = 0; it has to be a number other than 0"),
@@ -229,6 +230,8 @@ def test_values_and_options_that_an_adapter_does_not_take(tmp_path: Path, capsys
     adapter = save_adapter(tmp_path / "adapter", model)
     words = ["convert", tmp_path / "hf", tmp_path / "x.gguf", "--lora", adapter]
     assert "6 matrices" in printed(capsys, *words, "--dry-run")
+    printed(capsys, "convert", tmp_path / "hf", tmp_path / "{name}-{ftype}.gguf", "--lora", adapter)
+    assert (tmp_path / "adapter-f32.gguf").exists()
     for options in (["--outtype", "stored"], ["--fuse-gate-up"], ["--split-max-size", "1G"], ["--model-name", "x"]):
         assert "--lora" in refused(capsys, *words, *options)
     file = adapter / "adapter_model.safetensors"

@@ -233,6 +233,7 @@ def _convert_adapter(
     from quantkit.pipelines.conversion.lora import adapter_type, plan_adapter
     from quantkit.pipelines.conversion.plan import plan_conversion
     from quantkit.pipelines.options import ConvertOptions
+    from quantkit.pipelines.output import filled_name
 
     if is_on_hub(source):
         raise UnsupportedError(
@@ -245,7 +246,7 @@ def _convert_adapter(
     kind = adapter_type(outtype)
     base = plan_conversion(source, pre=options.pre)
     made = plan_adapter(lora, base.checkpoint, list(base.pieces.values()), base.arch, kind)
-    path = out or lora / f"{lora.resolve().name}-{kind.name.upper()}.gguf"
+    path = filled_name(out or lora / "{name}-{FTYPE}.gguf", lora, kind.name)
     paths = [] if options.dry_run else made.write(path, progress=True)
     if json:
         print_json("quantkit.convert-lora/1", {"paths": paths, "tensors": len(made.specs), "type": kind.name})

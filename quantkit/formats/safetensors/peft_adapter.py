@@ -31,6 +31,7 @@ from quantkit.inputs.settings import flag, integer, mapping, real
 MERGED = "LORA"  # the dtype of a merged matrix: its rows are computed, not stored
 
 _PREFIX = "base_model.model."
+_REMEDY = "merge the adapter in PEFT (merge_and_unload), and convert the result"
 _FLOATS = ("F32", "F16", "BF16")
 _NOT_PLAIN = ("use_dora", "fan_in_fan_out", "lora_bias", "modules_to_save", "target_parameters", "use_qalora",
               "alora_invocation_tokens", "trainable_token_indices", "layer_replication", "megatron_config",
@@ -76,14 +77,18 @@ def open_adapter(directory: str | os.PathLike[str]) -> Adapter:
         raise UnsupportedError(f"{path}: peft_type is {config.get('peft_type')!r:.80}; only LORA adapters are read")
     for key in _NOT_PLAIN:
         if config.get(key):
-            raise UnsupportedError(f"{path}: adapter_config.json: {key} = {config[key]!r:.80} is not supported")
+            raise UnsupportedError(
+                f"{path}: adapter_config.json: {key} = {config[key]!r:.80} is not supported; {_REMEDY}"
+            )
     if config.get("bias", "none") != "none":
-        raise UnsupportedError(f"{path}: adapter_config.json: bias = {config['bias']!r:.80}; only 'none' is supported")
+        raise UnsupportedError(
+            f"{path}: adapter_config.json: bias = {config['bias']!r:.80}; only 'none' is supported; {_REMEDY}"
+        )
     if isinstance(start := config.get("init_lora_weights"), str) and start.lower().startswith(_CHANGES_BASE):
         raise UnsupportedError(
             f"{path}: adapter_config.json: init_lora_weights = {start!r:.80} changed the weights of the base model, so "
             "the adapter does not fit the checkpoint; save it as a plain LoRA (save_pretrained with "
-            "path_initial_model_for_weight_conversion), or merge it in PEFT and convert the result"
+            f"path_initial_model_for_weight_conversion), or {_REMEDY}"
         )
     file = path / "adapter_model.safetensors"
     if not file.is_file():
@@ -92,7 +97,9 @@ def open_adapter(directory: str | os.PathLike[str]) -> Adapter:
     for name, tensor in open_checkpoint(file).tensors.items():
         module, _, part = name.removesuffix(".weight").rpartition(".")
         if part not in ("lora_A", "lora_B") or not name.startswith(_PREFIX) or len(tensor.shape) != 2:
-            raise UnsupportedError(f"{file}: tensor {name} {tensor.shape} is not lora_A or lora_B of a matrix")
+            raise UnsupportedError(
+                f"{file}: tensor {name} {tensor.shape} is not lora_A or lora_B of a matrix; {_REMEDY}"
+            )
         if tensor.dtype not in _FLOATS:
             raise UnsupportedError(f"{file}: tensor {name} is {tensor.dtype}; adapters are {', '.join(_FLOATS)}")
         parts.setdefault(module.removeprefix(_PREFIX), {})[part] = tensor

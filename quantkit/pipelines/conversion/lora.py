@@ -138,9 +138,11 @@ def _of_piece(adapter: Adapter, piece: Piece, products: dict[str, LowRank]) -> d
     """lora_a and lora_b of a tensor of the GGUF, float32."""
     product = products[piece.sources[0]] if len(piece.sources) == 1 else None
     if product is None or not piece.transform.copies_rows or len(piece.shape) != 2:
+        changed = next(name for name in piece.sources if name in products)
+        how = f"{len(piece.sources)} tensors" if len(piece.sources) > 1 else "it, but not by copying rows"
         raise UnsupportedError(
-            f"{adapter.path}: {piece.name} is made of {len(piece.sources)} tensors, or not row by row, so the adapter "
-            f"of {piece.sources[0]} cannot be written for it; merge it: convert --merge-lora"
+            f"{adapter.path}: the adapter of {changed} cannot be written: {piece.name} is made of {how}; merge it: "
+            "convert --merge-lora"
         )
     rows = piece.shape[0]
     b = product.b.dequantize()

@@ -115,6 +115,14 @@ def test_layers_whose_number_decides(tmp_path: Path) -> None:
     assert len(quantkit.load(tmp_path / "pruned.gguf").blocks) == 2
 
 
+def test_layers_whose_number_decides_what_tensors_they_have(tmp_path: Path) -> None:
+    """Every fourth layer of qwen35 has attention; the file is not at fault."""
+    file = gguf.open(written(tmp_path / "model.gguf", "qwen35", num_hidden_layers=4))
+    with pytest.raises(UnsupportedError, match=r"if 3 layers stay and are numbered anew; .* periods of layers$"):
+        plan_prune(file, None, [1])
+    plan_prune(file, None, [3])
+
+
 def test_norms_of_routers_stay_whole(tmp_path: Path) -> None:
     """Gemma 4's ffn_gate_inp.scale has an element for each column, ffn_down_exps.scale one for each expert."""
     path = written(tmp_path / "model.gguf", "gemma4", tokenizer=True)

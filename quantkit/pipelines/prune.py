@@ -203,7 +203,13 @@ def _require_same_layers(
     source: GGUF, before: validate.Description, made: Sequence[RewrittenTensor], metadata: Metadata, stay: Sequence[int]
 ) -> None:
     """UnsupportedError if a layer would compute something else under its new number."""
-    after = validate.describe(metadata, {tensor.spec.name: tensor.spec for tensor in made}, source.path)
+    specs = {tensor.spec.name: tensor.spec for tensor in made}
+    if wrong := validate.problems(metadata, specs):  # not of the file itself, which was checked
+        raise UnsupportedError(
+            f"{source.path}: {wrong[0]}, if {len(stay)} layers stay and are numbered anew; leave out the last layers, "
+            "or whole periods of layers"
+        )
+    after = validate.describe(metadata, specs, source.path)
     old = {block.layer: block for block in before.blocks}
     count = f"count={before.hparams.n_expert}", f"count={after.hparams.n_expert}"
     for block in after.blocks:

@@ -19,7 +19,7 @@ from quantkit.archs.common import checked
 from quantkit.archs.common.tensors import COPY, Transform
 from quantkit.errors import DataError, FormatError, UnsupportedError
 from quantkit.formats.gguf.metadata import Entries
-from quantkit.inputs.settings import mapping, real, sequence
+from quantkit.inputs.settings import flag, mapping, real, sequence
 from quantkit.vision.operations import Weights
 
 ARCHITECTURE = "clip"
@@ -98,6 +98,7 @@ class Tower(ABC):
                     f"normalised by are needed, each {bound}"
                 )
             entries[f"clip.vision.{ours}"] = ([real({ours: x}, ours) for x in values], "f32")
+        _refuse_other_pixels(preprocessor)
         return entries
 
     @abstractmethod
@@ -163,6 +164,17 @@ def check_shapes(tower: Tower, entries: Entries, shapes: Mapping[str, tuple[int,
                 f"{source}: tensor {name} of the image encoder would have shape {shape}; config.json makes it "
                 f"{expected}: one of the two files belongs to another model"
             )
+
+
+def _refuse_other_pixels(preprocessor: Config) -> None:
+    """UnsupportedError for an image processor that does not give (x / 255 - mean) / std, as the loader does."""
+    file = "preprocessor_config.json"
+    for key in ("do_rescale", "do_normalize"):
+        if not (flag(preprocessor, key, file) or preprocessor.get(key) is None):
+            raise UnsupportedError(f"{file}: {key} = false; the loader divides by 255 and normalises all images")
+    factor = real(preprocessor, "rescale_factor", 1 / 255, file)
+    if abs(255 * factor - 1) > 1e-3:
+        raise UnsupportedError(f"{file}: rescale_factor = {factor:g}; the loader divides by 255, {1 / 255:g}")
 
 
 def epsilon(vision: Config, default: float) -> float:

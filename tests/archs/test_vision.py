@@ -217,6 +217,7 @@ def contradictions(projector: str) -> list[tuple[str, Any, str]]:
     found: list[tuple[str, Any, str]] = [
         (".hidden_size", 64, "shape|head_dim = 16"), (".intermediate_size", 32, "shape"), (".patch_size", 8, "shape"),
         (".patch_size", None, "no patch_size, which the image encoder needs"),
+        ("do_normalize", False, "do_normalize = false"), ("rescale_factor", 1, "the loader divides by 255"),
         ("image_mean", [10**400, 0, 0], "three numbers"), ("image_std", [0.5, 0, 0.5], "each a number above 0"),
     ]  # fmt: skip
     if projector == "gemma3":
@@ -240,7 +241,10 @@ def test_a_config_that_contradicts_the_tensors_is_refused(
     directory, _ = checkpoint(tmp_path / "hf", projector)
     config, images = (json.loads((directory / f"{name}config.json").read_text()) for name in ("", "preprocessor_"))
     for key, value, message in contradictions(projector):
-        of_images, vision = key.startswith("image_"), {key[1:]: value} if key.startswith(".") else {}
+        of_images, vision = (
+            key.startswith(("image_", "do_", "rescale_")),
+            {key[1:]: value} if key.startswith(".") else {},
+        )
         own = {key: value} if not vision and not of_images else {}
         changed = config | own | {"vision_config": config["vision_config"] | vision}
         (directory / "config.json").write_text(json.dumps(changed))

@@ -124,6 +124,7 @@ def _checked(
             raise DataError(f"{source.path}: blk.{layer} has experts 0 to {tensor.shape[0] - 1}, not {wrong[0]}")
         if twice := [a for a, b in itertools.pairwise(numbers) if a == b]:
             raise DataError(f"{source.path}: expert {twice[0]} of blk.{layer} is listed twice")
+        _require_even_groups(source, described.hparams, layer, tensor.shape[0], numbers)
         found[layer] = numbers
     if not found:
         raise UnsupportedError(f"{source.path}: the file has no experts to prune")
@@ -132,8 +133,12 @@ def _checked(
             f"{source.path}: experts of blk.{others[0]} are listed, and the file has none there: the list is of "
             f"another model; experts are in {len(routers)} layers"
         )
-    for part in (part for block in described.blocks for part in block.parts if isinstance(part, blocks.Experts)):
-        _require_prunable(source, part, found)
+    parts = (part for block in described.blocks for part in block.parts if isinstance(part, blocks.Experts))
+    if tables := [part.table for part in parts if part.table and split_name(part.table)[1] in found]:
+        raise UnsupportedError(
+            f"{source.path}: {tables[0]} names the experts of each token, also those that would be left out; prune "
+            "handles experts that a router selects"
+        )
     counts = {len(numbers): layer for layer, numbers in found.items()}
     if len(counts) > 1:
         (a, one), (b, other), *_ = counts.items()
@@ -141,25 +146,18 @@ def _checked(
     return found
 
 
-def _require_prunable(source: GGUF, part: blocks.Experts, keep: Mapping[int, Sequence[int]]) -> None:
-    """UnsupportedError for experts that a table names, DataError if other numbers of experts of the groups stay."""
-    layer = split_name(part.router.weight)[1]
-    if layer not in keep:
+def _require_even_groups(source: GGUF, hp: blocks.HParams, layer: int, count: int, keep: Sequence[int]) -> None:
+    """DataError if more experts of one group stay than of another, and a token selects groups first."""
+    groups, used = hp.n_expert_groups, hp.n_expert_groups_used
+    if used >= groups:
         return
-    if part.table is not None:
-        raise UnsupportedError(
-            f"{source.path}: {part.table} names the experts of each token, also those that would be left out; prune "
-            "handles experts that a router selects"
+    each = count // groups  # a group is a run of consecutive experts
+    counts = [sum(number // each == group for number in keep) for group in range(groups)]
+    if len(set(counts)) > 1:
+        raise DataError(
+            f"{source.path}: {max(counts)} experts of one group of blk.{layer} stay and {min(counts)} of another; a "
+            f"token selects {used} of the {groups} groups of {each} experts first: keep as many of each"
         )
-    if part.groups_used < part.groups:  # a group is a run of consecutive experts
-        each = part.count // part.groups
-        counts = [sum(number // each == group for number in keep[layer]) for group in range(part.groups)]
-        if len(set(counts)) > 1:
-            raise DataError(
-                f"{source.path}: {max(counts)} experts of one group of blk.{layer} stay and {min(counts)} of another; "
-                f"a token selects {part.groups_used} of the {part.groups} groups of {each} experts first: keep as many "
-                "of each"
-            )
 
 
 def _metadata(source: Metadata, hp: blocks.HParams, stay: Sequence[int], keep: Mapping[int, Sequence[int]]) -> Metadata:

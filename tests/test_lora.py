@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -15,39 +14,17 @@ from quantkit import archs
 from quantkit.cli import main
 from quantkit.errors import FormatError, OptionError, QuantkitError, UnsupportedError
 from quantkit.formats import gguf
-from quantkit.formats.safetensors import CheckpointSpec, CheckpointWriter, open_checkpoint
+from quantkit.formats.safetensors import open_checkpoint
 from quantkit.formats.safetensors.peft_adapter import check_fits, open_adapter
 from quantkit.pipelines.conversion.convert import convert_checkpoint
 from quantkit.pipelines.conversion.lora import merged
+from tests.archs.adapters import save_adapter
 from tests.archs.checkpoints import tiny
 from tests.archs.quantized import quantized
 from tests.archs.test_hybrid import rewritten
 from tests.cli.running import printed, refused
 
 TOKENS = np.random.default_rng(3).integers(2, 300, 40).tolist()
-MODULES = ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj")
-
-
-def save_adapter(folder: Path, model: Any, changes: dict[str, Any] | None = None, modules: Any = MODULES) -> Path:
-    """A random adapter of rank 4, in the files that PEFT's save_pretrained writes."""
-    import torch
-
-    torch.manual_seed(8)
-    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 6, "bias": "none", "use_rslora": False} | (changes or {})
-    tensors = {}
-    for name, module in model.named_modules():
-        if name.endswith(tuple(modules)):
-            rank = config.get("rank_pattern", {}).get("v_proj", 4) if name.endswith("v_proj") else 4
-            rows, columns = module.weight.shape
-            tensors[f"base_model.model.{name}.lora_A.weight"] = torch.randn(rank, columns).numpy() / 8
-            tensors[f"base_model.model.{name}.lora_B.weight"] = torch.randn(rows, rank).numpy() / 8
-    folder.mkdir()
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    with CheckpointWriter(folder, [CheckpointSpec(n, x.shape, "F32") for n, x in tensors.items()]) as writer:
-        for name, x in tensors.items():
-            writer.write(name, np.ascontiguousarray(x, "<f4").reshape(-1).view(np.uint8))
-    (folder / "model.safetensors").rename(folder / "adapter_model.safetensors")
-    return folder
 
 
 def peft_logits(model: Any, adapter: Path, scale: dict[str, float]) -> np.ndarray:
@@ -212,7 +189,7 @@ def test_an_adapter_is_an_input(tmp_path: Path) -> None:
         convert_checkpoint(tmp_path / "hf", adapter / "adapter_model.safetensors", "f32", merge_lora=adapter)
     options = quantkit.ConvertOptions(merge_lora=adapter)
     with pytest.raises(OptionError, match="run it without --cluster"):  # of workers without the adapter
-        quantkit.convert("hf://org/Tiny-Llama", tmp_path / "x.gguf", options=options, client=object())  # type: ignore[arg-type]
+        quantkit.convert("hf://org/Tiny-Llama", tmp_path / "x.gguf", options=options, client=object())
 
 
 def test_two_products_of_one_matrix_are_refused(tmp_path: Path) -> None:

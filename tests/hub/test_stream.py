@@ -24,11 +24,11 @@ from quantkit.hub.address import parse
 from quantkit.hub.client import HubError
 from quantkit.hub.stream import CheckpointStream
 from quantkit.pipelines.conversion.remote import plan_remote
+from tests.archs.adapters import save_adapter
 from tests.archs.checkpoints import loaded, tiny
 from tests.archs.quantized import quantized
 from tests.hub.conftest import sharded
 from tests.hub.fake import COMMIT, FakeHub, Fault
-from tests.test_lora import save_adapter
 
 NAME = "org/Tiny-Llama"
 SOURCE = f"hf://{NAME}"

@@ -162,6 +162,10 @@ def test_matrices_that_the_gguf_leaves_out(tmp_path: Path, capsys: pytest.Captur
     assert warning == (
         "1 matrices of the adapter are of tensors that are left out, so they change nothing: vision_tower.proj.weight"
     )
+    with pytest.raises(
+        UnsupportedError, match=r"1 of 3 matrices are of an image or audio encoder, .*: vision_tower\.proj"
+    ):
+        convert_checkpoint(tmp_path / "text", tmp_path / "x.gguf", "f32", merge_lora=adapter)
     said = refused(capsys, "convert", source, tmp_path / "y.gguf", "--lora", adapter)
     assert "1 of its 3 matrices are of tensors that the GGUF leaves out: vision_tower.proj.weight" in said
 

@@ -20,6 +20,7 @@ import numpy as np
 
 from quantkit import types
 from quantkit.archs import Arch
+from quantkit.archs.common import wrapper
 from quantkit.archs.common.tensors import Piece
 from quantkit.errors import DataError, FormatError, UnsupportedError
 from quantkit.formats.gguf import Metadata, TensorSpec, Writer
@@ -63,6 +64,12 @@ def _names_of(checkpoint: Checkpoint, adapter: Adapter, arch: Arch) -> dict[str,
                 f"{adapter.path}: the adapter changes {absent[0]}, which {checkpoint.path} does not have: its output "
                 "is the embedding, which stays; save the model with tie_word_embeddings=False and its own lm_head, or "
                 "merge the adapter in PEFT and convert the result"
+            )
+        if sum(map(len, wrapper.encoder_tensors(map(arch.canonical, absent)).values())) == len(absent):
+            raise UnsupportedError(
+                f"{adapter.path}: {len(absent)} of {len(found)} matrices are of an image or audio encoder, and "
+                f"{checkpoint.path} does not have them under these names: {absent[0]}; train an adapter of the "
+                "language model alone, or merge the adapter in PEFT and convert the result"
             )
         raise FormatError(
             f"{adapter.path}: {len(absent)} of {len(found)} matrices are not in {checkpoint.path}: {absent[0]}; the "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -13,39 +12,19 @@ import pytest
 import quantkit
 from quantkit import archs
 from quantkit.cli import main
-from quantkit.errors import FormatError, UnsupportedError
+from quantkit.errors import FormatError, OptionError, QuantkitError, UnsupportedError
 from quantkit.formats import gguf
-from quantkit.formats.safetensors import CheckpointSpec, CheckpointWriter, open_checkpoint
-from quantkit.formats.safetensors.peft_adapter import open_adapter
+from quantkit.formats.safetensors import open_checkpoint
+from quantkit.formats.safetensors.peft_adapter import check_fits, open_adapter
 from quantkit.pipelines.conversion.convert import convert_checkpoint
 from quantkit.pipelines.conversion.lora import merged
+from tests.archs.adapters import save_adapter
 from tests.archs.checkpoints import tiny
+from tests.archs.quantized import quantized
+from tests.archs.test_hybrid import rewritten
 from tests.cli.running import printed, refused
 
 TOKENS = np.random.default_rng(3).integers(2, 300, 40).tolist()
-MODULES = ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj")
-
-
-def save_adapter(folder: Path, model: Any, changes: dict[str, Any] | None = None, modules: Any = MODULES) -> Path:
-    """A random adapter of rank 4, in the files that PEFT's save_pretrained writes."""
-    import torch
-
-    torch.manual_seed(8)
-    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 6, "bias": "none", "use_rslora": False} | (changes or {})
-    tensors = {}
-    for name, module in model.named_modules():
-        if name.endswith(tuple(modules)):
-            rank = config.get("rank_pattern", {}).get("v_proj", 4) if name.endswith("v_proj") else 4
-            rows, columns = module.weight.shape
-            tensors[f"base_model.model.{name}.lora_A.weight"] = torch.randn(rank, columns).numpy() / 8
-            tensors[f"base_model.model.{name}.lora_B.weight"] = torch.randn(rows, rank).numpy() / 8
-    folder.mkdir()
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    with CheckpointWriter(folder, [CheckpointSpec(n, x.shape, "F32") for n, x in tensors.items()]) as writer:
-        for name, x in tensors.items():
-            writer.write(name, np.ascontiguousarray(x, "<f4").reshape(-1).view(np.uint8))
-    (folder / "model.safetensors").rename(folder / "adapter_model.safetensors")
-    return folder
 
 
 def peft_logits(model: Any, adapter: Path, scale: dict[str, float]) -> np.ndarray:
@@ -64,7 +43,7 @@ def peft_logits(model: Any, adapter: Path, scale: dict[str, float]) -> np.ndarra
 @pytest.mark.parametrize(
     ("changes", "scale"),
     [
-        ({}, {"": 6 / 4}),
+        ({"init_lora_weights": "gaussian"}, {"": 6 / 4}),
         ({"use_rslora": True}, {"": 6 / math.sqrt(4)}),
         ({"rank_pattern": {"v_proj": 2}, "alpha_pattern": {"v_proj": 3}}, {"": 6 / 4, "v_proj": 3 / 2}),
     ],
@@ -107,18 +86,41 @@ def test_adapter_in_gguf(tmp_path: Path, changes: dict[str, Any]) -> None:
     assert {name.split(".")[2] for name in names} == {"attn_q", "attn_v", "ffn_down"}
 
 
-def test_16_bit_models_stay_16_bit(tmp_path: Path) -> None:
-    model = tiny(tmp_path / "hf", "bfloat16", "llama")
+@pytest.mark.parametrize(
+    ("dtype", "outtype", "kind"),
+    [("bfloat16", "auto", "bf16"), ("float16", "auto", "f16"), ("float16", "stored", "f16"),
+     ("float32", "stored", "f32")],
+)  # fmt: skip
+def test_merged_matrices_have_the_type_of_the_others(tmp_path: Path, dtype: str, outtype: str, kind: str) -> None:
+    model = tiny(tmp_path / "hf", dtype, "llama")
     adapter = save_adapter(tmp_path / "adapter", model)
-    convert_checkpoint(tmp_path / "hf", tmp_path / "merged.gguf", merge_lora=adapter)
+    convert_checkpoint(tmp_path / "hf", tmp_path / "merged.gguf", outtype, merge_lora=adapter)
     tensors = gguf.open(tmp_path / "merged.gguf").tensors
-    assert tensors["blk.0.attn_q.weight"].type.name == tensors["blk.0.attn_k.weight"].type.name == "bf16"
+    assert tensors["blk.0.attn_q.weight"].type.name == tensors["blk.0.attn_k.weight"].type.name == kind
+
+
+def test_codes_with_scales_and_biases_of_zeros(tmp_path: Path) -> None:
+    """AutoGPTQ gives every matrix a bias of zeros; those that llama has not are left out of a merged model, too."""
+    model = tiny(tmp_path / "plain", "bfloat16", "llama", hidden_size=256, intermediate_size=256, num_hidden_layers=1)
+    source = quantized("gptq", tmp_path / "plain", tmp_path / "hf")
+    adapter = save_adapter(tmp_path / "adapter", model, modules=["o_proj"])
+    convert_checkpoint(source, tmp_path / "plain.gguf", "f32")
+    convert_checkpoint(source, tmp_path / "merged.gguf", "f32", merge_lora=adapter)
+    plain, made = (gguf.open(tmp_path / f"{name}.gguf").tensors for name in ("plain", "merged"))
+    assert list(plain) == list(made)
+    (product,) = open_adapter(adapter).products.values()
+    added = 1.5 * product.b.dequantize() @ product.a.dequantize()
+    name = "blk.0.attn_output.weight"
+    np.testing.assert_allclose(made[name].dequantize(), plain[name].dequantize() + added, atol=1e-5)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [({"use_dora": True}, "use_dora"), ({"bias": "all"}, "bias"), ({"peft_type": "LOHA"}, "peft_type"),
-     ({"modules_to_save": ["lm_head"]}, "modules_to_save"), ({"r": 8}, "makes the rank 8"),
+     ({"modules_to_save": ["lm_head"]}, "modules_to_save.*; merge the adapter in PEFT"),
+     ({"r": 8}, "makes the rank 8"),
+     ({"init_lora_weights": "pissa_niter_16"}, "init_lora_weights = 'pissa_niter_16' changed the weights of the base"),
+     ({"init_lora_weights": "OLoRA"}, "save it as a plain LoRA"), ({"use_bdlora": {"nblocks": 2}}, "use_bdlora"),
      ({"lora_alpha": 0}, "adapter_config.json: lora_alpha = 0; it has to be a number other than 0"),
      ({"lora_alpha": 1e308}, "lora_alpha = 1e[+]308; it has to be"),
      ({"alpha_pattern": {"v_proj": 0}}, "alpha_pattern = 0"),
@@ -145,6 +147,55 @@ def test_adapter_of_another_model(tmp_path: Path) -> None:
         open_adapter(tmp_path / "hf")
 
 
+def test_matrices_that_the_gguf_leaves_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An adapter of the image encoder too: merging says what it leaves out, an adapter in GGUF is refused."""
+    import torch
+
+    model = tiny(tmp_path / "text", "float32", "llama")
+    model.vision_tower = torch.nn.Module()
+    model.vision_tower.proj = torch.nn.Linear(8, 8)
+    adapter = save_adapter(tmp_path / "adapter", model, modules=["q_proj", "vision_tower.proj"])
+    encoder = {"vision_tower.proj.weight": np.zeros((8, 8), np.float32)}
+    source = rewritten(tmp_path / "text", tmp_path / "hf", lambda tensors: tensors | encoder)
+    made = convert_checkpoint(source, tmp_path / "x.gguf", "f32", merge_lora=adapter)
+    (warning,) = made.warnings
+    assert warning == (
+        "1 matrices of the adapter are of tensors that are left out, so they change nothing: vision_tower.proj.weight"
+    )
+    with pytest.raises(
+        UnsupportedError, match=r"1 of 3 matrices are of an image or audio encoder, .*: vision_tower\.proj"
+    ):
+        convert_checkpoint(tmp_path / "text", tmp_path / "x.gguf", "f32", merge_lora=adapter)
+    said = refused(capsys, "convert", source, tmp_path / "y.gguf", "--lora", adapter)
+    assert "1 of its 3 matrices are of tensors that the GGUF leaves out: vision_tower.proj.weight" in said
+
+
+def test_an_lm_head_that_is_the_embedding(tmp_path: Path) -> None:
+    model = tiny(tmp_path / "hf", "float32", "llama", tie_word_embeddings=True)
+    adapter = save_adapter(tmp_path / "adapter", model, modules=["q_proj", "lm_head"])
+    with pytest.raises(UnsupportedError, match=r"adapter changes lm_head\.weight, which .* tie_word_embeddings=False"):
+        convert_checkpoint(tmp_path / "hf", tmp_path / "x.gguf", "f32", merge_lora=adapter)
+
+
+def test_codes_without_scales_are_not_merged(tmp_path: Path) -> None:
+    model = tiny(tmp_path / "hf", "float32", "llama")
+    product = next(iter(open_adapter(save_adapter(tmp_path / "adapter", model)).products.values()))
+    base = next(t for t in open_checkpoint(tmp_path / "hf").tensors.values() if t.name.endswith("q_proj.weight"))
+    base.dtype = "F8_E4M3"
+    with pytest.raises(UnsupportedError, match="is F8_E4M3; an adapter is added to F32, F16, BF16, or to codes"):
+        check_fits(base, product)
+
+
+def test_an_adapter_is_an_input(tmp_path: Path) -> None:
+    model = tiny(tmp_path / "hf", "float32", "llama")
+    adapter = save_adapter(tmp_path / "adapter", model)
+    with pytest.raises(QuantkitError, match="this is the input; write to another name"):
+        convert_checkpoint(tmp_path / "hf", adapter / "adapter_model.safetensors", "f32", merge_lora=adapter)
+    options = quantkit.ConvertOptions(merge_lora=adapter)
+    with pytest.raises(OptionError, match="run it without --cluster"):  # of workers without the adapter
+        quantkit.convert("hf://org/Tiny-Llama", tmp_path / "x.gguf", options=options, client=object())
+
+
 def test_two_products_of_one_matrix_are_refused(tmp_path: Path) -> None:
     """Names with and without `model.` are of one matrix; only one of the products would be in the GGUF."""
     model = tiny(tmp_path / "hf", "float32", "llama")
@@ -160,6 +211,8 @@ def test_values_and_options_that_an_adapter_does_not_take(tmp_path: Path, capsys
     adapter = save_adapter(tmp_path / "adapter", model)
     words = ["convert", tmp_path / "hf", tmp_path / "x.gguf", "--lora", adapter]
     assert "6 matrices" in printed(capsys, *words, "--dry-run")
+    printed(capsys, "convert", tmp_path / "hf", tmp_path / "{name}-{ftype}.gguf", "--lora", adapter)
+    assert (tmp_path / "adapter-f32.gguf").exists()
     for options in (["--outtype", "stored"], ["--fuse-gate-up"], ["--split-max-size", "1G"], ["--model-name", "x"]):
         assert "--lora" in refused(capsys, *words, *options)
     file = adapter / "adapter_model.safetensors"

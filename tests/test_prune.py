@@ -18,6 +18,7 @@ from quantkit.formats import gguf
 from quantkit.pipelines.conversion.convert import convert_checkpoint
 from quantkit.pipelines.prune import most_salient, plan_prune
 from tests.archs.checkpoints import tiny
+from tests.archs.files import written
 from tests.runtime.conftest import rewrite
 
 TOKENS = np.random.default_rng(3).integers(2, 300, 40)
@@ -114,6 +115,57 @@ def test_layers_whose_number_decides(tmp_path: Path) -> None:
     assert len(quantkit.load(tmp_path / "pruned.gguf").blocks) == 2
 
 
+def test_layers_whose_number_decides_what_tensors_they_have(tmp_path: Path) -> None:
+    """Every fourth layer of qwen35 has attention; the file is not at fault."""
+    file = gguf.open(written(tmp_path / "model.gguf", "qwen35", num_hidden_layers=4))
+    with pytest.raises(UnsupportedError, match=r"if 3 layers stay and are numbered anew; .* periods of layers$"):
+        plan_prune(file, None, [1])
+    plan_prune(file, None, [3])
+
+
+def test_norms_of_routers_stay_whole(tmp_path: Path) -> None:
+    """Gemma 4's ffn_gate_inp.scale has an element for each column, ffn_down_exps.scale one for each expert."""
+    path = written(tmp_path / "model.gguf", "gemma4", tokenizer=True)
+    plan_prune(gguf.open(path), dict.fromkeys(range(4), (0, 2, 3, 7))).write(tmp_path / "pruned.gguf")
+    tensors, whole = gguf.open(tmp_path / "pruned.gguf").tensors, gguf.open(path).tensors
+    assert tensors["blk.1.ffn_gate_inp.scale"].shape == whole["blk.1.ffn_gate_inp.scale"].shape
+    scales = whole["blk.1.ffn_down_exps.scale"].dequantize().reshape(-1)
+    np.testing.assert_array_equal(tensors["blk.1.ffn_down_exps.scale"].dequantize().reshape(-1), scales[[0, 2, 3, 7]])
+    assert np.isfinite(quantkit.load(tmp_path / "pruned.gguf").logits(TOKENS)).all()
+
+
+def test_experts_that_a_table_names(tmp_path: Path) -> None:
+    path = written(tmp_path / "model.gguf", "deepseek4")
+    with pytest.raises(UnsupportedError, match=r"blk\.0\.ffn_gate_tid2eid\.weight names the experts of each token"):
+        plan_prune(gguf.open(path), dict.fromkeys(range(4), range(6)))
+
+
+def test_groups_of_experts(tmp_path: Path) -> None:
+    """A token selects groups first, so as many experts of each have to stay."""
+    file = gguf.open(written(tmp_path / "model.gguf", "bailingmoe2", n_group=2, topk_group=1))
+    layers = [int(name.split(".")[1]) for name in file.tensors if name.endswith(".ffn_gate_inp.weight")]
+    groups, count = (file.metadata[f"bailingmoe2.expert{key}"] for key in ("_group_count", "_count"))
+    each = count // groups
+    assert groups > file.metadata["bailingmoe2.expert_group_used_count"]
+    balanced = [group * each + i for group in range(groups) for i in range(each - 1)]
+    plan_prune(file, dict.fromkeys(layers, balanced))
+    first = range(len(balanced))
+    with pytest.raises(DataError, match=rf"{each} experts of one group of blk\.{layers[0]} stay and 2 of another"):
+        plan_prune(file, dict.fromkeys(layers, first))
+
+
+@pytest.mark.parametrize(
+    ("keep", "message"),
+    [({0: [0, 1], 1: [0, 1], 7: [0, 1]}, r"experts of blk\.7 are listed, and the file has none there: .* in 2 layers"),
+     ({0: [0, 1, 1], 1: [0, 1, 2]}, r"expert 1 of blk\.0 is listed twice"),
+     ({0: [0, 6], 1: [0, 1]}, r"blk\.0 has experts 0 to 5, not 6"), ({0: [-1, 1], 1: [0, 1]}, "0 to 5, not -1"),
+     ({0: [], 1: []}, r"none of the 6 experts of blk\.0 stays"), ({0: [1, 2]}, r"which experts of blk\.1 stay")],
+)  # fmt: skip
+def test_lists_that_do_not_fit_the_file(moe: Path, keep: dict[int, list[int]], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        plan_prune(gguf.open(moe), keep)
+
+
 def test_most_salient() -> None:
     assert most_salient({3: [1, 5, 5, 2]}, 2) == {3: [1, 2]}
     assert most_salient({3: [9, 8, 1, 2]}, 2, groups=2) == {3: [0, 3]}
@@ -148,6 +200,8 @@ def test_commands(moe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
         (["--prune-experts", "²", "--saliency", str(scores)], 2, "--saliency"),
         (["--prune-experts", "1", "--saliency", str(scores)], 1, "a token uses"),
         (["--prune-experts", str(scores)], 1, "expected"),
+        (["--prune-layers", "1-x"], 2, "--prune-layers '1-x': layers are numbers and ranges"),
+        (["--prune-layers", ""], 2, "--prune-layers ''"),
         ([], 2, "--prune-layers"),
     ):
         assert main(["prune", str(moe), str(tmp_path / "x.gguf"), *wrong]) == status

@@ -200,12 +200,14 @@ def convert(
 def _convert_mmproj(source: Path, out: str, outtype: str, options: ConvertOptions, others: bool, json: bool) -> None:
     """Write the image encoder of the checkpoint in `source`."""
     from quantkit.pipelines.conversion.mmproj import plan_mmproj
+    from quantkit.pipelines.options import ConvertOptions
 
     if is_on_hub(source):
         raise UnsupportedError(
             f"{source}: --mmproj reads a directory; fetch it with `hf download ORG/NAME --local-dir DIR`"
         )
-    if others or options.merge_lora or options.fuse_gate_up or options.split_max_size or options.split_max_tensors:
+    own = dataclasses.replace(options, dry_run=False, threads=None, metadata=None, model_name=None)
+    if others or own != ConvertOptions():
         raise UnsupportedError("--mmproj writes one file on this machine: leave out options of the language model")
     started = time.monotonic()
     job = plan_mmproj(source, outtype, options.metadata, options.model_name)
@@ -231,6 +233,7 @@ def _convert_adapter(
     from quantkit.pipelines.conversion.lora import adapter_type, plan_adapter
     from quantkit.pipelines.conversion.plan import plan_conversion
     from quantkit.pipelines.options import ConvertOptions
+    from quantkit.pipelines.output import filled_name
 
     if is_on_hub(source):
         raise UnsupportedError(
@@ -243,7 +246,7 @@ def _convert_adapter(
     kind = adapter_type(outtype)
     base = plan_conversion(source, pre=options.pre)
     made = plan_adapter(lora, base.checkpoint, list(base.pieces.values()), base.arch, kind)
-    path = out or lora / f"{lora.resolve().name}-{kind.name.upper()}.gguf"
+    path = filled_name(out or lora / "{name}-{FTYPE}.gguf", lora, kind.name)
     paths = [] if options.dry_run else made.write(path, progress=True)
     if json:
         print_json("quantkit.convert-lora/1", {"paths": paths, "tensors": len(made.specs), "type": kind.name})

@@ -186,6 +186,8 @@ def split(
 
     if trunk is None and head is None:
         raise OptionError("mtp split needs --trunk OUT, --head OUT or both")
+    if trunk is not None and head is not None and trunk.resolve() == head.resolve():
+        raise OptionError(f"--trunk and --head are the same file, {head}; give each a name of its own")
     file = gguf.require_model(gguf.open(source))
     jobs = [(plan(file), out) for plan, out in ((plan_trunk, trunk), (plan_head, head)) if out is not None]
     limits = _limits(split_max_size, split_max_tensors)

@@ -59,7 +59,6 @@ def prune(
     from quantkit.formats import gguf
     from quantkit.inputs.json_input import read_object
     from quantkit.pipelines import prune as pruning
-    from quantkit.recipe.rules.layers import numbers
 
     limit = split_limit(split_max_size, split_max_tensors, keep_split)
     file = gguf.require_model(gguf.open(source))
@@ -79,7 +78,7 @@ def prune(
     elif prune_experts is not None:
         keep = pruning.kept_experts(read_object(_there(Path(prune_experts))), prune_experts)
     started = time.perf_counter()
-    job = pruning.plan_prune(file, keep, numbers(prune_layers) if prune_layers else ())
+    job = pruning.plan_prune(file, keep, () if prune_layers is None else _layers(prune_layers))
     paths: list[Path] = []
     if not dry_run:
         paths = job.write(
@@ -98,6 +97,16 @@ def prune(
     print(f"{gib(before)} become {gib(job.nbytes)}, {job.nbytes / before:.1%}")
     for path in paths:
         print(f"wrote {path} in {seconds:.1f} s")
+
+
+def _layers(text: str) -> set[int]:
+    from quantkit.recipe.errors import RecipeError
+    from quantkit.recipe.rules.layers import numbers
+
+    try:
+        return numbers(text)
+    except RecipeError:
+        raise OptionError(f"--prune-layers {text!r}: layers are numbers and ranges of numbers, such as 3,5-7") from None
 
 
 def _there(path: Path) -> Path:

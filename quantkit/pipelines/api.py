@@ -93,6 +93,8 @@ def convert(
     from quantkit.pipelines.conversion.convert import convert_checkpoint
 
     options = options or ConvertOptions()
+    if options.merge_lora is not None and (client is not None or options.shared_output):
+        raise OptionError("--merge-lora adds the adapter on this machine: run it without --cluster")
     if address := models.checkpoint_address(source):
         return _convert_remote(address, output, type, options, client, progress, on_message)
     if options.disk is not None or options.keep_shards:
@@ -100,8 +102,6 @@ def convert(
     if client is not None or options.shared_output:
         from quantkit.pipelines.conversion.plan import plan_conversion
 
-        if options.merge_lora is not None:
-            raise OptionError("--merge-lora adds the adapter on this machine: run it without --cluster")
         about = (options.pre, options.mtp, options.metadata, options.model_name)
         conversion = plan_conversion(source, type, *about, fuse_gate_up=options.fuse_gate_up)
         return _convert_as_copy(conversion, output, options, client, progress, on_message)

@@ -23,7 +23,7 @@ from quantkit.archs.common.tensors import split_name
 from quantkit.errors import DataError, FormatError, UnknownNameError, UnsupportedError
 from quantkit.formats import provenance
 from quantkit.formats.gguf import GGUF, Metadata
-from quantkit.pipelines.rewrite import Rewrite, RewrittenTensor, by_shard, copied
+from quantkit.pipelines.rewrite import Rewrite, RewrittenTensor, by_shard, copied, is_of_layers
 
 
 def plan_trunk(source: GGUF) -> Rewrite:
@@ -57,6 +57,7 @@ def plan_join(trunk: GGUF, head: GGUF) -> Rewrite:
         raise DataError(
             f"{trunk.path}: it has {there} MTP layer(s) already; leave them out with `quantkit mtp split --trunk`"
         )
+    validate.describe(trunk.metadata, trunk.tensors, trunk.path)
     _require_same(trunk, head, arch, main)
     metadata = _counted(trunk.metadata, arch, main, main + further, further, head.metadata)
     made = [copied(tensor, shard) for shard, tensor in by_shard(trunk)]
@@ -86,11 +87,16 @@ def _layers(source: GGUF) -> tuple[str, int, int]:
     """(architecture, blocks of the trunk, MTP layers) of a file that has MTP layers."""
     arch = source.metadata.get("general.architecture")
     count, further = (source.metadata.get(f"{arch}.{key}") for key in ("block_count", "nextn_predict_layers"))
-    if not isinstance(arch, str) or not isinstance(count, int) or not isinstance(further, int) or not further:
+    if not isinstance(arch, str) or not isinstance(count, int) or type(further) is not int or not further:
         raise UnsupportedError(
             f"{source.path}: the file has no MTP layers ({arch}.nextn_predict_layers is {further!r})"
         )
     main = count - further
+    if further < 0 or main < 1:
+        raise FormatError(
+            f"{source.path}: metadata key {arch}.nextn_predict_layers = {further}, {arch}.block_count = {count}; "
+            f"{validate.REMEDY}"
+        )
     there = {_layer(name, -1) for name in source.tensors}
     if absent := next((i for i in range(main, count) if i not in there), 0):
         raise UnsupportedError(
@@ -114,7 +120,7 @@ def _counted(
     if further or f"{arch}.nextn_predict_layers" in metadata:
         metadata.set(f"{arch}.nextn_predict_layers", further, "u32")
     for key, value in source.items():
-        if key.startswith(f"{arch}.") and isinstance(value, list) and len(value) == before:
+        if is_of_layers(key, value, arch, before):
             rest = longer.get(key) if longer is not None else None
             more = rest[before:] if isinstance(rest, list) else []
             metadata.set(key, [*value[:layers], *more], source.kind(key))

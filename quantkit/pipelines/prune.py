@@ -10,6 +10,7 @@ compute otherwise, because their number decides about windows or recurrence, is 
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -22,12 +23,13 @@ from quantkit.archs.common import blocks, validate
 from quantkit.archs.common.tensors import split_name
 from quantkit.errors import DataError, FormatError, UnsupportedError
 from quantkit.formats.gguf import GGUF, Metadata, Tensor
-from quantkit.pipelines.rewrite import Rewrite, RewrittenTensor, by_shard, copied, selected
+from quantkit.pipelines.rewrite import Rewrite, RewrittenTensor, by_shard, copied, is_of_layers, selected
 
 SALIENCY = "quantkit.saliency/1"  # schema of the files of `quantkit saliency`
 _NGRAMS = "ple.layers"  # the key that lists layers with n-grams
-_NOT_OF_LAYERS = ("ple.", "rope.dimension_sections")  # keys whose lists have no entry for each layer
-_OF_EXPERTS = re.compile(r"blk\.\d+\.(ffn_\w+_exps|ffn_gate_inp|exp_probs_b)\.(weight|bias|scale|input_scale)")
+_OF_EXPERTS = re.compile(
+    r"blk\.\d+\.(ffn_\w+_exps\.(weight|bias|scale|input_scale)|(ffn_gate_inp|exp_probs_b)\.(weight|bias))"
+)  # gemma4's ffn_gate_inp.scale is a norm of the router's input
 
 
 def most_salient(saliency: Mapping[int, Sequence[float]], keep: int, groups: int = 1) -> dict[int, list[int]]:
@@ -79,7 +81,7 @@ def plan_prune(
     if not any(layer < hp.n_main for layer in stay):
         raise DataError(f"{source.path}: --prune-layers leaves no layer")
     number_of = {old: new for new, old in enumerate(stay)}
-    keep = _checked(source, keep_experts, number_of) if keep_experts is not None else {}
+    keep = _checked(source, keep_experts, number_of, described) if keep_experts is not None else {}
     made: list[RewrittenTensor] = []
     for shard, tensor in by_shard(source):
         layer = split_name(tensor.name)[1] if tensor.name.startswith("blk.") else None
@@ -101,29 +103,61 @@ def _tensor(
     return copied(tensor, shard, name)
 
 
-def _checked(source: GGUF, keep: Mapping[int, Sequence[int]], number_of: Mapping[int, int]) -> dict[int, list[int]]:
+def _checked(
+    source: GGUF, keep: Mapping[int, Sequence[int]], number_of: Mapping[int, int], described: validate.Description
+) -> dict[int, list[int]]:
     """The experts to keep of the layers that stay. DataError unless there is one number of them, in range."""
     found: dict[int, list[int]] = {}
-    for name, tensor in source.tensors.items():
-        layer = split_name(name)[1]
-        if layer is None or layer not in number_of or not name.endswith(".ffn_gate_inp.weight"):
+    routers = {split_name(n)[1]: t for n, t in source.tensors.items() if n.endswith(".ffn_gate_inp.weight")}
+    for layer, tensor in routers.items():
+        if layer is None or layer not in number_of:
             continue
         if layer not in keep:
             raise DataError(
                 f"{source.path}: nothing says which experts of blk.{layer} stay; saliencies are of the trunk, without "
                 "MTP layers: leave them out with --prune-layers, or list their experts in FILE"
             )
-        numbers = sorted(set(keep[layer]))
-        if not numbers or numbers[0] < 0 or numbers[-1] >= tensor.shape[0] or len(numbers) != len(keep[layer]):
-            raise DataError(f"{source.path}: blk.{layer} has {tensor.shape[0]} experts, not {list(keep[layer])}")
+        numbers = sorted(keep[layer])
+        if not numbers:
+            raise DataError(f"{source.path}: none of the {tensor.shape[0]} experts of blk.{layer} stays")
+        if wrong := [number for number in numbers if not 0 <= number < tensor.shape[0]]:
+            raise DataError(f"{source.path}: blk.{layer} has experts 0 to {tensor.shape[0] - 1}, not {wrong[0]}")
+        if twice := [a for a, b in itertools.pairwise(numbers) if a == b]:
+            raise DataError(f"{source.path}: expert {twice[0]} of blk.{layer} is listed twice")
+        _require_even_groups(source, described.hparams, layer, tensor.shape[0], numbers)
         found[layer] = numbers
     if not found:
         raise UnsupportedError(f"{source.path}: the file has no experts to prune")
+    if others := sorted(keep.keys() - routers.keys()):
+        raise DataError(
+            f"{source.path}: experts of blk.{others[0]} are listed, and the file has none there: the list is of "
+            f"another model; experts are in {len(routers)} layers"
+        )
+    parts = (part for block in described.blocks for part in block.parts if isinstance(part, blocks.Experts))
+    if tables := [part.table for part in parts if part.table and split_name(part.table)[1] in found]:
+        raise UnsupportedError(
+            f"{source.path}: {tables[0]} names the experts of each token, also those that would be left out; prune "
+            "handles experts that a router selects"
+        )
     counts = {len(numbers): layer for layer, numbers in found.items()}
     if len(counts) > 1:
         (a, one), (b, other), *_ = counts.items()
         raise DataError(f"{source.path}: {a} experts of blk.{one} stay and {b} of blk.{other}; a file has one number")
     return found
+
+
+def _require_even_groups(source: GGUF, hp: blocks.HParams, layer: int, count: int, keep: Sequence[int]) -> None:
+    """DataError if more experts of one group stay than of another, and a token selects groups first."""
+    groups, used = hp.n_expert_groups, hp.n_expert_groups_used
+    if used >= groups:
+        return
+    each = count // groups  # a group is a run of consecutive experts
+    counts = [sum(number // each == group for number in keep) for group in range(groups)]
+    if len(set(counts)) > 1:
+        raise DataError(
+            f"{source.path}: {max(counts)} experts of one group of blk.{layer} stay and {min(counts)} of another; a "
+            f"token selects {used} of the {groups} groups of {each} experts first: keep as many of each"
+        )
 
 
 def _metadata(source: Metadata, hp: blocks.HParams, stay: Sequence[int], keep: Mapping[int, Sequence[int]]) -> Metadata:
@@ -157,8 +191,8 @@ def _metadata(source: Metadata, hp: blocks.HParams, stay: Sequence[int], keep: M
         metadata.set(f"{a}.{_NGRAMS}", [stay.index(layer) for layer in numbers], source.kind(f"{a}.{_NGRAMS}"))
     scalars = {scalar.key for scalar in archs.get(a).layer_scalars}
     for key, value in source.items():
-        own = key.startswith(f"{a}.") and not key.removeprefix(f"{a}.").startswith(_NOT_OF_LAYERS)
-        if (own or key in scalars) and isinstance(value, list) and len(value) == hp.n_layer:
+        of_layers = key in scalars and isinstance(value, list) and len(value) == hp.n_layer
+        if of_layers or is_of_layers(key, value, a, hp.n_layer):
             metadata.set(key, [value[layer] for layer in stay], source.kind(key))
     return metadata
 
@@ -167,7 +201,13 @@ def _require_same_layers(
     source: GGUF, before: validate.Description, made: Sequence[RewrittenTensor], metadata: Metadata, stay: Sequence[int]
 ) -> None:
     """UnsupportedError if a layer would compute something else under its new number."""
-    after = validate.describe(metadata, {tensor.spec.name: tensor.spec for tensor in made}, source.path)
+    specs = {tensor.spec.name: tensor.spec for tensor in made}
+    if wrong := validate.problems(metadata, specs):  # not of the file itself, which was checked
+        raise UnsupportedError(
+            f"{source.path}: {wrong[0]}, if {len(stay)} layers stay and are numbered anew; leave out the last layers, "
+            "or whole periods of layers"
+        )
+    after = validate.describe(metadata, specs, source.path)
     old = {block.layer: block for block in before.blocks}
     count = f"count={before.hparams.n_expert}", f"count={after.hparams.n_expert}"
     for block in after.blocks:

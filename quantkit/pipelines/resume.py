@@ -281,7 +281,7 @@ class ResumableJob:
         return found
 
     def _source_identities(self) -> list[list[Any]]:
-        return _identities(self.sources) if self.identities is None else [list(one) for one in self.identities]
+        return file_identities(self.sources) if self.identities is None else [list(one) for one in self.identities]
 
     def _summary(self) -> Iterator[str]:
         count = len(self.expected)
@@ -496,7 +496,7 @@ def _discard(journal_path: Path) -> None:
     journal_path.unlink(missing_ok=True)
 
 
-def _identities(paths: Sequence[Path]) -> list[list[Any]]:
+def file_identities(paths: Sequence[Path]) -> list[list[Any]]:
     """Path, size and modification time of each file: a cheap test of whether it has changed."""
     found = []
     for path in paths:

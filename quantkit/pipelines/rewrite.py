@@ -25,6 +25,7 @@ from quantkit.formats.pipeline import Progress
 from quantkit.pipelines.output import WriteTask, write_gguf
 
 _PIECE_BYTES = 8 << 20
+_NOT_OF_LAYERS = ("ple.", "rope.dimension_sections")  # keys whose lists have no entry for each layer
 
 
 class Run(NamedTuple):
@@ -78,6 +79,12 @@ def require_cuttable(tensor: Tensor, rows: int) -> None:
             f"{tensor.path}: tensor {tensor.name}: {kind.name} interleaves {kind.interleave} rows, and it would be cut "
             f"at multiples of {rows}; `quantkit unpack` the file first"
         )
+
+
+def is_of_layers(key: str, value: object, arch: str, layers: int) -> bool:
+    """Whether the value of a key of an architecture is a list with an entry for each of so many layers."""
+    own = key.startswith(f"{arch}.") and not key.removeprefix(f"{arch}.").startswith(_NOT_OF_LAYERS)
+    return own and isinstance(value, list) and len(value) == layers
 
 
 def by_shard(source: GGUF) -> Iterator[tuple[int, Tensor]]:

@@ -54,8 +54,11 @@ def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
 
 
 def patches(image: np.ndarray, kernel: np.ndarray) -> np.ndarray:
-    """float32[rows, columns, n]: the convolution of an image with a kernel [n, channels, size, size]; no overlap."""
-    channels, height, width = image.shape
-    n, _, size, _ = kernel.shape
-    cut = image.reshape(channels, height // size, size, width // size, size).transpose(1, 3, 0, 2, 4)
-    return np.asarray(cut.reshape(height // size, width // size, -1) @ kernel.reshape(n, -1).T)
+    """float32[rows, columns, n]: the convolution of an image with a kernel [n, channels, size, size]; no overlap.
+
+    Pixels beyond the last whole patch are left out.
+    """
+    n, channels, size, _ = kernel.shape
+    rows, columns = image.shape[1] // size, image.shape[2] // size
+    whole = image[:, : rows * size, : columns * size].reshape(channels, rows, size, columns, size)
+    return np.asarray(whole.transpose(1, 3, 0, 2, 4).reshape(rows, columns, -1) @ kernel.reshape(n, -1).T)

@@ -33,6 +33,7 @@ from quantkit.vision.tower import (
 )
 
 _BASE, _EPS = 10000.0, 1e-5  # of RoPE, a constant in the loader; a constant in transformers
+_ACTIVATION, _TEXT_EPS = "gelu", {"ministral3": 1e-5}  # where config.json has none; other text models: 1e-6
 
 
 class _Row(Transform):
@@ -60,16 +61,19 @@ class PixtralTower(Tower):
 
     def entries(self, config: Config, preprocessor: Config) -> Entries:
         vision, text = mapping(config, "vision_config"), mapping(config, "text_config")
-        refuse(vision, "hidden_act", ("silu",))
+        refuse({"hidden_act": vision.get("hidden_act") or _ACTIVATION}, "hidden_act", ("silu",))
+        heads = count(vision, "num_attention_heads")
+        refuse(vision, "head_dim", (count(vision, "hidden_size") // heads,))
         refuse(config, "projector_hidden_act", ("gelu",))
         refuse(config, "vision_feature_layer", (-1, [-1]))
         refuse(rope_parameters(vision), "rope_theta", (_BASE,))
-        refuse(text, "rms_norm_eps", (_EPS,))
+        eps = text.get("rms_norm_eps") or _TEXT_EPS.get(str(text.get("model_type")), 1e-6)
+        refuse({"rms_norm_eps": eps}, "rms_norm_eps", (_EPS,))
         return super().entries(config, preprocessor) | {
             "clip.use_silu": (True, "bool"),
             "clip.vision.image_size": (count(vision, "image_size"), "u32"),
             "clip.vision.block_count": (layers(vision), "u32"),
-            "clip.vision.attention.head_count": (count(vision, "num_attention_heads"), "u32"),
+            "clip.vision.attention.head_count": (heads, "u32"),
             "clip.vision.attention.layer_norm_epsilon": (_EPS, "f32"),
             "clip.vision.spatial_merge_size": (count(config, "spatial_merge_size", 64, 2), "u32"),
         }

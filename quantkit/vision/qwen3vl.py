@@ -52,7 +52,7 @@ class Qwen3VLTower(Tower):
         vision = mapping(config, "vision_config")
         refuse(vision, "hidden_act", ("gelu_pytorch_tanh",))
         refuse(vision, "temporal_patch_size", (2,))
-        refuse(vision, "out_hidden_size", (mapping(config, "text_config").get("hidden_size"),))
+        refuse(vision, "out_hidden_size", (count(mapping(config, "text_config"), "hidden_size"),))
         depth = layers(vision, "depth")
         positions = count(vision, "num_position_embeddings")
         side = math.isqrt(positions)

@@ -16,11 +16,10 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 
 from quantkit.archs.common import checked
-from quantkit.archs.common.base import need
 from quantkit.archs.common.tensors import COPY, Transform
 from quantkit.errors import DataError, FormatError, UnsupportedError
 from quantkit.formats.gguf.metadata import Entries
-from quantkit.inputs.settings import mapping, real, sequence
+from quantkit.inputs.settings import flag, mapping, real, sequence
 from quantkit.vision.operations import Weights
 
 ARCHITECTURE = "clip"
@@ -99,6 +98,7 @@ class Tower(ABC):
                     f"normalised by are needed, each {bound}"
                 )
             entries[f"clip.vision.{ours}"] = ([real({ours: x}, ours) for x in values], "f32")
+        _refuse_other_pixels(preprocessor)
         return entries
 
     @abstractmethod
@@ -166,6 +166,17 @@ def check_shapes(tower: Tower, entries: Entries, shapes: Mapping[str, tuple[int,
             )
 
 
+def _refuse_other_pixels(preprocessor: Config) -> None:
+    """UnsupportedError for an image processor that does not give (x / 255 - mean) / std, as the loader does."""
+    file = "preprocessor_config.json"
+    for key in ("do_rescale", "do_normalize"):
+        if not (flag(preprocessor, key, file) or preprocessor.get(key) is None):
+            raise UnsupportedError(f"{file}: {key} = false; the loader divides by 255 and normalises all images")
+    factor = real(preprocessor, "rescale_factor", 1 / 255, file)
+    if abs(255 * factor - 1) > 1e-3:
+        raise UnsupportedError(f"{file}: rescale_factor = {factor:g}; the loader divides by 255, {1 / 255:g}")
+
+
 def epsilon(vision: Config, default: float) -> float:
     """The epsilon of a tower's norms."""
     value, bound = vision.get("layer_norm_eps"), checked.Real(0, 0.1, open_below=True)
@@ -176,11 +187,14 @@ def epsilon(vision: Config, default: float) -> float:
 
 def count(config: Config, key: str, maximum: int = 1 << 20, default: int | None = None) -> int:
     """A whole number from 1 on that config.json must have, unless there is a default. FormatError for another value."""
-    value = default if default is not None and config.get(key) is None else need(config, key)
+    if (value := config.get(key)) is None:
+        value = default
+    if value is None:
+        raise FormatError(f"config.json has no {key}, which the image encoder needs")
     bound = checked.Count(1, maximum)
-    if not bound.holds(value):
+    if type(value) is not int or not bound.holds(value):
         raise FormatError(f"config.json: {key} = {checked.brief(value)}; it has to be {bound}")
-    return int(value)
+    return value
 
 
 def layers(vision: Config, key: str = "num_hidden_layers") -> int:

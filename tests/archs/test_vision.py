@@ -15,8 +15,10 @@ from quantkit.errors import FormatError, UnsupportedError
 from quantkit.formats import gguf
 from quantkit.pipelines.conversion.mmproj import plan_mmproj
 from quantkit.vision import embed
+from quantkit.vision.operations import patches
 from quantkit.vision.tower import of_config
 from tests.archs.checkpoints import byte_level, write_tokenizer
+from tests.cli.running import refused
 from tests.refusals import Refusals
 
 # What llama.cpp's clip loader reads (clip-impl.h and load_tensors in clip.cpp), by projector.
@@ -161,6 +163,9 @@ def test_the_command_and_quantizing_by_recipe(
     kept = ("v.patch_embd.weight", "v.position_embd.weight", "mm.input_projection.weight", "mm.patch_merger.weight")
     assert {types[name] for name in kept if name in types} <= {"f32", "f16"}
     assert types["v.patch_embd.weight"] == "f32"
+    for options in (["--dialect", "llama.cpp"], ["--mtp", "only"], ["--pre", "llama-bpe"], ["--disk", "1G"]):
+        said = refused(capsys, "convert", directory, tmp_path / "x.gguf", "--mmproj", *options)
+        assert "leave out options of the language model" in said
     image = np.random.default_rng(0).standard_normal((3, 24, 24), np.float32)
     close, whole = embed(gguf.open(quantized), image), embed(gguf.open(out), image)
     assert 0 < np.abs(close - whole).max() < 0.3 * np.abs(whole).max()
@@ -178,7 +183,7 @@ def test_what_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
         plan_mmproj(directory)
     (directory / "config.json").write_text(json.dumps(config))
     (directory / "preprocessor_config.json").unlink()
-    with pytest.raises(FormatError, match="image_mean"):
+    with pytest.raises(FormatError, match=r"no preprocessor_config\.json, .* fetch it with"):
         plan_mmproj(directory)
 
 
@@ -190,10 +195,29 @@ def test_an_unknown_tensor_comes_with_the_directory(tmp_path: Path) -> None:
         plan_mmproj(directory)
 
 
+def test_pixtrals_text_model_has_the_epsilon_of_the_projector(tmp_path: Path) -> None:
+    """The loader has one epsilon, 1e-5; a config.json without it means 1e-6, that of Ministral 3 1e-5."""
+    directory, _ = checkpoint(tmp_path / "hf", "pixtral")
+    config, images = (json.loads((directory / f"{name}config.json").read_text()) for name in ("", "preprocessor_"))
+    text = {key: value for key, value in config["text_config"].items() if key != "rms_norm_eps"}
+    with pytest.raises(UnsupportedError, match="rms_norm_eps = 1e-06"):
+        of_config(config).entries(config | {"text_config": text}, images)
+    of_config(config).entries(config | {"text_config": text | {"model_type": "ministral3"}}, images)
+
+
+def test_pixels_beyond_the_last_patch() -> None:
+    """A convolution leaves them out, for example 384 pixels in patches of 14."""
+    rng = np.random.default_rng(1)
+    image, kernel = rng.standard_normal((3, 13, 10), np.float32), rng.standard_normal((5, 3, 4, 4), np.float32)
+    np.testing.assert_array_equal(patches(image, kernel), patches(image[:, :12, :8], kernel))
+
+
 def contradictions(projector: str) -> list[tuple[str, Any, str]]:
     """Settings of a checkpoint, vision_config's with a dot before them, that its tensors or its loader contradict."""
     found: list[tuple[str, Any, str]] = [
-        (".hidden_size", 64, "shape"), (".intermediate_size", 32, "shape"), (".patch_size", 8, "shape"),
+        (".hidden_size", 64, "shape|head_dim = 16"), (".intermediate_size", 32, "shape"), (".patch_size", 8, "shape"),
+        (".patch_size", None, "no patch_size, which the image encoder needs"),
+        ("do_normalize", False, "do_normalize = false"), ("rescale_factor", 1, "the loader divides by 255"),
         ("image_mean", [10**400, 0, 0], "three numbers"), ("image_std", [0.5, 0, 0.5], "each a number above 0"),
     ]  # fmt: skip
     if projector == "gemma3":
@@ -202,6 +226,9 @@ def contradictions(projector: str) -> list[tuple[str, Any, str]]:
     if projector == "pixtral":
         return [
             *found,
+            (".head_dim", 8, "head_dim = 8 is not supported by quantkit; accepted: 16"),
+            (".hidden_act", None, "hidden_act = 'gelu'"),
+            (".num_attention_heads", 3, "head_dim = 16"),
             ("spatial_merge_size", 3, r"patch_merger.weight .* \(32, 128\); config.json makes it \(32, 288\)"),
         ]
     return [*found, (".deepstack_visual_indexes", [0, 0], "at most once"), (".num_position_embeddings", 37, "square")]
@@ -214,7 +241,10 @@ def test_a_config_that_contradicts_the_tensors_is_refused(
     directory, _ = checkpoint(tmp_path / "hf", projector)
     config, images = (json.loads((directory / f"{name}config.json").read_text()) for name in ("", "preprocessor_"))
     for key, value, message in contradictions(projector):
-        of_images, vision = key.startswith("image_"), {key[1:]: value} if key.startswith(".") else {}
+        of_images, vision = (
+            key.startswith(("image_", "do_", "rescale_")),
+            {key[1:]: value} if key.startswith(".") else {},
+        )
         own = {key: value} if not vision and not of_images else {}
         changed = config | own | {"vision_config": config["vision_config"] | vision}
         (directory / "config.json").write_text(json.dumps(changed))

@@ -24,7 +24,8 @@ from quantkit.hub.address import parse
 from quantkit.hub.client import HubError
 from quantkit.hub.stream import CheckpointStream
 from quantkit.pipelines.conversion.remote import plan_remote
-from tests.archs.checkpoints import tiny
+from tests.archs.adapters import save_adapter
+from tests.archs.checkpoints import loaded, tiny
 from tests.archs.quantized import quantized
 from tests.hub.conftest import sharded
 from tests.hub.fake import COMMIT, FakeHub, Fault
@@ -286,6 +287,24 @@ def test_bytes_damaged_on_their_way(hub: FakeHub, checkpoint: Path, tmp_path: Pa
         f"checked: {last.name} has the hash {hub.sha256(last)}"
     ]
     quantkit.convert(checkpoint, tmp_path / "local.gguf")
+    assert (tmp_path / "x.gguf").read_bytes() == (tmp_path / "local.gguf").read_bytes()
+
+
+def test_a_run_with_another_adapter_is_not_resumed(hub: FakeHub, checkpoint: Path, tmp_path: Path) -> None:
+    """Tensors that an interrupted run merged with another adapter are made anew."""
+    model = loaded(checkpoint)
+    adapters = [save_adapter(tmp_path / name, model, {"lora_alpha": alpha}) for name, alpha in (("a", 4), ("b", 8))]
+    repo = hub.add(NAME, checkpoint)
+    last = sorted(checkpoint.glob("*.safetensors"))[-1]
+    (tmp_path / last.name).write_bytes(last.read_bytes()[:-1] + b"\xff")
+    repo.claimed[last.name] = hub.sha256(last)
+    repo.files[last.name] = tmp_path / last.name
+    with pytest.raises(QuantkitError, match="its SHA-256 is"):
+        quantkit.convert(SOURCE, tmp_path / "x.gguf", options=ConvertOptions(merge_lora=adapters[0]))
+    assert (tmp_path / "x.gguf.partial-job").exists()
+    repo.files[last.name] = last
+    for source, out in ((SOURCE, "x.gguf"), (checkpoint, "local.gguf")):
+        quantkit.convert(source, tmp_path / out, options=ConvertOptions(merge_lora=adapters[1]))
     assert (tmp_path / "x.gguf").read_bytes() == (tmp_path / "local.gguf").read_bytes()
 
 

@@ -21,11 +21,12 @@ from quantkit.formats import gguf
 from quantkit.pipelines.conversion.convert import convert_checkpoint
 from quantkit.pipelines.mtp import plan_head, plan_join, plan_trunk
 from quantkit.pipelines.options import PlanOptions, QuantizeOptions
+from quantkit.pipelines.rewrite import Rewrite
 from quantkit.placement.kv_size import of_layers
 from quantkit.recipe.models import from_config, read_config
 from quantkit.runtime.mtp import MtpHead
 from tests.archs.checkpoints import tiny
-from tests.archs.files import changed, reshaped
+from tests.archs.files import changed, reshaped, written
 from tests.archs.mtp_checkpoints import mtp_checkpoint
 
 TOKENS = np.random.default_rng(1).integers(3, 300, (2, 24))
@@ -77,6 +78,8 @@ def test_apart_and_joined_again(files: Path) -> None:
     assert main(["mtp", "split", str(whole), "--trunk", str(trunk), "--head", str(head)]) == 0
     assert main(["mtp", "join", str(trunk), str(head), str(joined)]) == 0
     assert joined.read_bytes() == whole.read_bytes()
+    assert main(["mtp", "split", str(whole), "--trunk", str(files / "x.gguf"), "--head", str(files / "x.gguf")]) == 2
+    assert not (files / "x.gguf").exists()
     dropped = convert_checkpoint(files / "hf", files / "drop.gguf", "f32", mtp="drop")
     assert contents(trunk) == contents(dropped.paths[0])
     only = convert_checkpoint(files / "hf", files / "only.gguf", "f32", mtp="only")
@@ -118,6 +121,17 @@ def test_what_cannot_be_joined_or_run_is_refused(files: Path, tmp_path: Path) ->
         MtpHead(quantkit.load(tmp_path / "other.gguf"), head)
 
 
+def test_lists_that_are_not_of_layers_stay(tmp_path: Path) -> None:
+    """Four sections of RoPE in a model of four layers."""
+    made = {"num_hidden_layers": 3, "mtp_num_hidden_layers": 1, "mtp": "keep"}
+    whole = gguf.open(written(tmp_path / "whole.gguf", "qwen35", **made))
+    assert whole.metadata["qwen35.block_count"] == len(whole.metadata["qwen35.rope.dimension_sections"]) == 4
+    plan_trunk(whole).write(tmp_path / "trunk.gguf")
+    key, trunk = "qwen35.rope.dimension_sections", gguf.open(tmp_path / "trunk.gguf")
+    assert trunk.metadata[key] == whole.metadata[key]
+    assert plan_join(trunk, whole).metadata[key] == whole.metadata[key]
+
+
 def test_layers_that_contradict_their_metadata_are_refused(files: Path, tmp_path: Path) -> None:
     """By every command, with the name of the file that has them."""
     whole = gguf.open(files / "whole.gguf")
@@ -133,6 +147,15 @@ def test_layers_that_contradict_their_metadata_are_refused(files: Path, tmp_path
         plan_head(gguf.open(reshaped(whole.path, tmp_path / "whole2.gguf", name, (64, 128))))
     with pytest.raises(FormatError, match=rf"less\.gguf: tensor {name} is missing"):
         plan_join(trunk, gguf.open(changed(head, tmp_path / "less.gguf", {}, drop=name)))
+    planned = plan_trunk(whole)
+    without = [tensor for tensor in planned.tensors if not tensor.spec.name.startswith("blk.")]
+    (empty,) = Rewrite(planned.sources, without, planned.metadata).write(tmp_path / "empty.gguf")
+    with pytest.raises(FormatError, match=r"empty\.gguf: .*block_count = 3, but there are no tensors of blk\.0"):
+        plan_join(gguf.open(empty), gguf.open(head))
+    for count in (-1, 4, 9):
+        wrong = changed(Path(whole.path), tmp_path / f"{count}.gguf", {"glm4moe.nextn_predict_layers": (count, "i32")})
+        with pytest.raises(FormatError, match=rf"nextn_predict_layers = {count}, glm4moe\.block_count = 4; correct"):
+            plan_trunk(gguf.open(wrong))
     wrong = changed(head, tmp_path / "key.gguf", {"glm4moe.expert_weights_scale": (-1.0, "f32")})
     with pytest.raises(FormatError, match=r"key\.gguf: metadata key glm4moe\.expert_weights_scale = -1"):
         MtpHead(quantkit.load(trunk.path), gguf.open(wrong))

@@ -6,7 +6,9 @@
     W' = W + s B A      s = alpha / r, with use_rslora alpha / sqrt(r)
 
 rank_pattern and alpha_pattern have the values of single modules: a key is a regular expression that matches the end of
-a module's name. What else an adapter can hold (DoRA, biases, embeddings, whole modules) is refused.
+a module's name. What else an adapter can hold (DoRA, biases, embeddings, whole modules) is refused, and so are
+adapters whose initialization subtracted s B A from W (PiSSA, OLoRA, CorDA, LoRA-GA) or quantized W (LoftQ): PEFT
+changes W again when it loads them.
 """
 
 from __future__ import annotations
@@ -29,9 +31,12 @@ from quantkit.inputs.settings import flag, integer, mapping, real
 MERGED = "LORA"  # the dtype of a merged matrix: its rows are computed, not stored
 
 _PREFIX = "base_model.model."
+_REMEDY = "merge the adapter in PEFT (merge_and_unload), and convert the result"
 _FLOATS = ("F32", "F16", "BF16")
 _NOT_PLAIN = ("use_dora", "fan_in_fan_out", "lora_bias", "modules_to_save", "target_parameters", "use_qalora",
-              "alora_invocation_tokens", "trainable_token_indices", "layer_replication", "megatron_config")  # fmt: skip
+              "alora_invocation_tokens", "trainable_token_indices", "layer_replication", "megatron_config",
+              "use_bdlora")  # fmt: skip
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # beginnings of values of init_lora_weights
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,11 @@ class Adapter:
     products: dict[str, LowRank]
 
 
+def files_of(directory: str | os.PathLike[str]) -> list[Path]:
+    """The files that an adapter is read from."""
+    return [Path(directory) / name for name in ("adapter_config.json", "adapter_model.safetensors")]
+
+
 def open_adapter(directory: str | os.PathLike[str]) -> Adapter:
     """Open a PEFT adapter's directory. FormatError or UnsupportedError for what is no plain LoRA."""
     path = Path(directory)
@@ -67,9 +77,19 @@ def open_adapter(directory: str | os.PathLike[str]) -> Adapter:
         raise UnsupportedError(f"{path}: peft_type is {config.get('peft_type')!r:.80}; only LORA adapters are read")
     for key in _NOT_PLAIN:
         if config.get(key):
-            raise UnsupportedError(f"{path}: adapter_config.json: {key} = {config[key]!r:.80} is not supported")
+            raise UnsupportedError(
+                f"{path}: adapter_config.json: {key} = {config[key]!r:.80} is not supported; {_REMEDY}"
+            )
     if config.get("bias", "none") != "none":
-        raise UnsupportedError(f"{path}: adapter_config.json: bias = {config['bias']!r:.80}; only 'none' is supported")
+        raise UnsupportedError(
+            f"{path}: adapter_config.json: bias = {config['bias']!r:.80}; only 'none' is supported; {_REMEDY}"
+        )
+    if isinstance(start := config.get("init_lora_weights"), str) and start.lower().startswith(_CHANGES_BASE):
+        raise UnsupportedError(
+            f"{path}: adapter_config.json: init_lora_weights = {start!r:.80} changed the weights of the base model, so "
+            "the adapter does not fit the checkpoint; save it as a plain LoRA (save_pretrained with "
+            f"path_initial_model_for_weight_conversion), or {_REMEDY}"
+        )
     file = path / "adapter_model.safetensors"
     if not file.is_file():
         raise FormatError(f"{path}: no adapter_model.safetensors; save the adapter with safe_serialization=True")
@@ -77,7 +97,9 @@ def open_adapter(directory: str | os.PathLike[str]) -> Adapter:
     for name, tensor in open_checkpoint(file).tensors.items():
         module, _, part = name.removesuffix(".weight").rpartition(".")
         if part not in ("lora_A", "lora_B") or not name.startswith(_PREFIX) or len(tensor.shape) != 2:
-            raise UnsupportedError(f"{file}: tensor {name} {tensor.shape} is not lora_A or lora_B of a matrix")
+            raise UnsupportedError(
+                f"{file}: tensor {name} {tensor.shape} is not lora_A or lora_B of a matrix; {_REMEDY}"
+            )
         if tensor.dtype not in _FLOATS:
             raise UnsupportedError(f"{file}: tensor {name} is {tensor.dtype}; adapters are {', '.join(_FLOATS)}")
         parts.setdefault(module.removeprefix(_PREFIX), {})[part] = tensor
@@ -121,7 +143,12 @@ def _of_module(file: str, config: Mapping[str, object], key: str, module: str) -
 
 
 def check_fits(base: CheckpointTensor | ScaledTensor, product: LowRank) -> None:
-    """FormatError unless a product has the shape of its matrix."""
+    """FormatError unless a product has the shape of its matrix; UnsupportedError for a matrix of no float type."""
+    if not isinstance(base, ScaledTensor) and base.dtype not in _FLOATS:
+        raise UnsupportedError(
+            f"{base.path}: tensor {base.name} is {base.dtype}; an adapter is added to {', '.join(_FLOATS)}, or to "
+            "codes with scales where config.json has a quantization_config"
+        )
     if base.shape != (product.b.shape[0], product.a.shape[1]):
         raise FormatError(
             f"{base.path}: tensor {base.name} has shape {base.shape}; {product.b.name} and {product.a.name} of "
@@ -130,7 +157,10 @@ def check_fits(base: CheckpointTensor | ScaledTensor, product: LowRank) -> None:
 
 
 class MergedTensor(ScaledTensor):
-    """A matrix of a checkpoint with a product added: rows are float32 sums, rounded once."""
+    """A matrix of a checkpoint with a product added: rows are float32 sums, rounded once.
+
+    `float_type` is that of the matrix: "f32", "f16" or "bf16".
+    """
 
     def __init__(self, base: CheckpointTensor | ScaledTensor, product: LowRank):
         super().__init__(base.name, MERGED, base.shape, product.b, product.a)
@@ -138,6 +168,7 @@ class MergedTensor(ScaledTensor):
         self._base, self._product = base, product
         self.inputs = base.inputs if isinstance(base, ScaledTensor) else [base]
         self.path, self.nbytes = base.path, base.nbytes
+        self.float_type = base.float_type if isinstance(base, ScaledTensor) else base.dtype.lower()
 
     def _rows(self, start: int, stop: int) -> np.ndarray:
         b = self._product.b.rows(start, stop).astype(np.float64)

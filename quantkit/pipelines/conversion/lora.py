@@ -20,12 +20,20 @@ import numpy as np
 
 from quantkit import types
 from quantkit.archs import Arch
+from quantkit.archs.common import wrapper
 from quantkit.archs.common.tensors import Piece
 from quantkit.errors import DataError, FormatError, UnsupportedError
 from quantkit.formats.gguf import Metadata, TensorSpec, Writer
 from quantkit.formats.pipeline import Progress
 from quantkit.formats.safetensors import Checkpoint
-from quantkit.formats.safetensors.peft_adapter import Adapter, LowRank, MergedTensor, check_fits, open_adapter
+from quantkit.formats.safetensors.peft_adapter import (
+    Adapter,
+    LowRank,
+    MergedTensor,
+    check_fits,
+    files_of,
+    open_adapter,
+)
 from quantkit.pipelines.output import WriteTask, write_gguf
 from quantkit.types import QuantType
 
@@ -36,7 +44,14 @@ def merged(checkpoint: Checkpoint, adapter: Adapter, arch: Arch) -> Checkpoint:
     tensors: dict[str, Any] = dict(checkpoint.tensors)
     for theirs, product in adapter.products.items():
         tensors[names[theirs]] = MergedTensor(tensors[names[theirs]], product)
-    return replace(checkpoint, tensors=tensors)
+    return replace(checkpoint, tensors=tensors, paths=[*checkpoint.paths, *files_of(adapter.path)])
+
+
+def unused(checkpoint: Checkpoint, pieces: Sequence[Piece]) -> list[str]:
+    """The names of the merged matrices of a checkpoint that none of the pieces is made from."""
+    used = {source for piece in pieces for source in piece.sources}
+    changed = [name for name, tensor in checkpoint.tensors.items() if isinstance(tensor, MergedTensor)]
+    return [name for name in changed if name not in used]
 
 
 def _names_of(checkpoint: Checkpoint, adapter: Adapter, arch: Arch) -> dict[str, str]:
@@ -44,6 +59,18 @@ def _names_of(checkpoint: Checkpoint, adapter: Adapter, arch: Arch) -> dict[str,
     stored = {arch.canonical(name): name for name in checkpoint.tensors}
     found = {name: stored.get(arch.canonical(name), "") for name in adapter.products}
     if absent := [name for name, ours in found.items() if not ours]:
+        if [arch.canonical(name) for name in absent] == ["lm_head.weight"]:
+            raise UnsupportedError(
+                f"{adapter.path}: the adapter changes {absent[0]}, which {checkpoint.path} does not have: its output "
+                "is the embedding, which stays; save the model with tie_word_embeddings=False and its own lm_head, or "
+                "merge the adapter in PEFT and convert the result"
+            )
+        if sum(map(len, wrapper.encoder_tensors(map(arch.canonical, absent)).values())) == len(absent):
+            raise UnsupportedError(
+                f"{adapter.path}: {len(absent)} of {len(found)} matrices are of an image or audio encoder, and "
+                f"{checkpoint.path} does not have them under these names: {absent[0]}; train an adapter of the "
+                "language model alone, or merge the adapter in PEFT and convert the result"
+            )
         raise FormatError(
             f"{adapter.path}: {len(absent)} of {len(found)} matrices are not in {checkpoint.path}: {absent[0]}; the "
             "adapter is of another model"
@@ -98,8 +125,12 @@ def plan_adapter(
     for piece in pieces:
         if not products.keys().isdisjoint(piece.sources):
             made |= _of_piece(adapter, piece, products)
-    if len(made) != 2 * len(products):
-        raise UnsupportedError(f"{adapter.path}: some of its {len(products)} matrices are left out of the GGUF")
+    used = {source for piece in pieces for source in piece.sources}
+    if left := [name for name in products if name not in used]:
+        raise UnsupportedError(
+            f"{adapter.path}: {len(left)} of its {len(products)} matrices are of tensors that the GGUF leaves out: "
+            f"{left[0]}; train an adapter without them, or merge it: convert --merge-lora"
+        )
     metadata = Metadata()
     metadata.set("general.architecture", arch.name, "str")
     metadata.set("general.type", "adapter", "str")
@@ -107,17 +138,18 @@ def plan_adapter(
     metadata.set("adapter.type", "lora", "str")
     metadata.set("adapter.lora.alpha", adapter.alpha, "f32")
     specs = [TensorSpec(name, x.shape, kind) for name, x in made.items()]
-    paths = [*checkpoint.paths, adapter.path / "adapter_model.safetensors"]
-    return AdapterFile(adapter.path, specs, made, metadata, paths)
+    return AdapterFile(adapter.path, specs, made, metadata, [*checkpoint.paths, *files_of(adapter.path)])
 
 
 def _of_piece(adapter: Adapter, piece: Piece, products: dict[str, LowRank]) -> dict[str, np.ndarray]:
     """lora_a and lora_b of a tensor of the GGUF, float32."""
     product = products[piece.sources[0]] if len(piece.sources) == 1 else None
     if product is None or not piece.transform.copies_rows or len(piece.shape) != 2:
+        changed = next(name for name in piece.sources if name in products)
+        how = f"{len(piece.sources)} tensors" if len(piece.sources) > 1 else "it, but not by copying rows"
         raise UnsupportedError(
-            f"{adapter.path}: {piece.name} is made of {len(piece.sources)} tensors, or not row by row, so the adapter "
-            f"of {piece.sources[0]} cannot be written for it; merge it: convert --merge-lora"
+            f"{adapter.path}: the adapter of {changed} cannot be written: {piece.name} is made of {how}; merge it: "
+            "convert --merge-lora"
         )
     rows = piece.shape[0]
     b = product.b.dequantize()

@@ -142,7 +142,13 @@ def _first_16_bit(opened: Checkpoint, names: list[str]) -> str:
 def _preprocessor(directory: Path) -> dict[str, Any]:
     """The image processor's settings, from either file that transformers writes."""
     found = read_object(directory / "preprocessor_config.json")
-    return found or dict(mapping(read_object(directory / "processor_config.json"), "image_processor"))
+    found = found or dict(mapping(read_object(directory / "processor_config.json"), "image_processor"))
+    if not found:
+        raise FormatError(
+            f"{directory}: no preprocessor_config.json, and no image_processor in processor_config.json; image_mean "
+            "and image_std, by which images are normalised, are read from them: fetch it with the checkpoint"
+        )
+    return found
 
 
 def _break_token(directory: Path) -> int | None:

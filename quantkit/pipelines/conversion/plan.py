@@ -45,7 +45,7 @@ from quantkit.formats.torch_bin import is_bin, open_bin
 from quantkit.inputs.json_input import read_object
 from quantkit.inputs.settings import integer
 from quantkit.pipelines.arrivals import Arrivals
-from quantkit.pipelines.conversion.lora import merged
+from quantkit.pipelines.conversion.lora import merged, unused
 from quantkit.pipelines.conversion.metadata import general_keys
 from quantkit.pipelines.conversion.tensor import (
     INTEGERS,
@@ -217,14 +217,14 @@ def plan_conversion(
     checkpoint = unscaled(opened, config)
     automatic = {"auto": "f16", STORED: "f32", VALUES: "f32"}  # for a checkpoint that is all float32
     chosen = types.get(_first_16_bit(checkpoint) or automatic[outtype] if outtype in automatic else outtype)
-    if merge_lora is not None:
-        checkpoint = merged(checkpoint, open_adapter(merge_lora), arch)
+    adapter = None if merge_lora is None else open_adapter(merge_lora)
     names = [arch.canonical(name) for name in checkpoint.tensors]
     warnings: list[str] = []
     with errors_name(directory):
         config = arch.with_mtp(config, mtp, names)
         checkpoint = _without_added_biases(checkpoint, arch, config)
-        config = _as_tied(config, arch, checkpoint, names, arrivals is None, warnings)
+        checkpoint = checkpoint if adapter is None else merged(checkpoint, adapter, arch)
+        config = _as_tied(config, arch, checkpoint, arrivals is None, warnings)
         pieces = arch.to_gguf(config, {name: tensor.shape for name, tensor in checkpoint.tensors.items()})
         generated = arch.generated(config)
         left_out = arch.dropped_tensors(config, names)
@@ -234,6 +234,11 @@ def plan_conversion(
             pieces = [piece for piece in pieces if in_head_file(piece.name, integer(config, "num_hidden_layers"))]
         if fuse_gate_up:
             pieces = _fused(pieces, arch.name)
+        if left := unused(checkpoint, pieces):
+            warnings.append(
+                f"{len(left)} matrices of the adapter are of tensors that are left out, so they change nothing: "
+                f"{', '.join(left[:3])}{', …' if left[3:] else ''}"
+            )
         expected = arch.shapes(config, [piece.name for piece in pieces])
     _check_tensors(checkpoint, pieces, expected)
     packed = _packed(pieces, checkpoint, warnings) if outtype == STORED else set()
@@ -276,14 +281,13 @@ def _without_added_biases(checkpoint: Checkpoint, arch: Arch, config: Mapping[st
 
 
 def _as_tied(
-    config: Mapping[str, Any], arch: Arch, checkpoint: Checkpoint, names: list[str], is_here: bool, warnings: list[str]
+    config: Mapping[str, Any], arch: Arch, checkpoint: Checkpoint, is_here: bool, warnings: list[str]
 ) -> Mapping[str, Any]:
     """The config with tie_word_embeddings as the checkpoint has it: an lm_head that differs from the embedding counts.
 
-    transformers 5 decides so, too. `names` are the canonical ones of the checkpoint's tensors. Weights on the Hub are
-    not compared.
+    transformers 5 decides so, too. Weights on the Hub are not compared.
     """
-    by_name = dict(zip(names, checkpoint.tensors.values()))
+    by_name = {arch.canonical(name): tensor for name, tensor in checkpoint.tensors.items()}
     head, embedding = (by_name.get(f"{name}.weight") for name in ("lm_head", "model.embed_tokens"))
     if head is None or embedding is None or not is_tied(config, arch.ties_by_default):
         return config
@@ -371,8 +375,8 @@ def _type_of(piece: Piece, checkpoint: Checkpoint, outtype: QuantType, name: str
     if piece.f32 or len(piece.shape) <= 1 or not piece.name.endswith(".weight"):
         return types.get("f32")
     sources: list[SourceTensor] = [checkpoint.tensors[name] for name in piece.sources]
-    if name in (STORED, VALUES) and all(isinstance(tensor, ScaledTensor) for tensor in sources):
-        kinds = {_float_type(tensor) for tensor in sources}
+    kinds = {_float_type(tensor) for tensor in sources}
+    if name in (STORED, VALUES) and all(isinstance(t, ScaledTensor) for t in sources) and "f32" not in kinds:
         return types.get("f16" if kinds == {"f16"} else "bf16")
     return types.get("f16") if piece.shape[-1] % outtype.block_size else outtype
 

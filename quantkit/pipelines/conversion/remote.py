@@ -5,12 +5,14 @@ The output has the bytes that it has from a directory of the same checkpoint, na
 
 from __future__ import annotations
 
+from quantkit.formats.safetensors.peft_adapter import files_of
 from quantkit.hub.address import Address
 from quantkit.hub.checkpoint import open_checkpoint
 from quantkit.hub.files import CheckpointFiles
 from quantkit.hub.stream import CheckpointStream
 from quantkit.pipelines.conversion.plan import Conversion, plan_conversion
 from quantkit.pipelines.options import ConvertOptions, QuantizeOptions
+from quantkit.pipelines.resume import file_identities
 
 
 def plan_remote(
@@ -25,5 +27,8 @@ def plan_remote(
     arrivals = kind(remote, options.disk, options.keep_shards)
     about = (options.pre, mtp, options.metadata, options.model_name, remote.checkpoint, arrivals)
     if isinstance(options, ConvertOptions):
-        return plan_conversion(remote.directory, outtype, *about, options.fuse_gate_up, options.merge_lora)
+        planned = plan_conversion(remote.directory, outtype, *about, options.fuse_gate_up, options.merge_lora)
+        if options.merge_lora is not None:  # an interrupted run with another adapter is not resumed
+            arrivals.identities += file_identities(files_of(options.merge_lora))
+        return planned
     return plan_conversion(remote.directory, outtype, *about)

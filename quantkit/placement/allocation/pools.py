@@ -117,7 +117,9 @@ def _fixed(
     if names <= {CPU.name}:
         if memory.cache is not None:
             threads = memory.threads or thread_pool.default_threads()
-            taken[CPU.name] += workspace.work_bytes(tensors, metadata, memory.cache.n_ctx, threads) or 0
+            taken[CPU.name] += (
+                workspace.work_bytes(tensors, metadata, memory.cache.n_ctx, threads, memory.cache.mla) or 0
+            )
         return dict(taken)
     used = checked.largest(metadata, "expert_used_count")
     for device in names:

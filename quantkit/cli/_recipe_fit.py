@@ -156,7 +156,7 @@ def _fit(
     Costs of types are then refined by what was measured, a recipe is fitted to them, and the better of both is taken.
     """
     from quantkit.errors import OptionError, QuantkitError
-    from quantkit.formats.atomic import writing
+    from quantkit.formats.atomic import check_outputs, writing
     from quantkit.pipelines import planning
     from quantkit.pipelines.allocate import FitOptions, cost_curve, fit_recipe, single_types
     from quantkit.pipelines.options import TypeOptions
@@ -182,6 +182,12 @@ def _fit(
         allow_requantize=allow_requantize, seconds=seconds,
     )  # fmt: skip
     measured, about = costs_file.read(costs), planning.open_model(model, weights=_has_weights(model))
+    of_model = [
+        model / "config.json" if model.is_dir() else model,
+        *(about.file.paths if about.file is not None else ()),
+    ]
+    inputs = [costs, *of_model, *(path for path in (imatrix, verify) if path is not None)]
+    check_outputs([output, refined_costs, curve], inputs)
     matrix = planning.read_imatrix(TypeOptions(imatrix=imatrix, no_second_moments=no_second_moments))
     found = fit_recipe(about, measured, options, matrix, str(imatrix or ""))
     points: list[CurvePoint] = []

@@ -95,6 +95,22 @@ def test_limits_of_the_file_hold(folder: Path, tmp_path: Path, capsys: pytest.Ca
     assert "the smallest file has" in capsys.readouterr().err
 
 
+def test_inputs_are_not_replaced(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Costs take hours to measure."""
+    before = (folder / "costs.json").read_bytes()
+    verify = ["--verify", folder / "wiki.txt"]
+    for words in (
+        ["-o", folder / "costs.json"],
+        ["-o", folder / "model-bf16.gguf"],
+        ["-o", folder / "imatrix.gguf", "--imatrix", folder / "imatrix.gguf"],
+        [*verify, "--refined-costs", folder / "costs.json"],
+        [*verify, "-o", folder / "wiki.txt"],
+    ):
+        assert cli.main(list(map(str, fit(folder, "--bpw", "5", *words)))) == 1
+        assert "this is the input; write to another name" in capsys.readouterr().err
+    assert (folder / "costs.json").read_bytes() == before
+
+
 def test_tables_and_plots(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "curve.png"
     text = run(capsys, *fit(folder, "--ram", "1", "-c", "64", "--max-types", "2", "--curve", picture))

@@ -199,8 +199,8 @@ def _fit(
     if verify is not None:
         check = _check(
             model, found, measured, verify,
-            _Verify(imatrix, no_second_moments, allow_requantize, threads, verify_ctx, verify_chunks, verify_folder,
-                    1 if refine is None else refine, cluster),
+            _Verify(imatrix, no_second_moments, allow_requantize, dialect, threads, verify_ctx, verify_chunks,
+                    verify_folder, 1 if refine is None else refine, cluster),
             lambda costs: fit_recipe(about, costs, options, matrix, str(imatrix or "")),
         )  # fmt: skip
         found = check.found
@@ -240,6 +240,7 @@ class _Verify:
     imatrix: Path | None
     no_second_moments: bool
     allow_requantize: bool
+    dialect: str | None
     threads: int | None
     ctx_size: int
     chunks: int | None
@@ -257,7 +258,7 @@ def _check(
 
     quantizing = QuantizeOptions(
         imatrix=o.imatrix, no_second_moments=o.no_second_moments, allow_requantize=o.allow_requantize,
-        threads=o.threads,
+        dialect=o.dialect, threads=o.threads,
     )  # fmt: skip
     comparing = CompareOptions(ctx_size=o.ctx_size, chunks=o.chunks, noise_floor="off", threads=o.threads)
     with connected(o.cluster, on_message) as client, ProgressBar("verify") as bar:

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 
 from quantkit import cli
+from quantkit.errors import DataError
+from quantkit.evaluate import allocation_check
 from quantkit.formats import gguf
 from quantkit.placement.allocation import costs as costs_file
 from tests.documentation import make_world
 
 if TYPE_CHECKING:
     from distributed import Client
+
+    from quantkit.pipelines.allocate import RecipeFit
+    from quantkit.pipelines.options import QuantizeOptions
+    from quantkit.placement.allocation.costs import Costs
 
 TYPES = "q4_0,q5_0,q6_0,q8_0,iq4_k"
 SMALL = ["-c", "16", "--chunks", "4", "--rows", "32"]
@@ -163,6 +169,25 @@ def test_verify_needs_a_file(folder: Path, capsys: pytest.CaptureFixture[str]) -
              folder / "wiki.txt"]  # fmt: skip
     assert cli.main(list(map(str, words))) == 1
     assert "quantkit convert makes one" in capsys.readouterr().err
+
+
+def test_rivals_are_for_the_same_program(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file that the program does not read is no rival."""
+
+    def check(
+        source: Path, found: RecipeFit, costs: Costs, text: Path, options: QuantizeOptions, *_: Any, **__: Any
+    ) -> NoReturn:
+        assert found.plan.dialect == options.dialect == "llama.cpp"
+        rivals = allocation_check.rivals(source, found, costs, options)
+        assert [rival.name for rival in rivals] == ["Q4_K_M", "Q4_0-pure"]  # IQ4_K costs less
+        raise DataError("checked")
+
+    monkeypatch.setattr(allocation_check, "check_allocation", check)
+    words = fit(folder, "--bpw", "5", "--dialect", "llama.cpp", "--verify", folder / "wiki.txt")
+    assert cli.main(list(map(str, words))) == 1
+    assert "checked" in capsys.readouterr().err
 
 
 def test_verify_refines_costs(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

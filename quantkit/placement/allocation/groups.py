@@ -241,7 +241,7 @@ def _refuse(
     alike = " that get one type (--same, --layer-group)" if len(group) > 1 else ""
     what = f"{listed(t.name for t in group)}{alike}: none of the types {', '.join(kind.name for kind in wanted)}"
     if text := bounds.text([t.name for t in group]):
-        raise DataError(f"{what} is within {text}; allow more --types{', or fewer alike' if alike else ''}")
+        raise DataError(f"{what} is within {text}; allow more --types{', or join fewer tensors' if alike else ''}")
     if constraints.dialect is not None:
         columns = " and ".join(dict.fromkeys(str(t.shape[-1]) for t in group))
         raise DataError(

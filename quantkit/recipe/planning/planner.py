@@ -320,12 +320,8 @@ class _Planner:
         """The reason why a tensor is always copied; None if it may be quantized."""
         if self.target.default is None:
             return "COPY"
-        if t.type.name in _INTEGERS:
-            return "kept: integers"
-        if not t.name.endswith("weight"):
-            return "kept: not a weight"
-        if len(t.shape) < 2 or math.prod(t.shape[:-1]) == 1:
-            return "kept: one-dimensional"
+        if why := no_matrix(t):
+            return f"kept: {why}"
         for part, what in _KEPT.items():
             if part in t.name:
                 return f"kept: {what}"
@@ -426,6 +422,15 @@ def is_very_low(name: str, chosen: QuantType, target: FileType) -> bool:
     """Whether a tensor of that name becomes useless in this type without importance."""
     kind = row_by_row(chosen).name
     return (kind in _VERY_LOW or (kind == "q2_K" and target.name == "Q2_K_S")) and name not in (EMBEDDING, OUTPUT)
+
+
+def no_matrix(t: Tensor) -> str:
+    """Why a tensor is not a matrix that can be quantized; empty if it is one."""
+    if t.type.name in _INTEGERS:
+        return "integers"
+    if not t.name.endswith("weight"):
+        return "not a weight"
+    return "one-dimensional" if len(t.shape) < 2 or math.prod(t.shape[:-1]) == 1 else ""
 
 
 def fitted_type(wanted: QuantType, t: Tensor) -> tuple[QuantType, str]:

@@ -87,13 +87,16 @@ def test_a_plan_is_executed(model: Path, config: Path, tmp_path: Path, capsys: p
 def test_a_plan_changed_by_hand_is_executed_too(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = json.loads(printed(capsys, "plan", model, "Q4_0", "--json"))
-    entry = next(t for t in made["tensors"] if t["name"] == "blk.1.ffn_up.weight")
-    entry["type"] = "Q8_0"
-    path = tmp_path / "plan.json"
-    path.write_text(json.dumps(made))
-    printed(capsys, "quantize", model, tmp_path / "out.gguf", "--plan", path)
-    assert quantkit.open(tmp_path / "out.gguf").tensors["blk.1.ffn_up.weight"].type.name == "q8_0"
+    made = json.loads(printed(capsys, "plan", model, "Q4_0", "--custom-q", RULES, "--json"))
+    path, out = tmp_path / "plan.json", tmp_path / "out.gguf"
+    path.write_text(json.dumps(edited(made, "blk.1.ffn_up.weight", type="Q8_0")))
+    written = json.loads(printed(capsys, "quantize", model, out, "--plan", path, "--json"))
+    found = {t.name: t.type.name for t in quantkit.open(out).tensors.values()}
+    assert found["blk.1.ffn_up.weight"] == "q8_0"
+    assert not written["fallbacks"]
+    assert [rule["decided"] for rule in written["rules"]] == [1, 5, 3]
+    again = json.loads(printed(capsys, "plan", model, "Q4_0", "--recipe", out, "--json"))
+    assert {t["name"]: t["type"] for t in again["tensors"]} == found  # by the recipe in the file
 
 
 def edited(made: dict[str, Any], of: str = "blk.0.ffn_up.weight", **changes: Any) -> dict[str, Any]:

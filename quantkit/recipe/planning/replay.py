@@ -7,19 +7,22 @@ config.json. The checks are those of a plan by rules.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from quantkit import types
 from quantkit.errors import DataError, FormatError, QuantkitError, UnknownNameError
 from quantkit.formats.imatrix import Imatrix
 from quantkit.recipe.errors import RecipeError
-from quantkit.recipe.planning.dialects import refuse_foreign
+from quantkit.recipe.forms import rules_for_types
+from quantkit.recipe.planning.dialects import nearest, refuse_foreign
 from quantkit.recipe.planning.fallback import interleaved_rows, row_by_row
 from quantkit.recipe.planning.planned import Plan, PlannedTensor, RuleUse
 from quantkit.recipe.planning.planner import (
     Options,
     Tensor,
     applied_scales,
+    fitted_type,
     importance_entry,
     is_very_low,
     no_matrix,
@@ -27,7 +30,7 @@ from quantkit.recipe.planning.planner import (
     with_new_scales,
 )
 from quantkit.recipe.planning.presets import file_type
-from quantkit.recipe.rules.grammar import parse
+from quantkit.recipe.rules.grammar import Recipe, parse
 from quantkit.repack.eligible import EMBEDDINGS
 
 # `quantize --json` prints a plan and what was written, `recipe fit --json` a plan and why.
@@ -78,6 +81,10 @@ def replay(
     replayed = tuple(t for t in replayed if t.name not in left_out)
     if options.scale_nvfp4:
         replayed = with_new_scales(replayed)
+    dialect = dialect or options.dialect
+    edits = rules_for_types((t.name, t.type) for t in replayed if _is_edited(t, dialect))
+    replayed = tuple(_with_edits(t, edits) for t in replayed)
+    recipe = edits + recipe  # so that the output's recipe gives its types
     for t in replayed:
         _check_importance(t, imatrix, where)
         if t.importance is None and not (t.copied or t.reordered):
@@ -90,7 +97,6 @@ def replay(
     for t in replayed:
         if t.rule is not None and t.rule < len(uses):
             uses[t.rule].decided.append(t.name)
-    dialect = dialect or options.dialect
     refuse_foreign(replayed, dialect)
     return Plan(target, recipe, flags, replayed, uses, warnings, notes, dialect)
 
@@ -124,6 +130,24 @@ def _tensor(t: Tensor, entry: Mapping[str, Any], where: str) -> PlannedTensor:
     return PlannedTensor(
         t.name, t.shape, t.type, kind, str(entry["reason"]), wanted, rule, importance, bool(entry["repacked"])
     )
+
+
+def _is_edited(t: PlannedTensor, dialect: str | None) -> bool:
+    """Whether a tensor has neither the type that its plan wanted, nor what its rows or a program allow instead."""
+    if t.wanted is None or t.row_type is t.wanted or len(t.shape) < 2:
+        return False
+    expected = {t.wanted, fitted_type(t.wanted, t)[0]}
+    if dialect is not None:
+        expected |= {near for kind in expected if (near := nearest(kind, dialect, t.shape[-1]))}
+    return t.row_type not in expected
+
+
+def _with_edits(t: PlannedTensor, edits: Recipe) -> PlannedTensor:
+    """The tensor as a plan has it whose first rules are `edits`."""
+    index = next((i for i, rule in enumerate(edits.rules) if rule.matches(t.name)), None)
+    if index is not None:
+        return replace(t, wanted=t.type, rule=index, reason=f"rule {index + 1}: {edits.rules[index]}", repacked=False)
+    return t if t.rule is None else replace(t, rule=t.rule + len(edits.rules))
 
 
 def _text(entry: Mapping[str, Any], key: str) -> str:

@@ -69,6 +69,15 @@ def test_a_checkpoint_has_the_costs_of_its_file(
     assert [point["type"] for point in json.loads(printed)["single_types"]][-1] == "q8_0"
 
 
+def test_a_probe_may_need_importance(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The embedding, which has no entry in the matrix, is encoded with importance of 1."""
+    costs = tmp_path / "costs.json"
+    run(capsys, "sensitivity", folder / "model-bf16.gguf", "-f", folder / "calibration.txt", "-o", costs, "--imatrix",
+        folder / "imatrix.gguf", "--no-second-moments", "--probe", "iq2_xxs", "--types", "q8_0", "-c", "16", "--chunks",
+        "1", "--rows", "4")  # fmt: skip
+    assert costs_file.read(costs).tensors["token_embd.weight"].kld > 0
+
+
 @pytest.mark.parametrize("source", ["model-bf16.gguf", "HF_DIR"])
 @pytest.mark.parametrize("imatrix", [True, False])
 def test_the_file_has_the_predicted_size(

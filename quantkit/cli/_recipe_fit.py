@@ -297,7 +297,9 @@ def _print(found: RecipeFit, points: list[CurvePoint], check: AllocationCheck | 
     if found.flags:
         print(f"placement: {found.flags}")
     file = gib(found.size) if found.is_exact else f"{gib(found.size)} and the tokenizer, which config.json lacks"
-    print(f"predicted KLD {found.cost:.5f} ± {found.error:.5f}, at most {100 * found.gap:.3f} % above the best choice")
+    print(
+        f"predicted KLD {found.cost:.5f} ± {found.error:.5f}; the best choice has at most {100 * found.gap:.3f} % less"
+    )
     print(f"{found.plan.bits_per_weight:.3f} bits per weight, file {file}; TYPE for quantize: {found.file_type}")
 
 

@@ -353,8 +353,8 @@ class _Fit:
                  f"--ram {o.ram:g}" if o.ram is not None else ""]  # fmt: skip
         return (
             f"Made by quantkit recipe fit {' '.join(filter(None, asked))}; use it with TYPE {file_type}.\n"
-            f"Predicted KL divergence {solution.cost:.5f} ± {error:.5f} nats per token, at most "
-            f"{100 * solution.gap:.3f} % above the best choice."
+            f"Predicted KL divergence {solution.cost:.5f} ± {error:.5f} nats per token; the best choice has at most "
+            f"{100 * solution.gap:.3f} % less."
         )
 
     def _notes(self, plan: Plan) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantkit.errors import DataError
+from quantkit.errors import DataError, QuantkitError
 from quantkit.placement.allocation.problem import Group, InfeasibleError, Option, Problem
 from quantkit.placement.allocation.solver import solve
 
@@ -111,3 +111,10 @@ def test_nothing_is_printed_to_stdout(capfd: pytest.CaptureFixture[str]) -> None
     with pytest.raises(InfeasibleError):
         solve(Problem((group,), {"GPU": 1}))
     assert capfd.readouterr().out == ""
+
+
+@pytest.mark.parametrize(("most", "remedy"), [(None, "raise --seconds$"), (2, "raise --seconds, or drop --max-types$")])
+def test_a_time_that_is_too_short(most: int | None, remedy: str) -> None:
+    groups = tuple(sized(10**6 + i, 2 * 10**6 + i, 3 * 10**6 + 2 * i) for i in range(200))
+    with pytest.raises(QuantkitError, match=remedy):
+        solve(Problem(groups, {"CPU": 4 * 10**8}, most), seconds=1e-9)

@@ -134,6 +134,7 @@ def test_tables_and_plots(folder: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert text.count("allocated ") > 8
     assert "fits" in text
     assert "predicted KLD" in text.splitlines()[-2]
+    assert "; the best choice has at most 0.0" in text.splitlines()[-2]
     assert cli.main(list(map(str, fit(folder)))) == 2
     assert "needs a limit" in capsys.readouterr().err
 

@@ -34,6 +34,7 @@ from quantkit.cli.common.plan_options import (
 from quantkit.cli.common.plan_tables import print_budget
 from quantkit.cli.common.progress_options import shows_progress
 from quantkit.cli.common.run_options import PLACEMENT
+from quantkit.cli.common.terminal import message
 from quantkit.progress import ProgressBar
 
 if TYPE_CHECKING:
@@ -293,7 +294,7 @@ def _print(found: RecipeFit, points: list[CurvePoint], check: AllocationCheck | 
     if check is not None:
         _print_check(check)
     for note in found.notes:
-        print(f"note: {note}")
+        print(f"note: {message(note)}")
     if found.flags:
         print(f"placement: {found.flags}")
     file = gib(found.size) if found.is_exact else f"{gib(found.size)} and the tokenizer, which config.json lacks"

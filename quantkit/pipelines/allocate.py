@@ -366,6 +366,17 @@ class _Fit:
                 f"{len(unused)} tensors cost nothing, because the model did not use them when costs were measured: "
                 f"{listed(unused)}; give them a floor with --min if your runtime uses them"
             )
+        if absent := [name for name in self.costs.tensors if name not in self.base]:
+            notes.append(
+                f"{self.costs.where} has costs of {len(absent)} tensors that this model lacks, such as {listed(absent)}"
+                "; if they are of another model, measure again with quantkit sensitivity"
+            )
+        used = self.costs.about.get("imatrix")
+        if self.matrix is None and isinstance(used, str):
+            notes.append(
+                f"{self.costs.where} was measured with the importance matrix {used}, and none is given: without it the "
+                "KL divergence is larger than predicted; pass --imatrix, here and to quantize"
+            )
         return tuple(filter(None, notes))
 
     def _require_as_planned(self, plan: Plan, tensors: Sequence[Allocated]) -> None:

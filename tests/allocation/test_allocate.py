@@ -330,6 +330,20 @@ def test_tensors_that_were_not_used_are_named() -> None:
     assert fitted("LLAMA_8B", bpw=4.5).notes == ()
 
 
+def test_costs_that_may_be_of_another_model_or_matrix_are_named() -> None:
+    about = costs("LLAMA_8B")
+    more = {f"blk.{i}.ffn_up.weight": about.tensors["blk.31.ffn_up.weight"] for i in (32, 33)}
+    other = Costs({**about.tensors, **more}, {"imatrix": "i.gguf"}, "c.json")
+    found = fit_recipe(model("LLAMA_8B"), other, FitOptions(types=SMALL, bpw=5.0))
+    assert [note.partition(";")[0] for note in found.notes] == [
+        "c.json has costs of 2 tensors that this model lacks, such as blk.{32-33}.ffn_up.weight",
+        "c.json was measured with the importance matrix i.gguf, and none is given: without it the KL divergence is "
+        "larger than predicted",
+    ]
+    given = complete_imatrix(model("LLAMA_8B").tensors)
+    assert len(fit_recipe(model("LLAMA_8B"), other, FitOptions(types=SMALL, bpw=5.0), given).notes) == 1
+
+
 def test_errors_of_costs_add_up() -> None:
     cost = TensorCost((1, 32), 0.01, 0.001, 2.0, {"q4_0": (2.0, 0.0), "q6_0": (1.0, 0.5)})
     assert cost.of("q6_0") == pytest.approx(0.005)

@@ -227,7 +227,7 @@ class _Fit:
     def _speed(self, rates: Mapping[str, float]) -> Speed | None:
         if self.options.min_tg is None:
             return None
-        devices = {device for places in self.pools.devices.values() for device in places}
+        devices = {device for places in self.pools.devices.values() for device in places} | self.pools.caches.keys()
         count, used = (largest(self.model.metadata, key) for key in ("expert_count", "expert_used_count"))
         seconds = {d: 1 / (rates.get(d) or ASSUMED["cuda" if d.startswith("CUDA") else "cpu"]) for d in devices}
         return Speed(seconds, used / count if count and used else 1.0, looked_up(self.base))
@@ -247,6 +247,7 @@ class _Fit:
             fixed = sum(
                 self.speed.seconds(t.name, self.pools.devices[t.name][0], t.bytes_after) for t in self.kept
             )  # fmt: skip
+            fixed += sum(nbytes * self.speed.seconds_per_byte[d] for d, nbytes in self.pools.caches.items())
             found[SECONDS] = 1 / o.min_tg - fixed
         return found
 

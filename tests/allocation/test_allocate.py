@@ -21,6 +21,7 @@ from quantkit.pipelines.planning import PlanInput, complete_imatrix
 from quantkit.placement.allocation import costs as costs_file
 from quantkit.placement.allocation.costs import Costs, TensorCost
 from quantkit.placement.budget import GIB
+from quantkit.placement.speed import predict
 from quantkit.recipe import Options, RecipeError, parse, plan
 from quantkit.recipe.models import from_config
 from quantkit.recipe.planning.replay import replay
@@ -174,6 +175,12 @@ def test_a_speed_that_must_be_reached() -> None:
     assert fast.cost > slow.cost
     with pytest.raises(DataError, match="--min-tg asks for 5000"):
         fitted("QWEN3_30B", min_tg=5000.0, **machine)
+    cached = fitted("QWEN3_30B", min_tg=20.0, ctx_size=32768, **machine | {"bandwidth": "cpu=50,cuda:0=100"})
+    assert cached.budget is not None
+    tensors = {t.name: t for t in cached.plan.tensors}
+    caches = {load.device: load.cache for load in cached.budget.loads}
+    rates = {"CPU": 50e9, "CUDA0": 100e9}
+    assert predict(tensors, model("QWEN3_30B").metadata, cached.budget.placement, caches, rates, {}).tokens >= 20
 
 
 @pytest.mark.parametrize(

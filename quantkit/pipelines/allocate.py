@@ -365,7 +365,7 @@ class _Fit:
         if unused:
             notes.append(
                 f"{len(unused)} tensors cost nothing, because the model did not use them when costs were measured: "
-                f"{listed(unused)}; give them a floor with --min if your runtime uses them"
+                f"{listed(unused)}; give them a minimum with --min if your runtime uses them"
             )
         if absent := [name for name in self.costs.tensors if name not in self.base]:
             notes.append(

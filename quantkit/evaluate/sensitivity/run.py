@@ -138,8 +138,8 @@ class _Run:
         if self.probe.block_size == 1:
             raise DataError(f"--probe {self.probe.name}: stores matrices without an error; name a quantized type")
         if all(kind.block_size == 1 for kind in self.wanted):
-            names = ",".join(kind.name for kind in self.wanted)
-            raise DataError(f"--types {names}: floats have no errors to measure; name quantized types")
+            listed = ",".join(kind.name for kind in self.wanted)
+            raise DataError(f"--types {listed}: floats have no errors to measure; name quantized types")
         opened = planning.open_model(source, weights=True)
         assert opened.file is not None
         paths = [*opened.file.paths, text, *([Path(o.imatrix)] if o.imatrix else [])]

@@ -297,6 +297,7 @@ def test_costs_files(tmp_path: Path) -> None:
         ({"errors": {"q4_0": [1]}}, "not as quantkit sensitivity writes it"),
         ({"errors": {"zz": [1, 0]}}, "unknown type 'zz'"),
         (twice, "a type is there twice: .*q4_0.*Q4_0"),
+        *(({"shape": value}, "shape is .*, not a list of whole numbers") for value in ([math.inf], ["1"], [1.5], "ab")),
     ):
         path.write_text(json.dumps(document | {"tensors": {"blk.3.attn_q.weight": entry | wrong}}), encoding="utf-8")
         with pytest.raises(FormatError, match=rf"{re.escape(str(path))}: blk\.3\.attn_q\.weight: {message}"):

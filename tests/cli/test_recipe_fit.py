@@ -139,6 +139,16 @@ def test_tables_and_plots(folder: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert "needs a limit" in capsys.readouterr().err
 
 
+def test_costs_of_zero_are_no_curve(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    document = json.loads((folder / "costs.json").read_bytes())
+    for entry in document["tensors"].values():
+        entry["kld"] = 0
+    (tmp_path / "costs.json").write_text(json.dumps(document), encoding="utf-8")
+    words = fit(folder, "--bpw", "5", "--costs", tmp_path / "costs.json", "--curve", tmp_path / "curve.png")
+    assert cli.main(list(map(str, words))) == 1
+    assert "curve.png: all costs are 0" in capsys.readouterr().err
+
+
 def test_two_pools_print_flags(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Flags that `plan` places tensors by as it was counted."""
     costs = tmp_path / "moe.json"

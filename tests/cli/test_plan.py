@@ -150,6 +150,10 @@ def test_a_plan_remembers_its_importance(model: Path, tmp_path: Path, capsys: py
     printed(capsys, "quantize", model, tmp_path / "a.gguf", "--plan", tmp_path / "plan.json", *with_matrix)
     printed(capsys, "quantize", model, tmp_path / "b.gguf", "Q4_0", *with_matrix)
     assert (tmp_path / "a.gguf").read_bytes() == (tmp_path / "b.gguf").read_bytes()
+    zeros = {n: imatrix.Entry(np.zeros((1, columns[n]), np.float32), np.ones(1, np.int64), 1) for n in names}
+    imatrix.write(tmp_path / "i.dat", imatrix.Imatrix(zeros, 1, "another matrix than the plan's"))
+    words = ("quantize", model, tmp_path / "c.gguf", "--plan", tmp_path / "plan.json", *with_matrix)
+    assert "holds only zeros under" in refused(capsys, *words)
 
 
 def test_a_plan_without_importance_is_not_executed_with_a_matrix(

@@ -399,13 +399,8 @@ class _Planner:
                 f"{t.name}: {chosen.name} needs importance and the matrix has no entry for this tensor; choose another "
                 "type"
             )
-        if entry is not None and not np.isfinite(self.imatrix[entry].values).all():
-            raise DataError(f"{t.name}: the importance matrix holds values that are not finite under {entry}")
-        if entry is not None and not self.imatrix[entry].values.any():
-            raise DataError(
-                f"{t.name}: the importance matrix holds only zeros under {entry}, which say nothing about its columns; "
-                f"measure again, or leave it out with --exclude-weights {entry}"
-            )
+        if entry is not None:
+            require_usable(t.name, entry, self.imatrix)
         return entry
 
     def _refuse_very_low(self, t: Tensor, chosen: QuantType) -> None:
@@ -496,6 +491,18 @@ def importance_entry(name: str, imatrix: Imatrix) -> str | None:
         if name.endswith("." + ending) and (other := name[: -len(ending)] + stand_in) in imatrix:
             return other
     return None
+
+
+def require_usable(name: str, entry: str, imatrix: Imatrix) -> None:
+    """DataError for an entry of an importance matrix that is not finite or only zeros; `name` is the tensor's."""
+    values = imatrix[entry].values
+    if not np.isfinite(values).all():
+        raise DataError(f"{name}: the importance matrix holds values that are not finite under {entry}")
+    if not values.any():
+        raise DataError(
+            f"{name}: the importance matrix holds only zeros under {entry}, which say nothing about its columns; "
+            f"measure again, or leave it out with --exclude-weights {entry}"
+        )
 
 
 def refuse_requantizing(planned: Iterable[PlannedTensor], repack: bool) -> None:

@@ -27,6 +27,7 @@ from quantkit.recipe.planning.planner import (
     is_very_low,
     no_matrix,
     refuse_requantizing,
+    require_usable,
     with_new_scales,
 )
 from quantkit.recipe.planning.presets import file_type
@@ -176,6 +177,7 @@ def _check_importance(t: PlannedTensor, imatrix: Imatrix | None, where: str) -> 
     size, needed = imatrix[t.importance].values.size, t.elements // t.shape[-2]
     if size != needed:
         raise DataError(f"{t.name}: the importance matrix has {size} values for it, the tensor needs {needed}")
+    require_usable(t.name, t.importance, imatrix)
 
 
 def _check_no_importance(t: PlannedTensor, imatrix: Imatrix | None, where: str, very_low: bool) -> None:

@@ -33,6 +33,8 @@ def test_all_is_on_the_cpu_where_nothing_is_said_of_gpus() -> None:
     assert found.loads[0].margin == 0
     assert found.fits
     assert of().fits is None
+    of_quantkit = budget(TENSORS, METADATA, Flags(runtime="quantkit"), CacheSettings(1024), ram=64 * GIB)
+    assert of_quantkit.loads == found.loads
 
 
 @pytest.mark.parametrize("flags", ["-ngl 20", "-ngl 99 -ot exps=CPU", "-ts 3,1", "-ot exps=CPU", "--n-cpu-moe 10"])

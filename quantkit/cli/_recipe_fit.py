@@ -34,6 +34,7 @@ from quantkit.cli.common.plan_options import (
 from quantkit.cli.common.plan_tables import print_budget
 from quantkit.cli.common.progress_options import shows_progress
 from quantkit.cli.common.run_options import PLACEMENT
+from quantkit.cli.common.terminal import message
 from quantkit.progress import ProgressBar
 
 if TYPE_CHECKING:
@@ -156,7 +157,7 @@ def _fit(
     Costs of types are then refined by what was measured, a recipe is fitted to them, and the better of both is taken.
     """
     from quantkit.errors import OptionError, QuantkitError
-    from quantkit.formats.atomic import writing
+    from quantkit.formats.atomic import check_outputs, writing
     from quantkit.pipelines import planning
     from quantkit.pipelines.allocate import FitOptions, cost_curve, fit_recipe, single_types
     from quantkit.pipelines.options import TypeOptions
@@ -182,6 +183,12 @@ def _fit(
         allow_requantize=allow_requantize, seconds=seconds,
     )  # fmt: skip
     measured, about = costs_file.read(costs), planning.open_model(model, weights=_has_weights(model))
+    of_model = [
+        model / "config.json" if model.is_dir() else model,
+        *(about.file.paths if about.file is not None else ()),
+    ]
+    inputs = [costs, *of_model, *(path for path in (imatrix, verify) if path is not None)]
+    check_outputs([output, refined_costs, curve], inputs)
     matrix = planning.read_imatrix(TypeOptions(imatrix=imatrix, no_second_moments=no_second_moments))
     found = fit_recipe(about, measured, options, matrix, str(imatrix or ""))
     points: list[CurvePoint] = []
@@ -193,8 +200,8 @@ def _fit(
     if verify is not None:
         check = _check(
             model, found, measured, verify,
-            _Verify(imatrix, no_second_moments, allow_requantize, threads, verify_ctx, verify_chunks, verify_folder,
-                    1 if refine is None else refine, cluster),
+            _Verify(imatrix, no_second_moments, allow_requantize, dialect, threads, verify_ctx, verify_chunks,
+                    verify_folder, 1 if refine is None else refine, cluster),
             lambda costs: fit_recipe(about, costs, options, matrix, str(imatrix or "")),
         )  # fmt: skip
         found = check.found
@@ -234,6 +241,7 @@ class _Verify:
     imatrix: Path | None
     no_second_moments: bool
     allow_requantize: bool
+    dialect: str | None
     threads: int | None
     ctx_size: int
     chunks: int | None
@@ -251,7 +259,7 @@ def _check(
 
     quantizing = QuantizeOptions(
         imatrix=o.imatrix, no_second_moments=o.no_second_moments, allow_requantize=o.allow_requantize,
-        threads=o.threads,
+        dialect=o.dialect, threads=o.threads,
     )  # fmt: skip
     comparing = CompareOptions(ctx_size=o.ctx_size, chunks=o.chunks, noise_floor="off", threads=o.threads)
     with connected(o.cluster, on_message) as client, ProgressBar("verify") as bar:
@@ -286,11 +294,13 @@ def _print(found: RecipeFit, points: list[CurvePoint], check: AllocationCheck | 
     if check is not None:
         _print_check(check)
     for note in found.notes:
-        print(f"note: {note}")
+        print(f"note: {message(note)}")
     if found.flags:
         print(f"placement: {found.flags}")
     file = gib(found.size) if found.is_exact else f"{gib(found.size)} and the tokenizer, which config.json lacks"
-    print(f"predicted KLD {found.cost:.5f} ± {found.error:.5f}, at most {100 * found.gap:.3f} % above the best choice")
+    print(
+        f"predicted KLD {found.cost:.5f} ± {found.error:.5f}; the best choice has at most {100 * found.gap:.3f} % less"
+    )
     print(f"{found.plan.bits_per_weight:.3f} bits per weight, file {file}; TYPE for quantize: {found.file_type}")
 
 

@@ -227,7 +227,7 @@ class _Fit:
     def _speed(self, rates: Mapping[str, float]) -> Speed | None:
         if self.options.min_tg is None:
             return None
-        devices = {device for places in self.pools.devices.values() for device in places}
+        devices = {device for places in self.pools.devices.values() for device in places} | self.pools.caches.keys()
         count, used = (largest(self.model.metadata, key) for key in ("expert_count", "expert_used_count"))
         seconds = {d: 1 / (rates.get(d) or ASSUMED["cuda" if d.startswith("CUDA") else "cpu"]) for d in devices}
         return Speed(seconds, used / count if count and used else 1.0, looked_up(self.base))
@@ -247,6 +247,7 @@ class _Fit:
             fixed = sum(
                 self.speed.seconds(t.name, self.pools.devices[t.name][0], t.bytes_after) for t in self.kept
             )  # fmt: skip
+            fixed += sum(nbytes * self.speed.seconds_per_byte[d] for d, nbytes in self.pools.caches.items())
             found[SECONDS] = 1 / o.min_tg - fixed
         return found
 
@@ -317,9 +318,9 @@ class _Fit:
     def made(self, groups: Sequence[Group], chosen: Sequence[Option], solution: Solution) -> RecipeFit:
         """The recipe of a choice, planned."""
         tensors = [
-            self._allocated(name, types.layout(kind), option.device)
+            self._allocated(name, types.layout(kind), device)
             for group, option in zip(groups, chosen)
-            for name, kind in zip(group.tensors, option.types)
+            for name, kind, device in zip(group.tensors, option.types, option.devices)
         ]
         order = {t.name: i for i, t in enumerate(self.free)}
         tensors.sort(key=lambda t: order[t.name])
@@ -353,8 +354,8 @@ class _Fit:
                  f"--ram {o.ram:g}" if o.ram is not None else ""]  # fmt: skip
         return (
             f"Made by quantkit recipe fit {' '.join(filter(None, asked))}; use it with TYPE {file_type}.\n"
-            f"Predicted KL divergence {solution.cost:.5f} ± {error:.5f} nats per token, at most "
-            f"{100 * solution.gap:.3f} % above the best choice."
+            f"Predicted KL divergence {solution.cost:.5f} ± {error:.5f} nats per token; the best choice has at most "
+            f"{100 * solution.gap:.3f} % less."
         )
 
     def _notes(self, plan: Plan) -> tuple[str, ...]:
@@ -364,7 +365,18 @@ class _Fit:
         if unused:
             notes.append(
                 f"{len(unused)} tensors cost nothing, because the model did not use them when costs were measured: "
-                f"{listed(unused)}; give them a floor with --min if your runtime uses them"
+                f"{listed(unused)}; give them a minimum with --min if your runtime uses them"
+            )
+        if absent := [name for name in self.costs.tensors if name not in self.base]:
+            notes.append(
+                f"{self.costs.where} has costs of {len(absent)} tensors that this model lacks, such as {listed(absent)}"
+                "; if they are of another model, measure again with quantkit sensitivity"
+            )
+        used = self.costs.about.get("imatrix")
+        if self.matrix is None and isinstance(used, str):
+            notes.append(
+                f"{self.costs.where} was measured with the importance matrix {used}, and none is given: without it the "
+                "KL divergence is larger than predicted; pass --imatrix, here and to quantize"
             )
         return tuple(filter(None, notes))
 
@@ -382,11 +394,11 @@ class _Fit:
         lines = []
         for resource, amount in error.missing.items():
             if resource == SECONDS:
-                needed = 1 / (1 / (self.options.min_tg or 1) + amount)
+                needed = math.floor(100 / (1 / (self.options.min_tg or 1) + amount)) / 100
                 lines.append(f"the smallest types reach {needed:.2f} tok/s, --min-tg asks for {self.options.min_tg:g}")
             elif resource == BITS:
                 elements = sum(t.elements for t in self.base.values())
-                needed = (self.options.bpw or 0) + 8 * amount / elements
+                needed = math.ceil(1000 * ((self.options.bpw or 0) + 8 * amount / elements)) / 1000
                 lines.append(f"the smallest types need {needed:.3f} bits per weight, --bpw is {self.options.bpw:g}")
             elif resource == SIZE:
                 size = self.options.size or 0
@@ -399,13 +411,15 @@ class _Fit:
     def _short_of_memory(self, device: str, amount: float) -> str:
         limit, fixed = self.pools.limits[device], self.pools.fixed.get(device, 0)
         margin = self.memory.margin if device != CPU.name else 0
-        flag = "--ram" if device == CPU.name else "--vram"
-        enough = math.ceil(100 * (limit + margin + amount) / GIB) / 100
-        reserved = f" after a margin of {margin / GIB:.3f}" if margin else ""
+        enough = f"{math.ceil(100 * (limit + margin + amount) / GIB) / 100:g}"
+        flag = f"--ram {enough}" if device == CPU.name else f"--vram {enough}"
+        if self.pools.flags.devices and not (device == CPU.name and self.memory.ram is not None):
+            flag = f"--devices {device}={enough}GiB"
+        reserved = f" less a margin of {margin / GIB:.3f}" if margin else ""
         return (
             f"{device} would need {(limit + amount) / GIB:.3f} GiB with the smallest types, {fixed / GIB:.3f} of it "
-            f"for cache and working memory, and has {limit / GIB:.3f}{reserved}: {amount / GIB:.3f} GiB too much; give "
-            f"{flag} {enough:g} or more, smaller --types, or a shorter or quantized cache"
+            f"for cache and working memory, and has {(limit + margin) / GIB:.3f}{reserved}: {amount / GIB:.3f} GiB too "
+            f"much; give {flag} or more, smaller --types, or a shorter or quantized cache"
         )
 
 
@@ -416,7 +430,7 @@ def _on_gpus(problem: Problem, chosen: Sequence[Option]) -> tuple[Option, ...]:
     for i, group in enumerate(problem.groups):
         now = found[i]
         for other in group.options:
-            if now.device != CPU.name or other.types != now.types or other.device == CPU.name:
+            if other.types != now.types or other.devices.count(CPU.name) >= now.devices.count(CPU.name):
                 continue
             changed = {r: used[r] + other.uses.get(r, 0) - now.uses.get(r, 0) for r in problem.limits}
             if all(changed[r] <= limit for r, limit in problem.limits.items()):

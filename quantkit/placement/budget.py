@@ -169,8 +169,8 @@ def budget(
     CPU threads of the run, None for this machine's default.
     """
     validate.check_sizes(metadata)
-    if not vram and flags == Flags():
-        flags = Flags(0)
+    if not vram and replace(flags, runtime=Flags.runtime) == Flags():
+        flags = replace(flags, gpu_layers=0)
     if vram and not flags.devices:
         gpus = (Device(f"CUDA{i}", size) for i, size in enumerate(vram))
         named = {canonical(rule.device) for rule in flags.rules} - {CPU.name, *(f"CUDA{i}" for i in range(len(vram)))}

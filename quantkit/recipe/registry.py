@@ -57,4 +57,6 @@ def find(source: str | os.PathLike[str], settings: Mapping[str, str] | None = No
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise RecipeError(f"{path}: byte {error.start} is not UTF-8; a recipe is a text file") from None
+    if text.lstrip().startswith("{"):
+        raise RecipeError(f"{path}: a JSON document, no recipe; a plan is executed by quantize --plan")
     return parse(text, str(path), settings)

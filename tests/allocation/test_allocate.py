@@ -21,6 +21,7 @@ from quantkit.pipelines.planning import PlanInput, complete_imatrix
 from quantkit.placement.allocation import costs as costs_file
 from quantkit.placement.allocation.costs import Costs, TensorCost
 from quantkit.placement.budget import GIB
+from quantkit.placement.speed import predict
 from quantkit.recipe import Options, RecipeError, parse, plan
 from quantkit.recipe.models import from_config
 from quantkit.recipe.planning.replay import replay
@@ -128,6 +129,11 @@ def test_types_of_one_program() -> None:
     found = fitted("SMOLLM2", bpw=6.0, types=(), dialect="llama.cpp")
     assert all("llama.cpp" in t.type.readers for t in found.plan.tensors)
     assert found.plan.dialect == "llama.cpp"
+    measured = costs_of(model("SMOLLM2").tensors, ("q5_k",))
+    with pytest.raises(
+        DataError, match=r"token_embd.weight: none of the types q5_K becomes one that --dialect llama.cpp"
+    ):
+        fit_recipe(model("SMOLLM2"), measured, FitOptions(bpw=6.0, types=("q5_K",), dialect="llama.cpp"))
     with pytest.raises(OptionError, match=r"--types iq4_k: --dialect llama.cpp does not read them"):
         fitted("SMOLLM2", bpw=6.0, types=("iq4_k", "q8_0"), dialect="llama.cpp")
 
@@ -145,6 +151,23 @@ def test_interleaved_types_stay_where_they_have_kernels() -> None:
     assert not {t.type.name for t in found.tensors if t.device != "CPU"} & {"iq4_nl_r4"}
 
 
+@pytest.mark.parametrize("machine", [{"vram": [24.0], "placement": "-ngl 18"}, {"vram": [3.0, 3.0], "ram": 64.0}])
+def test_layers_that_are_alike_may_be_on_several_devices(machine: dict[str, Any]) -> None:
+    """Each counts where it is, and an interleaved type is for none of them if one is where it has no kernel."""
+    found = fitted("LLAMA_8B", types=["iq4_nl_r4", "q4_0", "q8_0"], layer_group=5, ctx_size=1024, **machine)
+    assert found.budget is not None
+    assert found.budget.fits
+    assert not found.budget.warnings
+    assert {t.name: t.device for t in found.tensors} == {
+        t.name: found.budget.placement[t.name].name for t in found.tensors
+    }
+    devices: dict[int, set[str]] = {}
+    for t in found.tensors:
+        if ".attn_" in t.name:
+            devices.setdefault(int(t.name.split(".")[1]) // 5, set()).add(t.device)
+    assert max(map(len, devices.values())) == 2
+
+
 def test_a_speed_that_must_be_reached() -> None:
     machine: dict[str, Any] = {"vram": [12.0], "ram": 32.0, "bandwidth": "cpu=50,cuda:0=800", "seconds": 10.0}
     slow = fitted("QWEN3_30B", **machine)
@@ -152,6 +175,12 @@ def test_a_speed_that_must_be_reached() -> None:
     assert fast.cost > slow.cost
     with pytest.raises(DataError, match="--min-tg asks for 5000"):
         fitted("QWEN3_30B", min_tg=5000.0, **machine)
+    cached = fitted("QWEN3_30B", min_tg=20.0, ctx_size=32768, **machine | {"bandwidth": "cpu=50,cuda:0=100"})
+    assert cached.budget is not None
+    tensors = {t.name: t for t in cached.plan.tensors}
+    caches = {load.device: load.cache for load in cached.budget.loads}
+    rates = {"CPU": 50e9, "CUDA0": 100e9}
+    assert predict(tensors, model("QWEN3_30B").metadata, cached.budget.placement, caches, rates, {}).tokens >= 20
 
 
 @pytest.mark.parametrize(
@@ -161,11 +190,29 @@ def test_a_speed_that_must_be_reached() -> None:
         ({"size": GIB}, r"the smallest file has [\d,]+ bytes \(\d\.\d+ GiB\), --size is 1,073,741,824 \(1.000 GiB\)"),
         ({"ram": 1.0}, r"CPU would need \d\.\d+ GiB with the smallest types, .* give --ram \d\.\d+ or more"),
         ({"vram": [2.0], "ram": 0.5, "ctx_size": 16384}, r"CUDA0 would need .* give --vram"),
+        ({"vram": [0.5]}, r"CUDA0 would need .* and has 0.500 less a margin of 1.000: .* give --vram \d"),
+        (
+            {"placement": "-ngl 99 --devices cuda:0=1.5GiB"},
+            r"and has 1.500 less .* give --devices CUDA0=\d[\d.]*GiB or",
+        ),
         ({"bpw": 4.5, "min": ["nothing=q8_0"]}, "matches none of the"),
         ({"bpw": 4.5, "min": ["attn_v"]}, "is not REGEX=TYPE"),
         ({"bpw": 4.5, "min": ["attn_v=q8_0"], "max": ["attn_v=q4_K"]}, "none of the types .* is within --min attn_v"),
         ({"bpw": 4.5, "types": ["q5_K"]}, "costs: token_embd.weight has no error for q5_K.*sensitivity --types q5_K"),
-        ({"bpw": 4.5, "types": ["q8_K"]}, "."),
+        (
+            {"bpw": 4.5, "types": ["q8_0", "q5_K"]},
+            "no error for q5_K, nor has any other tensor.*or drop it from --types",
+        ),
+        ({"bpw": 4.5, "types": ["iq5_k", "iq4_xs_r8"]}, "sensitivity --types iq4_xs, or drop"),
+        ({"bpw": 4.5, "types": ["q8_K"]}, "--types q8_K: quantkit cannot encode this type"),
+        (
+            {"bpw": 4.5, "min": ["ffn_up=q8_0"], "types": ["q4_0"]},
+            r"blk.0.ffn_gate.weight, blk.0.ffn_up.weight that get one type .*: none of the types q4_0 is within",
+        ),
+        (
+            {"bpw": 4.5, "min": [r"blk\.3\.attn_q=q8_0"], "types": ["q4_0"], "layer_group": 4},
+            r"blk.{0-3}.attn_q.weight that get one type .* is within --min blk",
+        ),
         ({}, "needs a limit"),
         ({"bpw": 4.5, "same": "all"}, "--same all: choose one of"),
         ({"bpw": 4.5, "layer_group": 0}, "--layer-group 0"),
@@ -194,6 +241,17 @@ def test_what_is_said_to_suffice_suffices() -> None:
     assert needed - 4096 < fitted("LLAMA_8B", size=needed).size <= needed
     with pytest.raises(DataError):
         fitted("LLAMA_8B", size=needed - 8192)
+
+
+@pytest.mark.parametrize("limit", ["bpw", "min_tg"])
+def test_figures_that_are_said_to_suffice_are_rounded_to_the_safe_side(limit: str) -> None:
+    given: dict[str, Any] = {"bpw": 1.0} if limit == "bpw" else {"min_tg": 5000.0, "ram": 64.0}
+    for kinds in (("iq2_ks",), ("iq3_k",), ("iq4_k",), ("q8_0",)):
+        with pytest.raises(DataError) as error:
+            fitted("LLAMA_8B", types=kinds, **given)
+        needed = re.search(r"types need ([\d.]+) bits|types reach ([\d.]+) tok", str(error.value))
+        assert needed
+        fitted("LLAMA_8B", types=kinds, **given | {limit: float(needed[1] or needed[2])})
 
 
 @pytest.mark.parametrize("kinds", [SMALL, TYPES])
@@ -239,6 +297,7 @@ def test_costs_files(tmp_path: Path) -> None:
         ({"errors": {"q4_0": [1]}}, "not as quantkit sensitivity writes it"),
         ({"errors": {"zz": [1, 0]}}, "unknown type 'zz'"),
         (twice, "a type is there twice: .*q4_0.*Q4_0"),
+        *(({"shape": value}, "shape is .*, not a list of whole numbers") for value in ([math.inf], ["1"], [1.5], "ab")),
     ):
         path.write_text(json.dumps(document | {"tensors": {"blk.3.attn_q.weight": entry | wrong}}), encoding="utf-8")
         with pytest.raises(FormatError, match=rf"{re.escape(str(path))}: blk\.3\.attn_q\.weight: {message}"):
@@ -277,6 +336,20 @@ def test_tensors_that_were_not_used_are_named() -> None:
     assert "blk.31.ffn_gate.weight" in found.notes[0]
     assert {t.type.name for t in found.tensors if t.name in unused} == {"iq2_ks"}
     assert fitted("LLAMA_8B", bpw=4.5).notes == ()
+
+
+def test_costs_that_may_be_of_another_model_or_matrix_are_named() -> None:
+    about = costs("LLAMA_8B")
+    more = {f"blk.{i}.ffn_up.weight": about.tensors["blk.31.ffn_up.weight"] for i in (32, 33)}
+    other = Costs({**about.tensors, **more}, {"imatrix": "i.gguf"}, "c.json")
+    found = fit_recipe(model("LLAMA_8B"), other, FitOptions(types=SMALL, bpw=5.0))
+    assert [note.partition(";")[0] for note in found.notes] == [
+        "c.json has costs of 2 tensors that this model lacks, such as blk.{32-33}.ffn_up.weight",
+        "c.json was measured with the importance matrix i.gguf, and none is given: without it the KL divergence is "
+        "larger than predicted",
+    ]
+    given = complete_imatrix(model("LLAMA_8B").tensors)
+    assert len(fit_recipe(model("LLAMA_8B"), other, FitOptions(types=SMALL, bpw=5.0), given).notes) == 1
 
 
 def test_errors_of_costs_add_up() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantkit.errors import DataError
+from quantkit.errors import DataError, QuantkitError
 from quantkit.placement.allocation.problem import Group, InfeasibleError, Option, Problem
 from quantkit.placement.allocation.solver import solve
 
@@ -24,7 +24,7 @@ def problems(draw: st.DrawFn) -> Problem:
     groups = []
     for number in range(draw(st.integers(1, 5))):
         options = [
-            Option((draw(st.sampled_from(TYPES)),), device, draw(st.floats(1e-6, 1.0)), {device: draw(amounts)})
+            Option((draw(st.sampled_from(TYPES)),), (device,), draw(st.floats(1e-6, 1.0)), {device: draw(amounts)})
             for device in draw(st.lists(st.sampled_from(resources), min_size=1, max_size=4))
         ]
         groups.append(Group((f"tensor {number}",), tuple(options)))
@@ -61,7 +61,7 @@ def test_it_finds_what_brute_force_finds(problem: Problem) -> None:
 
 def sized(*sizes: int, name: str = "tensor") -> Group:
     """A group whose cost falls with its size."""
-    return Group((name,), tuple(Option((f"t{size}",), "CPU", 1 / size, {"CPU": size}) for size in sizes))
+    return Group((name,), tuple(Option((f"t{size}",), ("CPU",), 1 / size, {"CPU": size}) for size in sizes))
 
 
 def test_a_limit_is_kept_to_the_byte() -> None:
@@ -82,7 +82,7 @@ def test_what_does_not_fit_says_by_how_much() -> None:
 
 def test_two_pools_share_what_one_cannot_hold() -> None:
     def both(small: int, large: int) -> Group:
-        options = [Option((f"t{size}",), d, 1 / size, {d: size}) for size in (small, large) for d in ("GPU", "CPU")]
+        options = [Option((f"t{size}",), (d,), 1 / size, {d: size}) for size in (small, large) for d in ("GPU", "CPU")]
         return Group(("t",), tuple(options))
 
     found = solve(Problem((both(100, 200), both(100, 200), both(100, 200)), {"GPU": 200, "CPU": 300}))
@@ -107,7 +107,14 @@ def test_a_group_without_options_and_no_types_at_all() -> None:
 
 def test_nothing_is_printed_to_stdout(capfd: pytest.CaptureFixture[str]) -> None:
     """HiGHS prints a line on this problem, and a command's stdout may be a JSON document."""
-    group = Group(("t",), (Option(("a",), "GPU", 1.0, {"GPU": 131074}),))
+    group = Group(("t",), (Option(("a",), ("GPU",), 1.0, {"GPU": 131074}),))
     with pytest.raises(InfeasibleError):
         solve(Problem((group,), {"GPU": 1}))
     assert capfd.readouterr().out == ""
+
+
+@pytest.mark.parametrize(("most", "remedy"), [(None, "raise --seconds$"), (2, "raise --seconds, or drop --max-types$")])
+def test_a_time_that_is_too_short(most: int | None, remedy: str) -> None:
+    groups = tuple(sized(10**6 + i, 2 * 10**6 + i, 3 * 10**6 + 2 * i) for i in range(200))
+    with pytest.raises(QuantkitError, match=remedy):
+        solve(Problem(groups, {"CPU": 4 * 10**8}, most), seconds=1e-9)

@@ -87,17 +87,20 @@ def test_a_plan_is_executed(model: Path, config: Path, tmp_path: Path, capsys: p
 def test_a_plan_changed_by_hand_is_executed_too(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = json.loads(printed(capsys, "plan", model, "Q4_0", "--json"))
-    entry = next(t for t in made["tensors"] if t["name"] == "blk.1.ffn_up.weight")
-    entry["type"] = "Q8_0"
-    path = tmp_path / "plan.json"
-    path.write_text(json.dumps(made))
-    printed(capsys, "quantize", model, tmp_path / "out.gguf", "--plan", path)
-    assert quantkit.open(tmp_path / "out.gguf").tensors["blk.1.ffn_up.weight"].type.name == "q8_0"
+    made = json.loads(printed(capsys, "plan", model, "Q4_0", "--custom-q", RULES, "--json"))
+    path, out = tmp_path / "plan.json", tmp_path / "out.gguf"
+    path.write_text(json.dumps(edited(made, "blk.1.ffn_up.weight", type="Q8_0")))
+    written = json.loads(printed(capsys, "quantize", model, out, "--plan", path, "--json"))
+    found = {t.name: t.type.name for t in quantkit.open(out).tensors.values()}
+    assert found["blk.1.ffn_up.weight"] == "q8_0"
+    assert not written["fallbacks"]
+    assert [rule["decided"] for rule in written["rules"]] == [1, 5, 3]
+    again = json.loads(printed(capsys, "plan", model, "Q4_0", "--recipe", out, "--json"))
+    assert {t["name"]: t["type"] for t in again["tensors"]} == found  # by the recipe in the file
 
 
-def edited(made: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    tensors = [t | changes if t["name"] == "blk.0.ffn_up.weight" else t for t in made["tensors"]]
+def edited(made: dict[str, Any], of: str = "blk.0.ffn_up.weight", **changes: Any) -> dict[str, Any]:
+    tensors = [t | changes if t["name"] == of else t for t in made["tensors"]]
     return made | {"tensors": tensors}
 
 
@@ -112,6 +115,17 @@ def test_plans_that_do_not_fit_are_refused(model: Path, tmp_path: Path, capsys: 
         (edited(made, importance="blk.0.ffn_up.weight"), "none is given; pass --imatrix"),
         (made | {"schema": "quantkit.plan/2"}, "a plan's is quantkit.plan/1"),
         ({"tensors": [{}]}, "not a plan as"),
+        ([made], "plan.json: a list where `quantkit plan --json` writes an object"),
+        (made | {"tensors": [*made["tensors"], made["tensors"][0]]}, "a tensor is there twice"),
+        (made | {"flags": "--nope"}, "plan.json: '--nope' is not a flag"),
+        (
+            edited(made, "blk.0.attn_norm.weight", type="q4_0"),
+            "cannot be q4_0, because it is one-dimensional; write f32",
+        ),
+        (
+            edited(made, "token_embd.weight", type="q4_0_r8"),
+            "rows of an embedding are looked up one by one; write q4_0",
+        ),
     ):
         path.write_text(json.dumps(document))
         assert said in refused(capsys, "quantize", model, out, "--plan", path)
@@ -136,6 +150,37 @@ def test_a_plan_remembers_its_importance(model: Path, tmp_path: Path, capsys: py
     printed(capsys, "quantize", model, tmp_path / "a.gguf", "--plan", tmp_path / "plan.json", *with_matrix)
     printed(capsys, "quantize", model, tmp_path / "b.gguf", "Q4_0", *with_matrix)
     assert (tmp_path / "a.gguf").read_bytes() == (tmp_path / "b.gguf").read_bytes()
+    zeros = {n: imatrix.Entry(np.zeros((1, columns[n]), np.float32), np.ones(1, np.int64), 1) for n in names}
+    imatrix.write(tmp_path / "i.dat", imatrix.Imatrix(zeros, 1, "another matrix than the plan's"))
+    words = ("quantize", model, tmp_path / "c.gguf", "--plan", tmp_path / "plan.json", *with_matrix)
+    assert "holds only zeros under" in refused(capsys, *words)
+
+
+def test_a_plan_without_importance_is_not_executed_with_a_matrix(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its tensors would be encoded without, in a file that names the matrix."""
+    columns = quantkit.open(model).tensors["blk.0.ffn_down.weight"].shape[-1]
+    entry = imatrix.Entry(np.full((1, columns), 2, np.float32), np.ones(1, np.int64), 1)
+    imatrix.write(tmp_path / "i.dat", imatrix.Imatrix({"blk.0.ffn_down.weight": entry}, 1, "ones"))
+    (tmp_path / "plan.json").write_text(printed(capsys, "plan", model, "Q4_0", "--json"))
+    words = ("quantize", model, tmp_path / "a.gguf", "--plan", tmp_path / "plan.json", "--imatrix", tmp_path / "i.dat")
+    error = refused(capsys, *words)
+    assert "plan.json: blk.0.ffn_down.weight is planned without importance" in error
+    assert 'write "importance": "blk.0.ffn_down.weight"' in error
+    printed(capsys, *words, "--exclude-weights", "ffn_down")
+
+
+def test_a_type_that_needs_importance_is_refused_before_anything_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(LLAMA_8B))
+    made = json.loads(printed(capsys, "plan", config, "Q4_K", "--json"))
+    for kind in ("iq2_xxs", "iq1_s"):
+        (tmp_path / "plan.json").write_text(json.dumps(edited(made, type=kind)))
+        words = ("quantize", config, "a.gguf", "--plan", tmp_path / "plan.json", "--dry-run")
+        assert f"without importance, which {kind} needs" in refused(capsys, *words)
 
 
 def test_tensor_types_and_settings(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

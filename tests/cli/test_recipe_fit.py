@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 
 from quantkit import cli
+from quantkit.errors import DataError
+from quantkit.evaluate import allocation_check
 from quantkit.formats import gguf
 from quantkit.placement.allocation import costs as costs_file
 from tests.documentation import make_world
 
 if TYPE_CHECKING:
     from distributed import Client
+
+    from quantkit.pipelines.allocate import RecipeFit
+    from quantkit.pipelines.options import QuantizeOptions
+    from quantkit.placement.allocation.costs import Costs
 
 TYPES = "q4_0,q5_0,q6_0,q8_0,iq4_k"
 SMALL = ["-c", "16", "--chunks", "4", "--rows", "32"]
@@ -63,6 +69,15 @@ def test_a_checkpoint_has_the_costs_of_its_file(
     assert [point["type"] for point in json.loads(printed)["single_types"]][-1] == "q8_0"
 
 
+def test_a_probe_may_need_importance(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The embedding, which has no entry in the matrix, is encoded with importance of 1."""
+    costs = tmp_path / "costs.json"
+    run(capsys, "sensitivity", folder / "model-bf16.gguf", "-f", folder / "calibration.txt", "-o", costs, "--imatrix",
+        folder / "imatrix.gguf", "--no-second-moments", "--probe", "iq2_xxs", "--types", "q8_0", "-c", "16", "--chunks",
+        "1", "--rows", "4")  # fmt: skip
+    assert costs_file.read(costs).tensors["token_embd.weight"].kld > 0
+
+
 @pytest.mark.parametrize("source", ["model-bf16.gguf", "HF_DIR"])
 @pytest.mark.parametrize("imatrix", [True, False])
 def test_the_file_has_the_predicted_size(
@@ -95,6 +110,22 @@ def test_limits_of_the_file_hold(folder: Path, tmp_path: Path, capsys: pytest.Ca
     assert "the smallest file has" in capsys.readouterr().err
 
 
+def test_inputs_are_not_replaced(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Costs take hours to measure."""
+    before = (folder / "costs.json").read_bytes()
+    verify = ["--verify", folder / "wiki.txt"]
+    for words in (
+        ["-o", folder / "costs.json"],
+        ["-o", folder / "model-bf16.gguf"],
+        ["-o", folder / "imatrix.gguf", "--imatrix", folder / "imatrix.gguf"],
+        [*verify, "--refined-costs", folder / "costs.json"],
+        [*verify, "-o", folder / "wiki.txt"],
+    ):
+        assert cli.main(list(map(str, fit(folder, "--bpw", "5", *words)))) == 1
+        assert "this is the input; write to another name" in capsys.readouterr().err
+    assert (folder / "costs.json").read_bytes() == before
+
+
 def test_tables_and_plots(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "curve.png"
     text = run(capsys, *fit(folder, "--ram", "1", "-c", "64", "--max-types", "2", "--curve", picture))
@@ -103,8 +134,19 @@ def test_tables_and_plots(folder: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert text.count("allocated ") > 8
     assert "fits" in text
     assert "predicted KLD" in text.splitlines()[-2]
+    assert "; the best choice has at most 0.0" in text.splitlines()[-2]
     assert cli.main(list(map(str, fit(folder)))) == 2
     assert "needs a limit" in capsys.readouterr().err
+
+
+def test_costs_of_zero_are_no_curve(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    document = json.loads((folder / "costs.json").read_bytes())
+    for entry in document["tensors"].values():
+        entry["kld"] = 0
+    (tmp_path / "costs.json").write_text(json.dumps(document), encoding="utf-8")
+    words = fit(folder, "--bpw", "5", "--costs", tmp_path / "costs.json", "--curve", tmp_path / "curve.png")
+    assert cli.main(list(map(str, words))) == 1
+    assert "curve.png: all costs are 0" in capsys.readouterr().err
 
 
 def test_two_pools_print_flags(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -147,6 +189,25 @@ def test_verify_needs_a_file(folder: Path, capsys: pytest.CaptureFixture[str]) -
              folder / "wiki.txt"]  # fmt: skip
     assert cli.main(list(map(str, words))) == 1
     assert "quantkit convert makes one" in capsys.readouterr().err
+
+
+def test_rivals_are_for_the_same_program(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file that the program does not read is no rival."""
+
+    def check(
+        source: Path, found: RecipeFit, costs: Costs, text: Path, options: QuantizeOptions, *_: Any, **__: Any
+    ) -> NoReturn:
+        assert found.plan.dialect == options.dialect == "llama.cpp"
+        rivals = allocation_check.rivals(source, found, costs, options)
+        assert [rival.name for rival in rivals] == ["Q4_K_M", "Q4_0-pure"]  # IQ4_K costs less
+        raise DataError("checked")
+
+    monkeypatch.setattr(allocation_check, "check_allocation", check)
+    words = fit(folder, "--bpw", "5", "--dialect", "llama.cpp", "--verify", folder / "wiki.txt")
+    assert cli.main(list(map(str, words))) == 1
+    assert "checked" in capsys.readouterr().err
 
 
 def test_verify_refines_costs(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

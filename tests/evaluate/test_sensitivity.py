@@ -199,6 +199,10 @@ def test_what_cannot_be_measured(f16_model: Path, tmp_path: Path, golden: Path) 
     text = golden / "eval.txt"
     with pytest.raises(UnsupportedError, match="row by row"):
         sensitivity(f16_model, text, tmp_path / "c.json", SensitivityOptions(types=("iq4_nl_r4",)))
+    with pytest.raises(UnsupportedError, match="--probe iq4_nl_r4: measured are types"):
+        sensitivity(f16_model, text, tmp_path / "c.json", SensitivityOptions(probe="iq4_nl_r4"))
+    with pytest.raises(DataError, match="--types f16,bf16: floats have no errors to measure"):
+        sensitivity(f16_model, text, tmp_path / "c.json", SensitivityOptions(types=("f16", "bf16")))
     with pytest.raises(QuantkitError, match=r"f16\.gguf"):
         sensitivity(f16_model, text, f16_model, FEW)
     with pytest.raises(DataError, match="--probe f16: stores matrices without an error"):

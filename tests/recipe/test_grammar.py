@@ -176,6 +176,9 @@ def test_find_takes_a_file_and_names_the_near_ones(tmp_path: Path) -> None:
     (tmp_path / "bad").write_bytes(b"\xff\xfe")
     with pytest.raises(QuantkitError, match="not UTF-8"):
         find(tmp_path / "bad")
+    (tmp_path / "plan.json").write_text('{"schema": "quantkit.plan/1", "recipe": "a=q8_0"}', encoding="utf-8")
+    with pytest.raises(RecipeError, match=r"plan.json: a JSON document, no recipe; .* quantize --plan"):
+        find(tmp_path / "plan.json")
 
 
 # ------------------------------------------------------------------------------------------ layers, settings, forms

@@ -200,11 +200,15 @@ def plot_costs(
     """Plot KL divergence over bits per weight: allocations as a line, `others` as points by what they are.
 
     `measured`: the costs of the points are measured divergences, not predicted ones.
+
+    QuantkitError if no cost is above 0, which the axis has no place for.
     """
     require_matplotlib()
+    points = [point for point in curve if point.cost > 0]
+    if not points:
+        raise QuantkitError(f"{path}: all costs are 0, so there is no curve to plot; omit --curve")
     figure = _figure(title, 5.4)
     axes = figure.subplots()
-    points = [point for point in curve if point.cost > 0]
     axes.plot([p.bits_per_weight for p in points], [p.cost for p in points], color=_COLOURS[0], marker=".",
               label="types allocated by recipe fit")  # fmt: skip
     labelled = []

@@ -129,14 +129,17 @@ class _Run:
         self.options, self.output = o, output
         self.probe = types.get(o.probe)
         self.wanted = [types.get(name) for name in dict.fromkeys(o.types)]
-        for kind in (self.probe, *self.wanted):
+        for flag, kind in (("--probe", self.probe), *(("--types", kind) for kind in self.wanted)):
             if kind.encode_rows is None or kind.interleave > 1 or kind.activation:
                 raise UnsupportedError(
-                    f"--types {kind.name}: measured are types that quantkit encodes row by row; an interleaved type "
+                    f"{flag} {kind.name}: measured are types that quantkit encodes row by row; an interleaved type "
                     "costs what its base does"
                 )
         if self.probe.block_size == 1:
             raise DataError(f"--probe {self.probe.name}: stores matrices without an error; name a quantized type")
+        if all(kind.block_size == 1 for kind in self.wanted):
+            listed = ",".join(kind.name for kind in self.wanted)
+            raise DataError(f"--types {listed}: floats have no errors to measure; name quantized types")
         opened = planning.open_model(source, weights=True)
         assert opened.file is not None
         paths = [*opened.file.paths, text, *([Path(o.imatrix)] if o.imatrix else [])]
@@ -277,6 +280,8 @@ class _Run:
             importance, prepared = None, None
             if (inputs := self._inputs(tensor.name)) is not None:
                 importance, prepared = inputs.of_matrix(tensor.name, columns, matrix, kind, o.effort)
+            if importance is None and kind.requires_imatrix:
+                importance = np.ones(columns, np.float32)  # as errors of types are measured
             moments = prepared() if prepared is not None else None
             parts.append(kind.quantize(x, importance, second_moments=moments, effort=o.effort, threads=o.threads))
         return np.concatenate(parts)

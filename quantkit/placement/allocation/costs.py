@@ -220,9 +220,10 @@ def _tensor(entry: Mapping[str, Any]) -> TensorCost:
         {kind: (_number(kind, value), _number(kind, error)) for kind, (value, error) in entry["errors"].items()}
     )
     kld, kld_error, probe = (_number(key, entry[key]) for key in ("kld", "kld_error", "probe_error"))
-    found = TensorCost(
-        tuple(map(int, entry["shape"])), kld, kld_error, probe, errors, str(entry.get("metric", "plain"))
-    )
+    shape = tuple(entry["shape"])
+    if not all(type(n) is int and n > 0 for n in shape):
+        raise DataError(f"shape is {list(shape)!r:.80}, not a list of whole numbers above 0")
+    found = TensorCost(shape, kld, kld_error, probe, errors, str(entry.get("metric", "plain")))
     for kind in errors:
         cost, error = found.of(kind) or 0.0, found.error_of(kind)
         if not max(cost, error) <= _LARGEST_COST:

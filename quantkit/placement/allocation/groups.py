@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from quantkit import types
 from quantkit.errors import DataError, UnsupportedError
-from quantkit.placement.allocation.costs import Costs
+from quantkit.placement.allocation.costs import Costs, measured_name
 from quantkit.placement.allocation.pools import Pools
 from quantkit.placement.allocation.problem import Group, Option
 from quantkit.placement.devices import CPU
@@ -25,6 +25,7 @@ from quantkit.recipe.errors import RecipeError
 from quantkit.recipe.planning.planned import PlannedTensor
 from quantkit.recipe.planning.planner import fitted_type
 from quantkit.recipe.rules.ecmascript import compile_pattern
+from quantkit.recipe.rules.layers import listed
 from quantkit.types import QuantType
 
 SAME = ("gate-up", "experts", "none")
@@ -96,9 +97,13 @@ def make_groups(
 ) -> tuple[Group, ...]:
     """The groups of the tensors whose types are free. DataError for a tensor that no type suits, and as from Costs."""
     wanted = constraints.types or tuple(map(types.layout, costs.types()))
+    if not wanted:
+        raise DataError(f"{costs.where}: has errors of no type; measure some with quantkit sensitivity --types")
     for kind in wanted:
-        if types.get(kind.name).encode_rows is None:
+        codec = types.get(kind.name)
+        if codec.encode_rows is None or codec.activation:
             raise UnsupportedError(f"--types {kind.name}: quantkit cannot encode this type; drop it")
+    _require_measured(tensors, costs, constraints.types)
     bounds = _Bounds(constraints, [t.name for t in tensors])
     members: dict[str, list[PlannedTensor]] = defaultdict(list)
     for t in tensors:
@@ -107,6 +112,20 @@ def make_groups(
         Group(tuple(t.name for t in group), _options(group, wanted, costs, bounds, pools, constraints, speed))
         for group in members.values()
     )
+
+
+def _require_measured(tensors: Sequence[PlannedTensor], costs: Costs, named: Sequence[QuantType]) -> None:
+    """DataError for a type of --types that no tensor has an error for."""
+    measured = frozenset(costs.types())
+    for kind in named:
+        name = measured_name(kind)
+        fits = (t.name for t in tensors if t.source is not kind and measured_name(fitted_type(kind, t)[0]) == name)
+        if kind.block_size > 1 and name not in measured and (first := next(fits, None)):
+            base = kind.base or kind.name
+            raise DataError(
+                f"{costs.where}: {first} has no error for {base}, nor has any other tensor; measure it with quantkit "
+                f"sensitivity --types {base}, or drop it from --types"
+            )
 
 
 def _key(name: str, constraints: Constraints) -> str:
@@ -143,10 +162,10 @@ class _Bounds:
             if pattern.search(name)
         )
 
-    def text(self, name: str) -> str:
-        """The bounds of a tensor, for a message."""
+    def text(self, names: Sequence[str]) -> str:
+        """The bounds of tensors, for a message."""
         return ", ".join(f"{flag} {text}={kind.name}" for flag, text, pattern, kind in self._rules if
-                         pattern.search(name))  # fmt: skip
+                         any(map(pattern.search, names)))  # fmt: skip
 
 
 def _options(
@@ -158,37 +177,49 @@ def _options(
     constraints: Constraints,
     speed: Speed | None,
 ) -> tuple[Option, ...]:
-    found: dict[tuple[tuple[str, ...], str], Option] = {}
+    found: dict[tuple[tuple[str, ...], tuple[str, ...]], Option] = {}
     unmeasured: dict[str, str] = {}
     for kind in wanted:
         chosen = [fitted_type(kind, t)[0] for t in group]
         priced = [costs.cost(t.name, t.shape, kind, t.source) for t, kind in zip(group, chosen)]
         for t, own, cost in zip(group, chosen, priced):
             if cost is None:
-                unmeasured[own.name] = t.name
-        if not all(bounds.allow(t.name, own) for t, own in zip(group, chosen)) or None in priced:
+                unmeasured[own.base or own.name] = t.name
+        if None in priced:
+            continue
+        if not all(bounds.allow(t.name, own) for t, own in zip(group, chosen)):
             continue
         if any(constraints.dialect not in (None, *own.readers) for own in chosen):  # what rows that do not fit become
             continue
         names = tuple(own.name for own in chosen)
-        for device in pools.devices[group[0].name]:
-            on_gpu = device != CPU.name
-            if on_gpu and not all(gpu_kernels(own, t.shape[-1], constraints.runtime) for t, own in zip(group, chosen)):
+        for places in _places(group, pools):
+            if not all(
+                device == CPU.name or gpu_kernels(own, t.shape[-1], constraints.runtime)
+                for t, own, device in zip(group, chosen, places)
+            ):
                 continue
-            uses = _uses(group, chosen, device, speed)
-            found[names, device] = Option(names, device, sum(cost or 0.0 for cost in priced), uses)
+            uses = _uses(group, chosen, places, speed)
+            found[names, places] = Option(names, places, sum(cost or 0.0 for cost in priced), uses)
     if not found:
-        _refuse(group, bounds, unmeasured, wanted, costs.where)
+        _refuse(group, bounds, unmeasured, wanted, constraints, costs.where)
     return tuple(found.values())
 
 
+def _places(group: Sequence[PlannedTensor], pools: Pools) -> list[tuple[str, ...]]:
+    """The devices that the tensors of a group may be on: each on its preferred one, or all that may on the CPU."""
+    devices = [pools.devices[t.name] for t in group]
+    return list(dict.fromkeys(tuple(places[i] for places in devices) for i in (0, -1)))
+
+
 def _uses(
-    group: Sequence[PlannedTensor], chosen: Sequence[QuantType], device: str, speed: Speed | None
+    group: Sequence[PlannedTensor], chosen: Sequence[QuantType], places: Sequence[str], speed: Speed | None
 ) -> dict[str, float]:
     sizes = [kind.tensor_bytes(t.shape) for t, kind in zip(group, chosen)]
-    uses: dict[str, float] = {device: sum(sizes), SIZE: sum(map(padded, sizes)), BITS: sum(sizes)}
+    uses: dict[str, float] = {SIZE: sum(map(padded, sizes)), BITS: sum(sizes)}
+    for device, size in zip(places, sizes):
+        uses[device] = uses.get(device, 0) + size
     if speed is not None:
-        uses[SECONDS] = sum(speed.seconds(t.name, device, size) for t, size in zip(group, sizes))
+        uses[SECONDS] = sum(speed.seconds(t.name, device, size) for t, device, size in zip(group, places, sizes))
     return uses
 
 
@@ -197,17 +228,24 @@ def _refuse(
     bounds: _Bounds,
     unmeasured: Mapping[str, str],
     wanted: Sequence[QuantType],
+    constraints: Constraints,
     where: str,
 ) -> None:
     """Raise DataError: why none of the wanted types suits a group."""
-    name = group[0].name
-    listed = ", ".join(kind.name for kind in wanted)
     if unmeasured:
         kind, of = next(iter(unmeasured.items()))
         raise DataError(
             f"{where}: {of} has no error for {kind}, and none of the other types suits; measure it with "
             f"quantkit sensitivity --types {','.join(unmeasured)}"
         )
-    if text := bounds.text(name):
-        raise DataError(f"{name}: none of the types {listed} is within {text}; allow more --types")
-    raise DataError(f"{name}: none of the types {listed} has a kernel on its device; allow more --types")
+    alike = " that get one type (--same, --layer-group)" if len(group) > 1 else ""
+    what = f"{listed(t.name for t in group)}{alike}: none of the types {', '.join(kind.name for kind in wanted)}"
+    if text := bounds.text([t.name for t in group]):
+        raise DataError(f"{what} is within {text}; allow more --types{', or join fewer tensors' if alike else ''}")
+    if constraints.dialect is not None:
+        columns = " and ".join(dict.fromkeys(str(t.shape[-1]) for t in group))
+        raise DataError(
+            f"{what} becomes one that --dialect {constraints.dialect} reads, with rows of {columns} columns; allow "
+            "more --types"
+        )
+    raise DataError(f"{what} has a kernel on its device; allow more --types")

@@ -33,13 +33,15 @@ class Pools:
 
     devices   of each tensor, the names of the devices that may hold it, the preferred one first
     limits    bytes of each device with a limit, margin taken off
-    fixed     bytes of each device that are taken by cache and working memory
+    caches    bytes of each device that are taken by the cache
+    fixed     the same with working memory
     flags     the placement flags without the tensors that the allocation moves to the CPU
     movable   whether the allocation decides devices
     """
 
     devices: Mapping[str, tuple[str, ...]]
     limits: Mapping[str, int]
+    caches: Mapping[str, int]
     fixed: Mapping[str, int]
     flags: Flags
     movable: bool = False
@@ -93,7 +95,8 @@ def pools(tensors: Mapping[str, TensorInfo], metadata: Mapping[str, Any], flags:
         for device in (*flags.devices, *gpus, Device(CPU.name, memory.ram))
         if device.memory is not None
     }
-    return Pools(devices, limits, _fixed(tensors, metadata, placement, devices, memory), flags, movable)
+    caches = _caches(metadata, placement, memory)
+    return Pools(devices, limits, caches, _fixed(tensors, metadata, caches, devices, memory), flags, movable)
 
 
 def _bulk(tensors: Mapping[str, TensorInfo]) -> frozenset[str]:
@@ -102,22 +105,30 @@ def _bulk(tensors: Mapping[str, TensorInfo]) -> frozenset[str]:
     return experts or frozenset(name for name in tensors if fit.is_dense_feed_forward(name))
 
 
+def _caches(metadata: Mapping[str, Any], placement: Placement, memory: Memory) -> dict[str, int]:
+    """Bytes of cache by device."""
+    taken: dict[str, int] = defaultdict(int)
+    for layer, size in enumerate(memory.cache.of_layers(metadata) if memory.cache else ()):
+        taken[placement.of_cache(layer).name] += size
+    return dict(taken)
+
+
 def _fixed(
     tensors: Mapping[str, TensorInfo],
     metadata: Mapping[str, Any],
-    placement: Placement,
+    caches: Mapping[str, int],
     devices: Mapping[str, tuple[str, ...]],
     memory: Memory,
 ) -> dict[str, int]:
     """Bytes of cache and working memory by device."""
-    taken: dict[str, int] = defaultdict(int)
-    for layer, size in enumerate(memory.cache.of_layers(metadata) if memory.cache else ()):
-        taken[placement.of_cache(layer).name] += size
+    taken: dict[str, int] = defaultdict(int, caches)
     names = {device for places in devices.values() for device in places}
     if names <= {CPU.name}:
         if memory.cache is not None:
             threads = memory.threads or thread_pool.default_threads()
-            taken[CPU.name] += workspace.work_bytes(tensors, metadata, memory.cache.n_ctx, threads) or 0
+            taken[CPU.name] += (
+                workspace.work_bytes(tensors, metadata, memory.cache.n_ctx, threads, memory.cache.mla) or 0
+            )
         return dict(taken)
     used = checked.largest(metadata, "expert_used_count")
     for device in names:

@@ -18,13 +18,13 @@ from quantkit.errors import DataError
 class Option:
     """A way to store a group.
 
-    types, device  the names of the types of its tensors, in their order, and where they are
-    cost           what is minimized: the expected rise of the KL divergence, in nats per token
-    uses           amount by resource: bytes of a device, seconds per token, …
+    types, devices  the names of the types of its tensors and of the devices that they are on, in their order
+    cost            what is minimized: the expected rise of the KL divergence, in nats per token
+    uses            amount by resource: bytes of a device, seconds per token, …
     """
 
     types: tuple[str, ...]
-    device: str
+    devices: tuple[str, ...]
     cost: float
     uses: Mapping[str, float]
 

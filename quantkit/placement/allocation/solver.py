@@ -50,9 +50,9 @@ def solve(problem: Problem, *, gap: float = GAP, seconds: float = SECONDS) -> So
                 break
             raise InfeasibleError(_missing(reduced, seconds), problem.limits)
         if found.x is None:
+            also = "" if problem.max_types is None else ", or drop --max-types"
             raise QuantkitError(
-                f"no choice of types was found in {seconds:g} seconds ({found.message}); raise --seconds, or drop "
-                "--max-types"
+                f"no choice of types was found in {seconds:g} seconds ({found.message}); raise --seconds{also}"
             )
         chosen = program.chosen(found.x)
         bound = program.bound(found) if bound is None else bound  # of the limits as given

@@ -320,12 +320,8 @@ class _Planner:
         """The reason why a tensor is always copied; None if it may be quantized."""
         if self.target.default is None:
             return "COPY"
-        if t.type.name in _INTEGERS:
-            return "kept: integers"
-        if not t.name.endswith("weight"):
-            return "kept: not a weight"
-        if len(t.shape) < 2 or math.prod(t.shape[:-1]) == 1:
-            return "kept: one-dimensional"
+        if why := no_matrix(t):
+            return f"kept: {why}"
         for part, what in _KEPT.items():
             if part in t.name:
                 return f"kept: {what}"
@@ -403,13 +399,8 @@ class _Planner:
                 f"{t.name}: {chosen.name} needs importance and the matrix has no entry for this tensor; choose another "
                 "type"
             )
-        if entry is not None and not np.isfinite(self.imatrix[entry].values).all():
-            raise DataError(f"{t.name}: the importance matrix holds values that are not finite under {entry}")
-        if entry is not None and not self.imatrix[entry].values.any():
-            raise DataError(
-                f"{t.name}: the importance matrix holds only zeros under {entry}, which say nothing about its columns; "
-                f"measure again, or leave it out with --exclude-weights {entry}"
-            )
+        if entry is not None:
+            require_usable(t.name, entry, self.imatrix)
         return entry
 
     def _refuse_very_low(self, t: Tensor, chosen: QuantType) -> None:
@@ -426,6 +417,15 @@ def is_very_low(name: str, chosen: QuantType, target: FileType) -> bool:
     """Whether a tensor of that name becomes useless in this type without importance."""
     kind = row_by_row(chosen).name
     return (kind in _VERY_LOW or (kind == "q2_K" and target.name == "Q2_K_S")) and name not in (EMBEDDING, OUTPUT)
+
+
+def no_matrix(t: Tensor) -> str:
+    """Why a tensor is not a matrix that can be quantized; empty if it is one."""
+    if t.type.name in _INTEGERS:
+        return "integers"
+    if not t.name.endswith("weight"):
+        return "not a weight"
+    return "one-dimensional" if len(t.shape) < 2 or math.prod(t.shape[:-1]) == 1 else ""
 
 
 def fitted_type(wanted: QuantType, t: Tensor) -> tuple[QuantType, str]:
@@ -491,6 +491,18 @@ def importance_entry(name: str, imatrix: Imatrix) -> str | None:
         if name.endswith("." + ending) and (other := name[: -len(ending)] + stand_in) in imatrix:
             return other
     return None
+
+
+def require_usable(name: str, entry: str, imatrix: Imatrix) -> None:
+    """DataError for an entry of an importance matrix that is not finite or only zeros; `name` is the tensor's."""
+    values = imatrix[entry].values
+    if not np.isfinite(values).all():
+        raise DataError(f"{name}: the importance matrix holds values that are not finite under {entry}")
+    if not values.any():
+        raise DataError(
+            f"{name}: the importance matrix holds only zeros under {entry}, which say nothing about its columns; "
+            f"measure again, or leave it out with --exclude-weights {entry}"
+        )
 
 
 def refuse_requantizing(planned: Iterable[PlannedTensor], repack: bool) -> None:

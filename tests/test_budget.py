@@ -9,6 +9,8 @@ import pytest
 from quantkit import archs, recipe
 from quantkit.errors import DataError, UnknownNameError
 from quantkit.placement.budget import GIB, Budget, CacheSettings, budget, experts_to_keep
+from quantkit.placement.devices import CPU, Device
+from quantkit.placement.fit import fit
 from quantkit.placement.rules import Flags, parse_flags
 from quantkit.recipe.models import from_config
 from tests.recipe.configs import DEEPSEEK_V3, LLAMA_8B, QWEN3_30B
@@ -111,3 +113,41 @@ def test_what_sparse_attention_selects_in_tensor_parallel_is_told() -> None:
     assert not is_told(graph, top_k)
     assert not is_told(graph, top_k + 1, "ik_llama.cpp")
     assert not is_told("-ngl 99", top_k + 1)
+
+
+def test_a_tied_embedding_is_loaded_once_more() -> None:
+    """As the output matrix, where that would be: by ik_llama.cpp, unless a rule places the embedding."""
+    specs, metadata = from_config(LLAMA_8B | {"tie_word_embeddings": True})
+    tensors = {s.name: s for s in specs}
+    assert "output.weight" not in tensors
+    copy = tensors["token_embd.weight"].type.tensor_bytes(tensors["token_embd.weight"].shape)
+
+    def further(flags: str) -> int:
+        """Bytes that ik_llama.cpp loads and quantkit does not."""
+        placed = parse_flags(flags)
+        found, own = (
+            budget(tensors, metadata, replace(placed, runtime=runtime), vram=[64 * GIB, 64 * GIB])
+            for runtime in ("ik_llama.cpp", "quantkit")
+        )
+        assert not any("once more" in note for note in own.notes)
+        size = sum(load.weights for load in found.loads) - sum(load.weights for load in own.loads)
+        assert any("loads the embedding once more" in note for note in found.notes) is (size > 0)
+        return size
+
+    assert further("-ngl 99") == copy
+    assert copy <= further("-ngl 99 -sm graph") <= copy + 1
+    assert not further("-ngl 32")  # the output is on the CPU
+    assert not further("-ngl 99 -ot token_embd=CPU")
+    untied, about = from_config(LLAMA_8B)
+    assert not any("once more" in note for note in budget({s.name: s for s in untied}, about, Flags()).notes)
+
+
+@pytest.mark.parametrize("mode", ["layer", "graph"])
+def test_fitted_flags_have_room_for_a_tied_embedding(mode: str) -> None:
+    specs, metadata = from_config(LLAMA_8B | {"tie_word_embeddings": True})
+    tensors = {s.name: s for s in specs}
+    for gib in (4, 8, 12, 20):
+        devices = [CPU, *(Device(f"CUDA{i}", gib * GIB) for i in range(2))]
+        fitted = fit(tensors, metadata, devices, flags=Flags(split_mode=mode))
+        vram, flags = [gib * GIB] * 2, replace(fitted.flags, devices=())
+        assert budget(tensors, metadata, flags, vram=vram).fits, (gib, fitted.text)

@@ -241,12 +241,15 @@ class _Fit:
             elements = sum(t.elements for t in self.base.values())
             found[BITS] = math.floor(o.bpw * elements / 8) - sum(t.bytes_after for t in self.kept)
         for device, limit in self.pools.limits.items():
-            kept = sum(t.bytes_after for t in self.kept if self.pools.devices[t.name][0] == device)
+            kept = sum(
+                t.bytes_after for t in self.kept if device in self.pools.held_by(t.name, self.pools.devices[t.name][0])
+            )
             found[device] = limit - self.pools.fixed.get(device, 0) - kept - more.get(device, 0)
         if o.min_tg is not None and self.speed is not None:
             fixed = sum(
-                self.speed.seconds(t.name, self.pools.devices[t.name][0], t.bytes_after) for t in self.kept
-            )  # fmt: skip
+                self.speed.seconds(t.name, self.pools.read_from(t.name, self.pools.devices[t.name][0]), t.bytes_after)
+                for t in self.kept
+            )
             fixed += sum(nbytes * self.speed.seconds_per_byte[d] for d, nbytes in self.pools.caches.items())
             found[SECONDS] = 1 / o.min_tg - fixed
         return found

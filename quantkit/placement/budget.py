@@ -30,6 +30,7 @@ from quantkit.placement.tensor_info import TensorInfo
 from quantkit.recipe.rules.layers import expand
 from quantkit.recipe.rules.patterns import Advice, advice
 from quantkit.recipe.rules.shadows import OrderedRule, shadow
+from quantkit.repack.eligible import EMBEDDING, OUTPUT
 
 GIB = 1 << 30
 _KINDS = (("experts", "_exps."), ("attention", ".attn_"), ("recurrent", ".ssm_"), ("recurrent", ".shortconv."),
@@ -188,7 +189,8 @@ def budget(
         mine = {name: nbytes for (where, name), nbytes in held.items() if where == device}
         work = buffers if device == CPU.name else 0
         if not only_cpu:
-            work = workspace.device_bytes({name: tensors[name].shape for name in mine}, used)
+            shapes = {name: tensors[EMBEDDING if name not in tensors else name].shape for name in mine}
+            work = workspace.device_bytes(shapes, used)
         loads.append(
             Load(device, len(mine), sum(mine.values()), caches.get(device, 0), limits.get(device),
                  0 if device == CPU.name else margin, work, _classes(mine))
@@ -209,7 +211,10 @@ def _order(device: str) -> tuple[bool, int, str]:
 def _bytes_by_device(
     tensors: Mapping[str, TensorInfo], placement: Placement, metadata: Mapping[str, Any], cache: CacheSettings | None
 ) -> tuple[dict[tuple[str, str], int], dict[str, int]]:
-    """Bytes of weights by (device, tensor), and bytes of KV cache by device."""
+    """Bytes of weights by (device, tensor), and bytes of KV cache by device.
+
+    A tied embedding that is loaded once more is there as the output matrix.
+    """
     graph = [device.name for device in placement.graph]
     found = sharding.of_metadata(tensors, metadata, placement.sharded, placement.shares) if graph else {}
     held: dict[tuple[str, str], int] = {}
@@ -218,6 +223,8 @@ def _bytes_by_device(
             held |= {(d, name): size for d, size in zip(graph, sharding.bytes_of(tensor, found.get(name), len(graph)))}
         else:
             held[placement[name].name, name] = tensor.type.tensor_bytes(tensor.shape)
+    for device, share in placement.output_copies.items():
+        held[device, OUTPUT] = math.ceil(share * tensors[EMBEDDING].type.tensor_bytes(tensors[EMBEDDING].shape))
     caches: dict[str, int] = {}
     for layer, size in enumerate(cache.of_layers(metadata) if cache else ()):
         parts = {placement.of_cache(layer).name: 1.0}
@@ -285,6 +292,11 @@ def _notes(
                 f"quantkit runs texts of up to {selected} tokens with -sm graph, as far as sparse attention selects "
                 "all positions; -sm layer runs longer ones"
             )
+    if placement.output_copies:
+        found.append(
+            "ik_llama.cpp loads the embedding once more as the output matrix, on "
+            f"{', '.join(placement.output_copies)}; a first rule -ot 'token_embd=CPU' keeps both on the CPU"
+        )
     devices = placement.devices.values()
     experts = {placement[name] for name in placement.devices if "_exps." in name}
     if count and used and CPU in experts and any(device != CPU for device in devices):

@@ -34,6 +34,7 @@ from quantkit.placement.devices import CPU, Device, proportions
 from quantkit.placement.rules import Flags, Placement, gpu_kernels, place_model
 from quantkit.placement.tensor_info import TensorInfo
 from quantkit.recipe.rules.layers import regex_of
+from quantkit.repack.eligible import EMBEDDING, OUTPUT
 
 GIB = 1 << 30
 _LAYER = re.compile(r"blk\.(\d+)\.(.*)")
@@ -70,6 +71,8 @@ class _Model:
         on_gpus: bool,
         runtime: str,
     ):
+        if runtime == "ik_llama.cpp" and OUTPUT not in tensors and EMBEDDING in tensors:
+            tensors = {**tensors, OUTPUT: tensors[EMBEDDING]}  # which it loads once more as the output matrix
         self.tensors, self.metadata, self.caches = tensors, metadata, caches
         self.used = checked.largest(metadata, "expert_used_count")
         self.size = {name: t.type.tensor_bytes(t.shape) for name, t in tensors.items()}
@@ -309,7 +312,7 @@ def _require_ram(
     ram = next((device.memory for device in devices if device == CPU), None)
     if ram is None:
         return
-    names = [name for name in model.tensors if found.placement.on_cpu(name)]
+    names = [name for name in found.placement.devices if found.placement.on_cpu(name)]
     weights = sum(model.size[name] for name in names)
     cache = sum(size for layer, size in enumerate(caches) if kv_on_cpu or found.placement.of_cache(layer) == CPU)
     work = model.work(names)

@@ -41,6 +41,7 @@ from quantkit.inputs.safe_regex import Pattern, compile
 from quantkit.placement.devices import CPU, Device, canonical, find, parse_devices, proportions
 from quantkit.placement.tensor_info import TensorInfo
 from quantkit.recipe.rules.layers import ranges, regex_of
+from quantkit.repack.eligible import EMBEDDING, OUTPUT
 from quantkit.types import QuantType
 
 MODES = ("none", "layer", "graph")
@@ -204,6 +205,8 @@ class Placement:
     sharded    names of the sharded tensors; `devices` has the first GPU for them
     shares     for each layer the share of each GPU in `graph`; they add up to 1
     kv_on_cpu  the KV cache stays on the CPU
+    output_copy   the GPU to which ik_llama.cpp loads the embedding once more as the output matrix, where the two are
+               tied; None: there is no such copy
     """
 
     devices: dict[str, Device]
@@ -216,6 +219,16 @@ class Placement:
     sharded: frozenset[str] = frozenset()
     shares: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
     kv_on_cpu: bool = False
+    output_copy: Device | None = None
+
+    @property
+    def output_copies(self) -> dict[str, float]:
+        """The share of that copy on each device; with `graph` all have a part."""
+        if self.output_copy is None:
+            return {}
+        if self.graph:
+            return {device.name: share for device, share in zip(self.graph, self.shares[max(self.shares)])}
+        return {self.output_copy.name: 1.0}
 
     def __getitem__(self, name: str) -> Device:
         return self.devices[name]
@@ -257,6 +270,7 @@ def place(
     main_gpu: int | None = None,
     max_gpus: int | None = None,
     kv_on_cpu: bool = False,
+    copies_tied: bool = False,
 ) -> Placement:
     """Place every tensor on one of the `available` devices, which include the CPU.
 
@@ -264,6 +278,7 @@ def place(
     mtp_layers    number of MTP (multi-token prediction) layers at the end; `n_cpu_moe` does not count them
     tensor_split  each GPU's share of the layers, or of each layer; by default in proportion to memory, or even
     split_mode, main_gpu, max_gpus, kv_on_cpu   as in Flags
+    copies_tied   a tied embedding is loaded once more where the output matrix would be
 
     Raises UnsupportedError if a rule names a device that is not available, or -ngl needs a GPU and there is none.
     """
@@ -299,6 +314,8 @@ def place(
             if graph and gpu is not None:
                 sharded.add(name)
     shares = _shares(graph, sorted(of_layer), tensor_split, max_gpus) if graph else {}
+    is_ruled = any(rule.matches(EMBEDDING) for rule in rules)  # then both are where the rule says
+    tied = copies_tied and EMBEDDING in devices and OUTPUT not in devices and not is_ruled
     return Placement(
         devices,
         tuple(rules),
@@ -310,6 +327,7 @@ def place(
         frozenset(sharded),
         shares,
         kv_on_cpu,
+        of_layer.get(n_layers) if tied else None,
     )
 
 
@@ -441,6 +459,7 @@ def place_model(
         main_gpu=flags.main_gpu,
         max_gpus=flags.max_gpus,
         kv_on_cpu=flags.kv_on_cpu,
+        copies_tied=flags.runtime == "ik_llama.cpp",
     )
 
 

@@ -26,7 +26,7 @@ from quantkit.placement import sharding
 from quantkit.placement.devices import CPU, canonical
 from quantkit.placement.rules import Placement
 from quantkit.placement.tensor_info import TensorInfo
-from quantkit.repack.eligible import looked_up
+from quantkit.repack.eligible import EMBEDDING, looked_up
 
 ASSUMED = {"cpu": 50e9, "cuda": 800e9}  # bytes/s: two channels of DDR5; a large consumer GPU
 
@@ -131,6 +131,10 @@ def _pieces(
     found = sharding.of_metadata(tensors, metadata, placement.sharded, placement.shares) if placement.graph else {}
     for name, tensor in tensors.items():
         nbytes = tensor.type.tensor_bytes(tensor.shape)
+        if name == EMBEDDING and placement.output_copies:  # tokens read this one, as the output matrix
+            for device, share in placement.output_copies.items():
+                yield name, device, round(share * nbytes), share
+            continue
         if name not in placement.sharded:
             yield name, placement[name].name, nbytes, 1.0
             continue

@@ -151,6 +151,21 @@ def test_interleaved_types_stay_where_they_have_kernels() -> None:
     assert not {t.type.name for t in found.tensors if t.device != "CPU"} & {"iq4_nl_r4"}
 
 
+@pytest.mark.parametrize("runtime", ["ik_llama.cpp", "quantkit"])
+def test_a_tied_embedding_is_counted_where_it_is_read(runtime: str) -> None:
+    """ik_llama.cpp loads it once more, to the GPU: the largest recipe that fits is as much smaller."""
+    specs, metadata = from_config(configs.LLAMA_8B | {"tie_word_embeddings": True})
+    options = FitOptions(types=TYPES, vram=[6.0], ram=8.0, ctx_size=4096, runtime=runtime, gap=5e-4, seconds=30.0)
+    found = fit_recipe(PlanInput(specs, metadata, None), costs_of(specs), options)
+    assert found.budget is not None
+    assert found.budget.fits
+    load = next(load for load in found.budget.loads if load.device == "CUDA0")
+    own = sum(t.bytes_after for t in found.plan.tensors if found.budget.placement[t.name].name == "CUDA0")
+    embedding = next(t for t in found.plan.tensors if t.name == "token_embd.weight")
+    assert load.weights - own == (embedding.bytes_after if runtime == "ik_llama.cpp" else 0)
+    assert 0 <= (load.left or 0) < 0.02 * 6 * GIB
+
+
 @pytest.mark.parametrize("machine", [{"vram": [24.0], "placement": "-ngl 18"}, {"vram": [3.0, 3.0], "ram": 64.0}])
 def test_layers_that_are_alike_may_be_on_several_devices(machine: dict[str, Any]) -> None:
     """Each counts where it is, and an interleaved type is for none of them if one is where it has no kernel."""

@@ -198,7 +198,7 @@ def _options(
                 for t, own, device in zip(group, chosen, places)
             ):
                 continue
-            uses = _uses(group, chosen, places, speed)
+            uses = _uses(group, chosen, places, pools, speed)
             found[names, places] = Option(names, places, sum(cost or 0.0 for cost in priced), uses)
     if not found:
         _refuse(group, bounds, unmeasured, wanted, constraints, costs.where)
@@ -212,14 +212,21 @@ def _places(group: Sequence[PlannedTensor], pools: Pools) -> list[tuple[str, ...
 
 
 def _uses(
-    group: Sequence[PlannedTensor], chosen: Sequence[QuantType], places: Sequence[str], speed: Speed | None
+    group: Sequence[PlannedTensor],
+    chosen: Sequence[QuantType],
+    places: Sequence[str],
+    pools: Pools,
+    speed: Speed | None,
 ) -> dict[str, float]:
     sizes = [kind.tensor_bytes(t.shape) for t, kind in zip(group, chosen)]
     uses: dict[str, float] = {SIZE: sum(map(padded, sizes)), BITS: sum(sizes)}
-    for device, size in zip(places, sizes):
-        uses[device] = uses.get(device, 0) + size
+    for t, place, size in zip(group, places, sizes):
+        for device in pools.held_by(t.name, place):
+            uses[device] = uses.get(device, 0) + size
     if speed is not None:
-        uses[SECONDS] = sum(speed.seconds(t.name, device, size) for t, device, size in zip(group, places, sizes))
+        uses[SECONDS] = sum(
+            speed.seconds(t.name, pools.read_from(t.name, place), size) for t, place, size in zip(group, places, sizes)
+        )
     return uses
 
 

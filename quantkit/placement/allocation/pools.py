@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from quantkit.archs.common import checked
@@ -25,6 +25,7 @@ from quantkit.placement.budget import GIB, CacheSettings
 from quantkit.placement.devices import CPU, Device
 from quantkit.placement.rules import ALL_LAYERS, Flags, Placement, place_by_flags, place_model
 from quantkit.placement.tensor_info import TensorInfo
+from quantkit.repack.eligible import EMBEDDING, OUTPUT
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Pools:
     fixed     the same with working memory
     flags     the placement flags without the tensors that the allocation moves to the CPU
     movable   whether the allocation decides devices
+    copies    tensors that another device holds too, by name: the embedding as the output matrix
     """
 
     devices: Mapping[str, tuple[str, ...]]
@@ -45,6 +47,15 @@ class Pools:
     fixed: Mapping[str, int]
     flags: Flags
     movable: bool = False
+    copies: Mapping[str, str] = field(default_factory=dict)
+
+    def held_by(self, name: str, device: str) -> tuple[str, ...]:
+        """The devices that hold a tensor which is on `device`."""
+        return (device, self.copies[name]) if name in self.copies else (device,)
+
+    def read_from(self, name: str, device: str) -> str:
+        """The device where a token reads a tensor that is on `device`."""
+        return self.copies.get(name, device)
 
     def flags_for(self, device_of: Mapping[str, str]) -> Flags:
         """The flags that place tensors on the chosen devices."""
@@ -95,8 +106,11 @@ def pools(tensors: Mapping[str, TensorInfo], metadata: Mapping[str, Any], flags:
         for device in (*flags.devices, *gpus, Device(CPU.name, memory.ram))
         if device.memory is not None
     }
-    caches = _caches(metadata, placement, memory)
-    return Pools(devices, limits, caches, _fixed(tensors, metadata, caches, devices, memory), flags, movable)
+    caches, copy = _caches(metadata, placement, memory), placement.output_copy
+    held = devices if copy is None else {**devices, OUTPUT: (copy.name,)}
+    shapes = {name: tensors[EMBEDDING if name not in tensors else name].shape for name in held}
+    fixed = _fixed(tensors, metadata, caches, held, shapes, memory)
+    return Pools(devices, limits, caches, fixed, flags, movable, {} if copy is None else {EMBEDDING: copy.name})
 
 
 def _bulk(tensors: Mapping[str, TensorInfo]) -> frozenset[str]:
@@ -118,6 +132,7 @@ def _fixed(
     metadata: Mapping[str, Any],
     caches: Mapping[str, int],
     devices: Mapping[str, tuple[str, ...]],
+    shapes: Mapping[str, tuple[int, ...]],
     memory: Memory,
 ) -> dict[str, int]:
     """Bytes of cache and working memory by device."""
@@ -132,6 +147,6 @@ def _fixed(
         return dict(taken)
     used = checked.largest(metadata, "expert_used_count")
     for device in names:
-        shapes = {name: tensors[name].shape for name, places in devices.items() if device in places}
-        taken[device] += workspace.device_bytes(shapes, used)
+        held = {name: shapes[name] for name, places in devices.items() if device in places}
+        taken[device] += workspace.device_bytes(held, used)
     return dict(taken)

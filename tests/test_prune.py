@@ -207,3 +207,6 @@ def test_commands(moe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
         assert main(["prune", str(moe), str(tmp_path / "x.gguf"), *wrong]) == status
         assert message in capsys.readouterr().err
     assert not (tmp_path / "x.gguf").exists()
+    dense = written(tmp_path / "dense.gguf", "llama")
+    assert main(["prune", str(dense), str(tmp_path / "x.gguf"), "--prune-experts", "4", "--saliency", str(scores)]) == 1
+    assert "dense.gguf: the file has no experts to prune" in capsys.readouterr().err

@@ -22,7 +22,7 @@ from quantkit.cli.common.options import (
 )
 from quantkit.cli.common.output import gib, print_json
 from quantkit.cli.common.progress_options import shows_progress
-from quantkit.errors import OptionError
+from quantkit.errors import OptionError, UnsupportedError
 
 
 @shows_progress
@@ -73,6 +73,8 @@ def prune(
     if prune_experts is not None and saliency is not None:
         arch = file.metadata.get("general.architecture")
         experts, groups = (file.metadata.get(f"{arch}.expert{key}") for key in ("_count", "_group_count"))
+        if not isinstance(experts, int):
+            raise UnsupportedError(f"{source}: the file has no experts to prune")
         scores = pruning.saliencies(read_object(_there(saliency)), saliency, experts)
         keep = pruning.most_salient(scores, int(prune_experts), groups if isinstance(groups, int) and groups else 1)
     elif prune_experts is not None:

@@ -86,6 +86,7 @@ def _conversation(path: str | os.PathLike[str], number: int, line: str) -> Conve
             for m in found
         ]
         if messages:
+            _require_texts(messages, where)
             return Conversation(messages, where, category)
     except (FormatError, KeyError, TypeError):
         pass
@@ -93,6 +94,15 @@ def _conversation(path: str | os.PathLike[str], number: int, line: str) -> Conve
         f'{where} is not a conversation: it must be a list of {{"role": …, "content": …}}, or an object with such '
         '"messages"'
     )
+
+
+def _require_texts(messages: list[dict[str, Any]], where: str) -> None:
+    """DataError for a message without a role or content, which templates would write as "None"."""
+    for number, message in enumerate(messages, 1):
+        if not isinstance(message["role"], str):
+            raise DataError(f"{where}: message {number}: the role is {message['role']!r:.80}, not a text")
+        if message["content"] is None and not message.get("tool_calls"):
+            raise DataError(f"{where}: message {number}: the content is null; write a text, or leave the message out")
 
 
 def _category(found: dict[str, Any], where: str) -> str | None:

@@ -446,6 +446,25 @@ def test_conversations_go_through_the_chat_template(smollm2_q4_1, tmp_path) -> N
 
 
 @pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ({"content": None}, "message 2: the content is null"),
+        ({"role": None}, "message 2: the role is None, not a text"),
+    ],
+)
+def test_messages_without_a_role_or_content(tmp_path, message, said) -> None:
+    """Templates would write "None". A call of a tool may come without content."""
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"} | message]
+    path = tmp_path / "c.jsonl"
+    path.write_text(json.dumps(messages))
+    with pytest.raises(DataError, match=said):
+        corpus.conversations(path)
+    messages[1] = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    path.write_text(json.dumps(messages))
+    assert corpus.conversations(path)[0].messages == messages
+
+
+@pytest.mark.parametrize(
     "line", ["no json", "{}", "[]", '[{"role": "user"}]', "[3]", '{"conversations": [{"from": "x"}]}']
 )
 def test_lines_that_are_no_conversation(tmp_path, line) -> None:

@@ -269,6 +269,11 @@ class MiniMaxM3(Decoder):
         part = with_head_norms(super().attention(hp, i), hp, i)
         if not _has_indexer(hp, i):
             return part
+        if min(hp.block, hp.top_blocks) < 1:  # no such key
+            raise FormatError(
+                f"metadata keys {self.name}.attention.indexer.block_size and top_k are {hp.block} and {hp.top_blocks}; "
+                "a file with indexers has both, from 1 on"
+            )
         if hp.index_heads != hp.n_head_kv or hp.rope_dim > hp.index_dim:
             raise UnsupportedError(
                 f"blk.{i}: an indexer of {hp.index_heads} heads of {hp.index_dim} elements, for {hp.n_head_kv} KV "

@@ -132,8 +132,8 @@ def _pieces(
     for name, tensor in tensors.items():
         nbytes = tensor.type.tensor_bytes(tensor.shape)
         if name == EMBEDDING and placement.output_copies:  # tokens read this one, as the output matrix
-            for device, share in placement.output_copies.items():
-                yield name, device, round(share * nbytes), share
+            for where, share in placement.output_copies.items():
+                yield name, where, round(share * nbytes), share
             continue
         if name not in placement.sharded:
             yield name, placement[name].name, nbytes, 1.0

@@ -72,10 +72,8 @@ def work_bytes(
     for part in parts:
         if isinstance(part, blocks.Attention):
             _attention(prompt, step, tensors, part, threads)
-            if isinstance(part.indexer, blocks.PooledIndexer):
-                _pooled_indexer(prompt, step, tensors, part.indexer, threads, n_ctx)
-            elif isinstance(part.indexer, blocks.BlockIndexer):
-                _block_indexer(prompt, step, tensors, part.indexer, threads, n_ctx)
+            if part.indexer is not None:
+                _indexer_of_blocks(prompt, step, tensors, part.indexer, threads, n_ctx)
             tables.add((part.rope, 8 * (part.rope.dim // 2)))
             tables.add((part.temperature, 4 if part.temperature else 0))
         elif isinstance(part, blocks.LatentAttention):
@@ -498,40 +496,25 @@ def _ngrams(
     step.private("ngrams", activation_bytes(width), threads)
 
 
-def _pooled_indexer(
-    prompt: _Buffers, step: _Buffers, tensors: Mapping[str, TensorInfo], part: blocks.PooledIndexer, threads: int,
-    n_ctx: int,
+def _indexer_of_blocks(
+    prompt: _Buffers, step: _Buffers, tensors: Mapping[str, TensorInfo],
+    part: blocks.PooledIndexer | blocks.BlockIndexer, threads: int, n_ctx: int,
 ) -> None:  # fmt: skip
-    """Keys, queries and scores of an indexer of blocks, and what it selects."""
-    embd, room = tensors[part.q.weight].shape[1], kernel_sizes.scored_entries(n_ctx, part.rate)
-    _read(prompt, [tensors[linear.weight] for linear in (part.q, part.k)], embd, threads)
+    """Keys, queries and scores of an indexer of blocks, and what it selects: for all heads, or for each KV head."""
+    records, rows, room = 1, part.rate, kernel_sizes.scored_entries(n_ctx, part.rate)
+    if isinstance(part, blocks.BlockIndexer):
+        records, rows = part.heads, kernel_sizes.INDEX_BLOCK + 4
+        room = kernel_sizes.scored_blocks(n_ctx, part.rate)
+    _read(prompt, [tensors[linear.weight] for linear in (part.q, part.k)], tensors[part.q.weight].shape[1], threads)
     for buffers, tokens in ((prompt, BATCH_TOKENS), (step, 1)):
         buffers.add("index key", 4 * tokens * part.dim)
         buffers.add("index q", 4 * tokens * part.heads * part.dim)
-        buffers.add("selection", tokens * kernel_sizes.selection_bytes(part.top_blocks))
-        buffers.private("index rows", 4 * part.rate * part.dim, threads)
+        buffers.add("selection", tokens * records * kernel_sizes.selection_bytes(part.top_blocks))
+        buffers.private("index rows", 4 * rows * part.dim, threads)
         buffers.private("index ranks", 4 * room, threads)
         buffers.private("index products", 4 * part.heads * kernel_sizes.INDEX_BLOCK, threads)
-    step.add("index scores", 4 * room)
-    prompt.private("index scores", 4 * room * kernel_sizes.INDEX_GROUP, threads)
-
-
-def _block_indexer(
-    prompt: _Buffers, step: _Buffers, tensors: Mapping[str, TensorInfo], part: blocks.BlockIndexer, threads: int,
-    n_ctx: int,
-) -> None:  # fmt: skip
-    """Keys, queries and scores of an indexer of blocks for each KV head, and what it selects."""
-    embd, room = tensors[part.q.weight].shape[1], kernel_sizes.scored_blocks(n_ctx, part.rate)
-    _read(prompt, [tensors[linear.weight] for linear in (part.q, part.k)], embd, threads)
-    for buffers, tokens in ((prompt, BATCH_TOKENS), (step, 1)):
-        buffers.add("index key", 4 * tokens * part.dim)
-        buffers.add("index q", 4 * tokens * part.heads * part.dim)
-        buffers.add("selection", tokens * part.heads * kernel_sizes.selection_bytes(part.top_blocks))
-        buffers.private("index rows", 4 * (kernel_sizes.INDEX_BLOCK + 4) * part.dim, threads)
-        buffers.private("index ranks", 4 * room, threads)
-        buffers.private("index products", 4 * part.heads * kernel_sizes.INDEX_BLOCK, threads)
-    step.add("index scores", 4 * part.heads * room)
-    prompt.private("index scores", 4 * part.heads * room * kernel_sizes.INDEX_GROUP, threads)
+    step.add("index scores", 4 * records * room)
+    prompt.private("index scores", 4 * records * room * kernel_sizes.INDEX_GROUP, threads)
 
 
 def _latent_heads(prompt: _Buffers, step: _Buffers, part: blocks.LatentAttention, threads: int) -> None:

@@ -159,9 +159,9 @@ class Model(BlockRunner, Locked):
         if mla not in latent.MODES:
             raise UnsupportedError(f"-mla {mla}: known are {', '.join(map(str, latent.MODES))}")
         self.has_latents = latent.is_latent(self.blocks)
-        is_split, dense_positions = profile or not placement.is_cpu_only, sys.maxsize
+        is_split, self._max_positions = profile or not placement.is_cpu_only, sys.maxsize
         if placement.graph:  # its devices do not select positions: they attend to all, as far as that is the same
-            self.blocks, dense_positions = dense.attending_to_all(self.blocks)
+            self.blocks, self._max_positions = dense.attending_to_all(self.blocks)
         count = thread_pool.check_threads(arguments.threads(threads) or thread_pool.default_threads())
         super().__init__(
             file.path, file.tensors, numerics=numerics, threads=count,
@@ -170,7 +170,6 @@ class Model(BlockRunner, Locked):
         Locked.__init__(self)
         self._cached = latent.cached(self.hparams, self.blocks, self.mla)
         n_ctx = None if n_ctx is None else arguments.integer(n_ctx, "the context (-c)", 0)
-        self._max_positions = dense_positions
         self.n_ctx = min(n_ctx or self.hparams.n_ctx_train, self._max_positions)
         self._tokenizer = tokenizer
         if tripwire not in TRIPWIRES:

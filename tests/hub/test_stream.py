@@ -291,7 +291,7 @@ def test_bytes_damaged_on_their_way(hub: FakeHub, checkpoint: Path, tmp_path: Pa
 
 
 def test_a_run_with_another_adapter_is_not_resumed(hub: FakeHub, checkpoint: Path, tmp_path: Path) -> None:
-    """Tensors that an interrupted run merged with another adapter are made anew."""
+    """Tensors that an interrupted run merged with another adapter are made again."""
     model = loaded(checkpoint)
     adapters = [save_adapter(tmp_path / name, model, {"lora_alpha": alpha}) for name, alpha in (("a", 4), ("b", 8))]
     repo = hub.add(NAME, checkpoint)

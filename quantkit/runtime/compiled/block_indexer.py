@@ -8,21 +8,18 @@ The products are those of pooled_indexer.py.
 
 from __future__ import annotations
 
-from quantkit import types
 from quantkit.archs.common import blocks
 from quantkit.placement import kernel_sizes
 from quantkit.placement.kernel_sizes import BATCH_TOKENS, INDEX_BLOCK, INDEX_GROUP
 from quantkit.runtime.compiled.plan_base import BatchOps, PlannedCaches, PlanOps, TokenOps
-from quantkit.runtime.compiled.pooled_indexer import Selection
+from quantkit.runtime.compiled.pooled_indexer import Selection, index_fields
 from quantkit.runtime.kernels.cpu import block_indexer
-from quantkit.runtime.kernels.cpu.entries import Rows, row_reader, row_writer
 
 
 def _parameters(
     ops: PlanOps, layer: int, part: blocks.BlockIndexer, rope: blocks.Rope, shape: PlannedCaches, tokens: int,
     position: int, q: int, k: int,
 ) -> block_indexer.BlockParameters:  # fmt: skip
-    rows, adjacent = Rows(part.dim, types.get(shape.type.v).ggml_type, 0), rope.style == "norm"
     keys, keys_stride = ops.private_buffer("index rows", 4 * (INDEX_BLOCK + 4) * part.dim)
     products, products_stride = ops.private_buffer("index products", 4 * part.heads * INDEX_BLOCK)
     room = kernel_sizes.scored_blocks(shape.n_ctx, part.rate)
@@ -33,24 +30,10 @@ def _parameters(
         scores, scores_stride = ops.private_buffer("index scores", 4 * part.heads * room * INDEX_GROUP)
     return block_indexer.BlockParameters(
         position=position,
-        layer_view=ops.index_view(layer, rope),
         q=q,
         k=k,
-        heads=part.heads,
-        dim=part.dim,
-        rate=part.rate,
         top_blocks=part.top_blocks,
         local_blocks=part.local_blocks,
-        rope_dim=rope.dim,
-        pair_step=2 if adjacent else 1,
-        pair_stride=1 if adjacent else rope.dim // 2,
-        q_weight=ops.norm_weight(part.q_norm, part.dim),
-        k_weight=ops.norm_weight(part.k_norm, part.dim),
-        q_eps=ops.constant(part.q_norm.eps),
-        k_eps=ops.constant(part.k_norm.eps),
-        row_bytes=rows.nbytes,
-        write=row_writer(rows).address,
-        read=row_reader(rows).address,
         keys=keys,
         keys_stride=keys_stride,
         products=products,
@@ -61,6 +44,7 @@ def _parameters(
         ranks=ranks,
         ranks_stride=ranks_stride,
         selection=ops.buffer("selection", tokens * part.heads * kernel_sizes.selection_bytes(part.top_blocks)),
+        **index_fields(ops, layer, part, rope, shape),
     )
 
 

@@ -46,35 +46,39 @@ class Selection(NamedTuple):
         }
 
 
+def index_fields(
+    ops: PlanOps, layer: int, part: blocks.PooledIndexer | blocks.BlockIndexer, rope: blocks.Rope, shape: PlannedCaches
+) -> dict[str, int]:
+    """Parameters that operations of all indexers of blocks have: sizes, norms, RoPE and rows of the cache."""
+    rows, adjacent = Rows(part.dim, types.get(shape.type.v).ggml_type, 0), rope.style == "norm"
+    return {
+        "layer_view": ops.index_view(layer, rope),
+        "heads": part.heads,
+        "dim": part.dim,
+        "rate": part.rate,
+        "rope_dim": rope.dim,
+        "pair_step": 2 if adjacent else 1,
+        "pair_stride": 1 if adjacent else rope.dim // 2,
+        "q_weight": ops.norm_weight(part.q_norm, part.dim),
+        "k_weight": ops.norm_weight(part.k_norm, part.dim),
+        "q_eps": ops.constant(part.q_norm.eps),
+        "k_eps": ops.constant(part.k_norm.eps),
+        "row_bytes": rows.nbytes,
+        "write": row_writer(rows).address,
+        "read": row_reader(rows).address,
+    }
+
+
 def _add(
     ops: PlanOps, layer: int, part: blocks.PooledIndexer, rope: blocks.Rope, shape: PlannedCaches, tokens: int,
     position: int, q: int, k: int,
 ) -> Selection:  # fmt: skip
-    view, rows = ops.index_view(layer, rope), Rows(part.dim, types.get(shape.type.v).ggml_type, 0)
+    fields = index_fields(ops, layer, part, rope, shape)
     scratch, stride = ops.private_buffer("index rows", 4 * part.rate * part.dim)
-    adjacent = rope.style == "norm"
     parameters = pooled_indexer.IndexParameters(
-        position=position,
-        layer_view=view,
-        q=q,
-        k=k,
-        heads=part.heads,
-        dim=part.dim,
-        rate=part.rate,
-        rope_dim=rope.dim,
-        pair_step=2 if adjacent else 1,
-        pair_stride=1 if adjacent else rope.dim // 2,
-        q_weight=ops.norm_weight(part.q_norm, part.dim),
-        k_weight=ops.norm_weight(part.k_norm, part.dim),
-        q_eps=ops.constant(part.q_norm.eps),
-        k_eps=ops.constant(part.k_norm.eps),
-        row_bytes=rows.nbytes,
-        write=row_writer(rows).address,
-        read=row_reader(rows).address,
-        scratch=scratch,
-        private_stride=stride,
+        position=position, q=q, k=k, scratch=scratch, private_stride=stride, **fields
     )
-    one = tokens == 1
+    one, view = tokens == 1, parameters.layer_view
     ops.add(pooled_indexer.append_token if one else pooled_indexer.append_batch, parameters, barrier=True)
     ops.add(pooled_indexer.make_keys if one else pooled_indexer.make_batch_keys, parameters, barrier=True)
     return _add_selection(ops, part, shape, tokens, position, view, q)

@@ -54,19 +54,19 @@ def selections(
             found.append(None)
             continue
         keys: Any = cache.v[layer]
+        floats = None  # the keys as torch reads them, for prompts
+        if tokens > device.MAX_PACKED_VECTORS and cache.type.v in TORCH_DTYPES:
+            floats = keys.view(getattr(worker.gpu.torch, TORCH_DTYPES[cache.type.v]))[0, :bound]
         positions = worker.next_positions(cache, tokens)
         q, weights = index.q[rows].view(tokens, part.heads, part.dim), index.weights[rows]
         chosen = []
         for first in range(0, tokens, step := max(1, INDEX_ELEMENTS // bound)):
             some = slice(first, first + step)
-            if tokens > device.MAX_PACKED_VECTORS and cache.type.v in TORCH_DTYPES:
-                floats = keys.view(getattr(worker.gpu.torch, TORCH_DTYPES[cache.type.v]))[0, :bound]
-                scored = scores(worker, q[some], weights[some], floats)
+            given = q[some], weights[some]
+            if floats is not None:
+                scored = scores(worker, *given, floats)
             else:
-                kind = cache.type.v
-                scored = scores_by_kernel(
-                    worker, part.top_k, q[some], weights[some], kind, keys, positions[some], bound
-                )
+                scored = scores_by_kernel(worker, part.top_k, *given, cache.type.v, keys, positions[some], bound)
             chosen.append(largest(worker, scored, positions[some], part.top_k))
         joined = chosen[0] if len(chosen) == 1 else worker.gpu.torch.cat(chosen)
         found.append(Selection(joined, (positions + 1).clamp(max=part.top_k)))

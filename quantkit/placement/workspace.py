@@ -24,6 +24,7 @@ models.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -39,6 +40,7 @@ _PANEL_SCALES = 128  # bytes of the scales and minimums of 16 rows of 32 columns
 _BATCH_RECORDS = 24 * (1 + BATCH_TOKENS)  # bytes of the record of a batch, and of its sequences: at most one a token
 _TRANSPOSED_ROWS = 8  # of a head's matrix, decoded at a time: 16 for the one type that interleaves 16 rows
 _DECODED = 64 << 20
+_SELECTING = re.compile(r"\.indexer\.|\.attn_compressor")
 _FLOATS = frozenset(("f32", "f16", "bf16"))
 
 
@@ -140,10 +142,11 @@ def device_bytes(shapes: Mapping[str, tuple[int, ...]], used: int, tokens: int =
 
     The sum of: inputs and outputs of all matrices of the largest layer, float32 for all tokens (of experts for `used`
     of them per token); twice the hidden state; the largest matrix decoded to 16 bits, at most 64 MiB at a time; the
-    logits; with an indexer its scores, of which 40 bytes each are held while they are ranked.
+    logits; with an indexer its scores, of which 40 bytes each are held while they are ranked, and with compressed
+    attention as many of its scores. Residual streams are as wide as the matrices that read them.
     """
     layers: dict[str, int] = {}
-    selecting = 40 * kernel_sizes.INDEX_ELEMENTS if any(".indexer." in name for name in shapes) else 0
+    selecting = 40 * kernel_sizes.INDEX_ELEMENTS if any(map(_SELECTING.search, shapes)) else 0
     largest = state = logits = 0
     for name, shape in shapes.items():
         if len(shape) < 2 or not shape[-1]:
@@ -156,7 +159,7 @@ def device_bytes(shapes: Mapping[str, tuple[int, ...]], used: int, tokens: int =
             times = max(1, used) if "_exps." in name else 1
             key = name.split(".")[1] + (" attention" if ".attn_" in name else "")
             layers[key] = layers.get(key, 0) + 4 * tokens * times * (rows + columns)
-        state = max(state, 8 * tokens * columns * (".attn_norm" in name or ".attn_q" in name))
+        state = max(state, 8 * tokens * columns * any(part in name for part in (".attn_norm", ".attn_q", ".hc_")))
     return max(layers.values(), default=0) + state + largest + logits + selecting
 
 

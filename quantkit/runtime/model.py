@@ -27,7 +27,7 @@ from quantkit.inputs import arguments
 from quantkit.placement.offload import Offload
 from quantkit.placement.rules import Placement
 from quantkit.runtime import repacking
-from quantkit.runtime.blocks import altup, dense, experts, float_linear, float_ops, hyper_connections, latent
+from quantkit.runtime.blocks import dense, experts, float_linear, float_ops, latent
 from quantkit.runtime.blocks.block_runner import BlockRunner
 from quantkit.runtime.blocks.float_attention import AttentionOptions
 from quantkit.runtime.blocks.spans import Span, batches
@@ -187,12 +187,6 @@ class Model(BlockRunner, Locked):
         self._scales = ScaleChecks(checked if tripwire != "off" else {}, self.threads)
         self.split: Split | None = None
         if is_split:
-            if self.head.streams is not None:
-                matrix = self.head.streams.matrices[0].weight
-                raise UnsupportedError(
-                    f"{file.path}: {self.hparams.arch} has several residual streams ({matrix}), which run on the CPU "
-                    "alone and are not profiled: leave out -ngl, -ot and --profile"
-                )
             from quantkit.runtime.parallel import workers
             from quantkit.runtime.parallel.split import Split
 
@@ -449,14 +443,12 @@ class Model(BlockRunner, Locked):
         x = self.embed_checked(tokens)
         for block in self.blocks:  # each checked, to name the bad tensor
             x = self._run_block(block, x, spans)
-        return self.merge_streams(x)
+        return x if self.head.streams is None else self.merge_streams(self._to_host(x))
 
     @one_at_a_time
     def merge_streams(self, x: np.ndarray) -> np.ndarray:
         """float32[tokens, n_embd] before the output norm, of what leaves the last block: x itself without streams."""
-        if isinstance(self.head.streams, blocks.AltUpHead):
-            return altup.merge(self, self.head.streams, x)
-        return x if self.head.streams is None else hyper_connections.collapse(self, self.head.streams, x)
+        return self.collapse(self.head, x)
 
     @one_at_a_time
     def embed_checked(self, tokens: np.ndarray) -> np.ndarray:
@@ -487,11 +479,7 @@ class Model(BlockRunner, Locked):
     @one_at_a_time
     def embed(self, tokens: np.ndarray) -> np.ndarray:
         """float32[tokens, state_width] that enters the first block."""
-        x = float_linear.embed(self.weights, self.head, tokens)
-        if isinstance(self.head.streams, blocks.AltUpHead):
-            x = altup.spread(self, self.head.streams, x)
-        elif self.head.streams is not None:
-            x = np.tile(x, (1, self.head.streams.streams))
+        x = self.spread(self.head, float_linear.embed(self.weights, self.head, tokens))
         return x if self.split is None else self.split.embedded(x)
 
     @property

@@ -192,13 +192,36 @@ def test_the_predicted_cache_is_the_one_that_is_there(files: Path, kind: str) ->
     assert 0 < error < {"f16": 0.01, "q8_0": 0.1}[kind]
 
 
-def test_fast_numerics_are_compiled_and_devices_are_refused(files: Path) -> None:
+def test_fast_numerics_are_compiled(files: Path) -> None:
     model = quantkit.load(files / "m.gguf", numerics="fast")
     assert model.fallback_reason is None
     exact = quantkit.load(files / "m.gguf").logits(TOKENS[:70])
     assert np.abs(log_probabilities(model.logits(TOKENS[:70])) - log_probabilities(exact)).mean() < 0.01
-    with pytest.raises(UnsupportedError, match="residual streams"):
-        quantkit.load(files / "m.gguf", profile=True)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"profile": True},
+        {"devices": "cpu:0=1GiB,cpu:1=1GiB", "tensor_split": (1, 1)},
+        {"devices": "cpu:0=1GiB", "override_tensor": "exps=CPU", "numerics": "fast"},
+        {"devices": "cpu:0=1GiB", "kv_on_cpu": True, "override_tensor": "attn_output_a|hc_ffn=CPU"},
+    ],
+)
+def test_several_devices(files: Path, how: dict[str, Any]) -> None:
+    """Residual streams move from device to device; the tokens go to experts from a table wherever they are."""
+    whole = quantkit.load(files / "m.gguf", cache_type="f32").logits(TOKENS)
+    model = quantkit.load(files / "m.gguf", cache_type="f32", **how)
+    cache = model.new_cache(200)
+    found = [model.forward(TOKENS[:130], cache), model.forward(TOKENS[130:131], cache)]
+    state = cache.save()
+    model.forward(TOKENS[:9], cache)
+    cache.restore(state)
+    found += [model.forward([token], cache) for token in TOKENS[131:134]]
+    found.append(model.forward(TOKENS[134:], cache))
+    assert np.abs(log_probabilities(np.concatenate(found)) - log_probabilities(whole)).max() < 1e-3
+    assert model.split is not None
+    assert cache.nbytes == quantkit.load(files / "m.gguf", cache_type="f32").new_cache(200).nbytes
 
 
 def test_compiled_plans_against_transformers(files: Path) -> None:

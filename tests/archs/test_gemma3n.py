@@ -252,5 +252,5 @@ def test_layers_whose_embeddings_are_side_by_side_are_not_pruned(name: str, chan
 
 def test_what_runs_on_one_device_only(tmp_path: Path) -> None:
     path = written(tmp_path / "m.gguf", "gemma3n", **SHARED)
-    with pytest.raises(UnsupportedError, match="several residual streams"):
+    with pytest.raises(UnsupportedError, match="residual streams that AltUp"):
         quantkit.load(path, devices="cpu:0,cpu:1")

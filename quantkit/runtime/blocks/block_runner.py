@@ -207,6 +207,12 @@ class BlockRunner:
         """All positions of a cache's next tokens are below this."""
         return cache.length + tokens
 
+    def attend_compressed(
+        self, part: blocks.CompressedAttention, layer: int, given: compressed_attention.Projected, spans: list[Span]
+    ) -> np.ndarray:
+        """float32[tokens, heads * dim]; see `compressed_attention.attend`."""
+        return compressed_attention.attend(self, part, layer, given, spans)
+
     def head_projections(self, part: blocks.LatentAttention) -> latent.HeadProjections:
         """The matrices between latents and heads."""
         return latent.HeadProjections(part, self.weights, self.threads)
@@ -232,12 +238,7 @@ class BlockRunner:
     def _experts(self, part: blocks.Experts, x: np.ndarray, spans: list[Span]) -> np.ndarray:
         y = self.norm(part.norm, x)
         entering = y if part.router_norm is None else self.norm(part.router_norm, x)
-        logits = self.linear(part.router, entering)
-        if part.table:
-            given = self._experts_of_tokens(part, spans)
-            chosen, weights = experts.route(part, logits, self.expert_reduction, given=given)
-        else:
-            chosen, weights = self.route(part, logits)
+        chosen, weights = self.route(part, self.linear(part.router, entering), self._experts_of_tokens(part, spans))
         out = self.run_experts(part, self._through(part.latent_down, y), chosen, weights)
         self.check(part.down.weight, out)
         out = self.norm(part.routed_norm, self._through(part.latent_up, out))
@@ -305,14 +306,39 @@ class BlockRunner:
         """Append keys and values of a layer to a cache, at `cache.length`."""
         float_attention.append_rows(k, v, cache, layer)
 
-    def route(self, part: blocks.Experts, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def route(
+        self, part: blocks.Experts, logits: np.ndarray, given: np.ndarray | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Experts and weights of each token; see `experts.route`."""
         bias = self.vector(part.choice_bias) if part.choice_bias else None
-        return experts.route(part, logits, self.expert_reduction, bias)
+        return experts.route(part, logits, self.expert_reduction, bias, given)
 
-    def _experts_of_tokens(self, part: blocks.Experts, spans: list[Span]) -> np.ndarray:
-        """int64[tokens, used]: the rows of the table of the spans' tokens."""
-        assert part.table
+    def read_streams(
+        self, connection: blocks.HyperConnection | blocks.StreamMixer, x: np.ndarray
+    ) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
+        """What a part of a block gets of several streams; see `hyper_connections.read`."""
+        return hyper_connections.read(self, connection, x)
+
+    def write_streams(self, x: np.ndarray, made: np.ndarray, shares: tuple[np.ndarray, ...]) -> np.ndarray:
+        """The streams after that part; see `hyper_connections.write`."""
+        return hyper_connections.write(x, made, shares)
+
+    def spread(self, head: blocks.Head, x: np.ndarray) -> np.ndarray:
+        """What enters the first block, of the embedding: streams, or x itself without."""
+        if isinstance(head.streams, blocks.AltUpHead):
+            return altup.spread(self, head.streams, x)
+        return x if head.streams is None else hyper_connections.spread(head.streams, x)
+
+    def collapse(self, head: blocks.Head, x: np.ndarray) -> np.ndarray:
+        """What enters the last norm, of what leaves the last block: of streams, or x itself without."""
+        if isinstance(head.streams, blocks.AltUpHead):
+            return altup.merge(self, head.streams, x)
+        return x if head.streams is None else hyper_connections.collapse(self, head.streams, x)
+
+    def _experts_of_tokens(self, part: blocks.Experts, spans: list[Span]) -> np.ndarray | None:
+        """int64[tokens, used]: the rows of the table of the spans' tokens; None where there is no table."""
+        if not part.table:
+            return None
         tokens = [span.tokens for span in spans if span.tokens is not None]
         if len(tokens) < len(spans):
             raise UnsupportedError(

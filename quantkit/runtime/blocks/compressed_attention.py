@@ -7,7 +7,8 @@ time of `kept` elements for each position; compiled plans keep them (runtime/kv/
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -22,10 +23,34 @@ from quantkit.runtime.kv.cache import Cache
 _QUERIES = 64  # of a span, computed at a time
 
 
+class Projected(NamedTuple):
+    """What attention gets of some tokens, before RoPE.
+
+    q       float32[tokens, heads, dim], normed
+    keys    float32[tokens, dim], normed; they are the values too
+    read    kv(y) and gate(y) of each compressor, float32[tokens, columns] each
+    scored  of an indexer: queries float32[tokens, heads * dim] and the weights of their heads float32[tokens, heads]
+    """
+
+    q: np.ndarray
+    keys: np.ndarray
+    read: tuple[np.ndarray, ...] = ()
+    scored: tuple[np.ndarray, ...] = ()
+
+    def moved(self, move: Callable[[np.ndarray], np.ndarray]) -> Projected:
+        """The same on another device."""
+        return Projected(move(self.q), move(self.keys), tuple(map(move, self.read)), tuple(map(move, self.scored)))
+
+
 class CompressedRun(Protocol):
     """What this module needs of a BlockRunner."""
 
     threads: int
+
+    def attend_compressed(
+        self, part: blocks.CompressedAttention, layer: int, given: Projected, spans: list[Span]
+    ) -> np.ndarray:
+        """`attend`, on the device of the layer's cache."""
 
     def linear(self, linear: blocks.Linear, x: np.ndarray) -> np.ndarray:
         """The product with a weight matrix."""
@@ -54,9 +79,19 @@ def attention(
     u = run.norm(part.q_a_norm, run.linear(part.q_a, y))
     q = run.norm(part.q_norm, run.linear(part.q_b, u).reshape(-1, part.dim)).reshape(len(x), part.heads, part.dim)
     keys = run.norm(part.kv_norm, run.linear(part.kv, y))
-    read = [run.linear(linear, y) for compressor in part.compressors for linear in (compressor.kv, compressor.gate)]
+    read = tuple(run.linear(linear, y) for each in part.compressors for linear in (each.kv, each.gate))
+    index = () if part.indexer is None else (run.linear(part.indexer.q_b, u), run.linear(part.indexer.weights, y))
+    out = run.attend_compressed(part, layer, Projected(q, keys, read, index), spans)
+    run.check(f"attention of blk.{layer} over a cache of {spans[0].cache.cache_type}", out)
+    return run.linear(part.out_b, run.grouped(part.out_a, out, part.groups))
+
+
+def attend(
+    run: CompressedRun, part: blocks.CompressedAttention, layer: int, given: Projected, spans: list[Span]
+) -> np.ndarray:
+    """float32[tokens, heads * dim]: what heads get, rotated back; the caches get the tokens' rows."""
+    q, keys, read, index = given
     kept = np.concatenate(read, axis=1) if read else None
-    queries = _index_queries(run, part.indexer, y, u)
     out = np.empty_like(q)
     for span in spans:
         rows = slice(span.start, span.stop)
@@ -64,21 +99,9 @@ def attention(
         rotate(run, part.rope, q[rows], positions)
         rotate(run, part.rope, keys[rows], positions)
         float_attention.append_rows(keys[rows], None if kept is None else kept[rows], span.cache, layer)
-        index = None if queries is None else tuple(part[rows] for part in queries)
-        _attend(run, part, layer, q[rows], index, span.cache, positions, out[rows])
+        _attend(run, part, layer, q[rows], tuple(x[rows] for x in index), span.cache, positions, out[rows])
         rotate(run, part.rope, out[rows], positions, back=True)
-    out = out.reshape(len(x), -1)
-    run.check(f"attention of blk.{layer} over a cache of {spans[0].cache.cache_type}", out)
-    return run.linear(part.out_b, run.grouped(part.out_a, out, part.groups))
-
-
-def _index_queries(
-    run: CompressedRun, part: blocks.EntryIndexer | None, y: np.ndarray, u: np.ndarray
-) -> tuple[np.ndarray, np.ndarray] | None:
-    """The indexer's queries float32[tokens, heads, dim], before RoPE, and the weights of their heads."""
-    if part is None:
-        return None
-    return run.linear(part.q_b, u).reshape(len(y), part.heads, part.dim), run.linear(part.weights, y)
+    return out.reshape(len(q), -1)
 
 
 def _attend(
@@ -86,7 +109,7 @@ def _attend(
     part: blocks.CompressedAttention,
     layer: int,
     q: np.ndarray,
-    index: tuple[np.ndarray, ...] | None,
+    index: tuple[np.ndarray, ...],
     cache: Cache,
     positions: np.ndarray,
     out: np.ndarray,
@@ -102,10 +125,11 @@ def _attend(
         keys = np.concatenate([near, made])
         visible = np.minimum((positions + 1) // part.compressor.rate, len(made))
         chosen = np.arange(len(made)) < visible[:, None]
-        if part.indexer is not None and index is not None and len(made) > part.indexer.top_k:
-            rotate(run, part.rope, index[0], positions)
+        if part.indexer is not None and len(made) > part.indexer.top_k:
+            queries = index[0].reshape(len(q), part.indexer.heads, part.indexer.dim)
+            rotate(run, part.rope, queries, positions)
             of_index = entries(run, part.indexer.compressor, part.rope, kept[:, 2 * part.compressor.columns :])
-            scored = indexer.scores(index[0], index[1], of_index)
+            scored = indexer.scores(queries, index[1], of_index)
             chosen = indexer.largest_of_first(scored, visible, part.indexer.top_k)
         seen = np.concatenate([seen, chosen], axis=1)
     for start in range(0, len(q), _QUERIES):

@@ -32,28 +32,56 @@ class HyperRun(NormRun, Protocol):
     def linear(self, linear: blocks.Linear, x: np.ndarray) -> np.ndarray:
         """The product with a weight matrix."""
 
+
+class StreamsRun(HyperRun, Protocol):
+    """What `run` needs of a BlockRunner."""
+
+    def read_streams(
+        self, connection: blocks.HyperConnection | blocks.StreamMixer, x: np.ndarray
+    ) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
+        """`read`."""
+
+    def write_streams(self, x: np.ndarray, made: np.ndarray, shares: tuple[np.ndarray, ...]) -> np.ndarray:
+        """`write`."""
+
     def run_part(self, part: blocks.Part, layer: int, x: np.ndarray, spans: list[Span]) -> np.ndarray:
         """What a part of a block makes of x float32[tokens, n_embd]."""
 
 
-def run(runner: HyperRun, block: blocks.Block, x: np.ndarray, spans: list[Span]) -> np.ndarray:
+def run(runner: StreamsRun, block: blocks.Block, x: np.ndarray, spans: list[Span]) -> np.ndarray:
     """The streams float32[tokens, n * n_embd] that leave a block."""
     for (layer, part), connection in zip(block.numbered_parts, block.hyper, strict=True):
         if connection is None:
             x = x + runner.run_part(part, layer, x, spans)
             continue
-        streams = x.reshape(len(x), connection.streams, -1)
-        if isinstance(connection, blocks.StreamMixer):
-            mixed, shares = mix(runner, connection, x)
-            made = runner.run_part(part, layer, mixed, spans)
-            with ignore_nonfinite():
-                x = (streams + shares[:, :, None] * made[:, None]).reshape(x.shape)
-            continue
-        pre, post, mixing = weights(runner, connection, x)
-        made = runner.run_part(part, layer, _weighted(pre, streams), spans)
-        with ignore_nonfinite():
-            x = (post[:, :, None] * made[:, None] + mixing.transpose(0, 2, 1) @ streams).reshape(x.shape)
+        entering, shares = runner.read_streams(connection, x)
+        x = runner.write_streams(x, runner.run_part(part, layer, entering, spans), shares)
     return x
+
+
+def read(
+    runner: HyperRun, connection: blocks.HyperConnection | blocks.StreamMixer, x: np.ndarray
+) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
+    """float32[tokens, n_embd] that a part gets of streams, and what `write` needs.
+
+    That is what each stream gets of the part's output, float32[tokens, n], and of a HyperConnection C, which mixes the
+    streams.
+    """
+    if isinstance(connection, blocks.StreamMixer):
+        mixed, shares = mix(runner, connection, x)
+        return mixed, (shares,)
+    pre, post, mixing = weights(runner, connection, x)
+    return _weighted(pre, x.reshape(len(x), connection.streams, -1)), (post, mixing)
+
+
+def write(x: np.ndarray, made: np.ndarray, shares: tuple[np.ndarray, ...]) -> np.ndarray:
+    """The streams after a part has made float32[tokens, n_embd] of what it read, like x."""
+    post, *mixing = shares
+    streams = x.reshape(len(x), post.shape[1], -1)
+    with ignore_nonfinite():
+        streams = mixing[0].transpose(0, 2, 1) @ streams if mixing else streams
+        written: np.ndarray = (streams + post[:, :, None] * made[:, None]).reshape(x.shape)
+    return written
 
 
 def weights(runner: HyperRun, part: blocks.HyperConnection, x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -99,6 +127,11 @@ def norm_streams(runner: NormRun, norm: blocks.Norm, x: np.ndarray, streams: int
     with ignore_nonfinite():
         weighted: np.ndarray = normed * runner.vector(norm.weight)
     return weighted
+
+
+def spread(head: blocks.StreamHead | blocks.StreamMixer, x: np.ndarray) -> np.ndarray:
+    """The streams that enter the first block: the embedding float32[tokens, n_embd], n times."""
+    return np.tile(x, (1, head.streams))
 
 
 def collapse(runner: HyperRun, head: blocks.StreamHead | blocks.StreamMixer, x: np.ndarray) -> np.ndarray:

@@ -49,18 +49,20 @@ class GpuExperts:
         self._worker = worker
         self._staging: Staging | None = None
 
-    def route(self, part: blocks.Experts, logits: torch.Tensor) -> tuple[torch.Tensor | np.ndarray, torch.Tensor]:
+    def route(
+        self, part: blocks.Experts, logits: torch.Tensor, given: np.ndarray | None = None
+    ) -> tuple[torch.Tensor | np.ndarray, torch.Tensor]:
         """Selected experts [tokens, used] and their weights float32[tokens, used] of router logits [tokens, count].
 
         Experts are int32 on the GPU. Where the kernel cannot route (`routes_on_gpu`, `-ser`), the CPU does, and they
-        are an int64 numpy array.
+        are an int64 numpy array. `given` int64[tokens, used] are those that a table has.
         """
         from quantkit.runtime.kernels.cuda import routing
 
         worker, tokens, used = self._worker, len(logits), part.used
         if worker.expert_reduction is not None or not routes_on_gpu(part):
             bias = float_linear.vector(worker.weights[part.choice_bias]) if part.choice_bias else None
-            chosen, weights = experts.route(part, worker.copy_to_cpu(logits), worker.expert_reduction, bias)
+            chosen, weights = experts.route(part, worker.copy_to_cpu(logits), worker.expert_reduction, bias, given)
             return chosen, worker.copy_from_cpu(weights)
         ids, shares = worker.gpu.empty(tokens, used, kind="int32"), worker.gpu.empty(tokens, used)
         bias_or_empty = worker.vector(part.choice_bias) if part.choice_bias else worker.gpu.empty(1)

@@ -35,6 +35,7 @@ from quantkit.errors import UnsupportedError
 from quantkit.placement.devices import CPU, Device
 from quantkit.runtime.blocks import float_linear, latent
 from quantkit.runtime.blocks.block_runner import BlockRunner
+from quantkit.runtime.blocks.compressed_attention import Projected
 from quantkit.runtime.blocks.float_attention import Heads
 from quantkit.runtime.blocks.indexer import AnyIndexer, Index
 from quantkit.runtime.blocks.spans import Span
@@ -95,10 +96,14 @@ class CudaWorker(Worker):
         self._require_kernels(split.placement)
 
     def _require_kernels(self, placement: Placement) -> None:
-        """UnsupportedError for a tensor of this device, or one that it shares, of a type without kernels."""
+        """UnsupportedError for a tensor of this device, or one that it shares, of a type without kernels.
+
+        Tables of experts, of integers, are looked up on the host.
+        """
         for name, tensor in self.weights.items():
             shared = name in placement.sharded and self.device in placement.graph
-            if (shared or placement[name] == self.device) and len(tensor.shape) > 1 and not product(tensor.type):
+            multiplied = len(tensor.shape) > 1 and tensor.type.name != "i32"
+            if (shared or placement[name] == self.device) and multiplied and not product(tensor.type):
                 raise UnsupportedError(
                     f"{self.path}: {name} is {tensor.type.name}, for which {self.device.name} has no kernels; keep "
                     f"such tensors on the CPU by a first rule -ot '^{re.escape(name)}$={CPU.name}'"
@@ -228,6 +233,7 @@ class CudaWorker(Worker):
         on_host = {name for part in block.parts for name in self._names_on_host(block, part)}
         return (
             latent_cache
+            and not block.hyper
             and self.tripwire != "full"
             and self._split.attends(block.layer, self) is self
             and all(self._of(name) is self for name in tensor_names(block) if name not in on_host)
@@ -351,6 +357,9 @@ class CudaWorker(Worker):
         if isinstance(name, blocks.Xielu):
             below = (gate.clamp(max=name.limit).expm1() - gate) * name.negative
             return self.gpu.torch.where(gate > 0, name.positive * gate * gate, below) + name.linear * gate
+        if name == "swiglu_clamped":
+            assert limit is not None
+            return self.gpu.torch.nn.functional.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
         if limit is not None:
             assert name == "swiglu"
             return self.gpu.torch.nn.functional.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)
@@ -513,6 +522,23 @@ class CudaWorker(Worker):
         here = all(self._of(linear.weight) is self for linear in linears)
         return here and not self.exact and not self.observes and len(x) > cuda_device.MAX_PACKED_VECTORS
 
+    def grouped(self, linear: blocks.Linear, x: Any, groups: int) -> Any:
+        """As `BlockRunner.grouped`; groups are multiplied as experts are: `Matrices.of_experts`."""
+        if self._of(linear.weight) is not self:
+            return super().grouped(linear, x, groups)
+        with self._timed("products"):
+            inputs = x.reshape(len(x), groups, -1)
+            self.observe(linear.weight, inputs.reshape(-1, inputs.shape[2]))
+            matrices = self.matrices(linear.weight, self.weights[linear.weight].shape[0] // groups)
+            ids = self.gpu.torch.arange(groups, dtype=self.gpu.torch.int32, device=self.torch_device)
+            y: Any = matrices.of_experts(inputs, ids.repeat(len(x), 1), self.exact).view(len(x), -1)
+            scale, bias = self.scale_and_bias(linear)
+            y = y if scale == 1 else y * scale
+            y = y if bias is None else y + bias
+            self.check(linear.weight, y)
+            self.ledger.read(self.device.name, matrices.nbytes)
+            return y
+
     # ------------------------------------------------------------------------------------------------------ attention
 
     def require_cache(self, kind: CacheType, heads: int, dim_k: int, dim_v: int) -> None:
@@ -521,6 +547,13 @@ class CudaWorker(Worker):
         from quantkit.runtime.cuda import gpu_attention
 
         gpu_attention.require_cache(self.device.name, kind, dim_k, dim_v)
+
+    def require_compressed_cache(self, kind: CacheType, part: blocks.CompressedAttention) -> None:
+        """As `gpu_compressed.require_cache`."""
+
+        from quantkit.runtime.cuda import gpu_compressed
+
+        gpu_compressed.require_cache(self.device.name, kind, part)
 
     def require_index_cache(self, kind: CacheType, part: AnyIndexer) -> None:
         """As `gpu_indexer.require_cache`, or that of `gpu_block_indexer`."""
@@ -640,11 +673,50 @@ class CudaWorker(Worker):
 
         return gpu_latent.GpuHeadProjections(part, self)
 
+    def attend_compressed(
+        self, part: blocks.CompressedAttention, layer: int, given: Projected, spans: list[Span]
+    ) -> Any:
+        """As `gpu_compressed.attend`, on the device of the layer's cache."""
+
+        from quantkit.runtime.cuda import gpu_compressed
+
+        if self._split.attends(layer, self) is not self:
+            return super().attend_compressed(part, layer, given, spans)
+        with self._timed("attention"):
+            return gpu_compressed.attend(self, part, layer, given, spans)
+
+    # -------------------------------------------------------------------------------------------------------- streams
+
+    def spread(self, head: blocks.Head, x: Any) -> Any:
+        """As `BlockRunner.spread`."""
+        return x if head.streams is None else x.repeat(1, head.streams.streams)
+
+    def collapse(self, head: blocks.Head, x: Any) -> Any:
+        """As `BlockRunner.collapse`; see `gpu_streams`."""
+
+        from quantkit.runtime.cuda import gpu_streams
+
+        return gpu_streams.collapse(self, head.streams, x) if isinstance(head.streams, blocks.StreamHead) else x
+
+    def read_streams(self, connection: Any, x: Any) -> tuple[Any, Any]:
+        """As `gpu_streams.read`."""
+
+        from quantkit.runtime.cuda import gpu_streams
+
+        return gpu_streams.read(self, connection, x)
+
+    def write_streams(self, x: Any, made: Any, shares: Any) -> Any:
+        """As `gpu_streams.write`."""
+
+        from quantkit.runtime.cuda import gpu_streams
+
+        return gpu_streams.write(self, x, made, shares)
+
     # -------------------------------------------------------------------------------------------------------- experts
 
-    def route(self, part: blocks.Experts, logits: Any) -> tuple[Any, Any]:
+    def route(self, part: blocks.Experts, logits: Any, given: np.ndarray | None = None) -> tuple[Any, Any]:
         """As `BlockRunner.route`; see `GpuExperts.route`."""
-        return self._gpu_experts.route(part, logits)
+        return self._gpu_experts.route(part, logits, given)
 
     def _experts(self, part: blocks.Experts, x: Any, spans: list[Span]) -> Any:
         """As `BlockRunner._experts`; shared experts are launched on the GPU before the CPU computes the routed ones.
@@ -657,7 +729,7 @@ class CudaWorker(Worker):
         if in_order or part.shared is None or not routed_on_cpu:
             return super()._experts(part, x, spans)
         y = self.norm(part.norm, x)
-        chosen, weights = self.route(part, self.linear(part.router, y))
+        chosen, weights = self.route(part, self.linear(part.router, y), self._experts_of_tokens(part, spans))
         ids = chosen if isinstance(chosen, np.ndarray) else self.copy_to_cpu(chosen)
         inputs = self.copy_to_cpu(self._through(part.latent_down, y)), self.copy_to_cpu(weights)
         shared = self._shared(part.shared, part.shared_gate, y)

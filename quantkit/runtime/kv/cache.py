@@ -150,10 +150,14 @@ class Cache:
         self.state_bytes = sum(x.nbytes for x in {id(x): x for x in self.states.values()}.values())
         rows = {id(x): x for x in (*self.k, *self.v, *self.index)}
         self.nbytes = self.state_bytes + sum(x.nbytes for x in rows.values())
-        sizes = {i: hparams.entry_sizes(i) for i in range(hparams.n_layer)}
+        self._make_entries(hparams, range(hparams.n_layer))
+
+    def _make_entries(self, hparams: HParams, layers: Iterable[int], zeros: Zeros = np.zeros) -> None:
+        """Entries of these layers, where they have any; counts their bytes."""
+        sizes = {i: hparams.entry_sizes(i) for i in layers}
         compressed = {i: each for i, each in sizes.items() if each is not None}
         if compressed:
-            self.entries = Entries(compressed, self.n_ctx)
+            self.entries = Entries(compressed, self.n_ctx, zeros)
             self.nbytes += self.entries.nbytes
 
     def _make_states(self, shapes: Mapping[int, StateShapes], zeros: Zeros = np.zeros) -> None:
@@ -188,9 +192,13 @@ class Cache:
         """Tokens that are filled."""
         if type(value) is not int or not 0 <= value <= self._n_ctx:
             value = arguments.integer(value, f"the length of a cache of {self._n_ctx} tokens", 0, self._n_ctx)
-        if self.entries is not None:
-            self.entries.truncate(value)
+        self._forget_entries(value)
         self._length = value
+
+    def _forget_entries(self, length: int) -> None:
+        """Forget the entries of windows that end after the first `length` tokens."""
+        if self.entries is not None:
+            self.entries.truncate(length)
 
     @property
     def cache_type(self) -> str:

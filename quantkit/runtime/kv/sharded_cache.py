@@ -81,6 +81,10 @@ class ShardedCache(Cache):
         self.state_bytes = sum(part.state_bytes for part in self.parts.values())
         self.nbytes = sum(part.nbytes for part in self.parts.values())
 
+    def _forget_entries(self, length: int) -> None:
+        for part in self.parts.values():
+            part._forget_entries(length)
+
     def truncate(self, length: int) -> None:
         """As `Cache.truncate`, on all devices."""
         length = arguments.integer(length, "the length to truncate a cache to", 0, self.length)
@@ -156,6 +160,7 @@ class _DeviceCache(Cache):
         self.state_bytes = sum(x.nbytes for x in {id(x): x for x in self.states.values()}.values())
         self.nbytes = self.state_bytes + sum(k.nbytes + v.nbytes for k, v in arrays.values())
         self.nbytes += sum(x.nbytes for x in indexed.values())
+        self._make_entries(hparams, sorted(share.heads), self._zeros)
 
     @property
     def length(self) -> int:

@@ -59,6 +59,8 @@ class CacheLayout:
                     worker.require_index_cache(kind, part.indexer)
             elif isinstance(part, blocks.LatentAttention):
                 worker.require_cache(kind, part.heads, part.head_dim_k, part.head_dim_v)
+            elif isinstance(part, blocks.CompressedAttention):
+                worker.require_compressed_cache(kind, part)
 
     def device_of(self, block: blocks.Block) -> Device:
         """The device of a block's cache. States of recurrent layers are with their layer, also with `-nkvo`."""
@@ -77,6 +79,8 @@ class CacheLayout:
                     share.index[layer] = part.indexer.dim
             elif isinstance(part, blocks.LatentAttention):
                 share.heads[layer] = 1 if self._mla else part.heads
+            elif isinstance(part, blocks.CompressedAttention):
+                share.heads[layer] = 1
             elif isinstance(part, blocks.RECURRENT):
                 share.recurrent[layer] = part.sizes
         return shares

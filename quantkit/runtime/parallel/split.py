@@ -183,14 +183,14 @@ class Split:
         return x
 
     def run(self, tokens: np.ndarray, spans: list[Span]) -> np.ndarray:
-        """float32[tokens, n_embd] that leaves the last block, on its device, of int[tokens]. `is_finite` checks it.
+        """float32[tokens, n_embd] that enters the last norm, on its device, of int[tokens]. `is_finite` checks it.
 
         An element that is not finite on the way stays so until the end: each block adds to what enters it.
         """
         first = self._parts[0].layer
         shared = first in self.placement.shares
         worker = self._workers[CPU.name] if shared else self.worker(self.placement.of_activations(first))
-        x = worker.embed(self.head, tokens)
+        x = worker.spread(self.head, worker.embed(self.head, tokens))
         if isinstance(x, np.ndarray):
             self.embedded(x)
         else:
@@ -203,7 +203,14 @@ class Split:
                     x = self.run_block(block, x, spans)
             else:
                 x = y
-        return x
+        return x if self.head.streams is None else self._collapse(x)
+
+    def _collapse(self, x: np.ndarray) -> np.ndarray:
+        """What enters the last norm, of the streams that leave the last block, on their device."""
+        worker = self._last_output[1]
+        out = worker.collapse(self.head, x)
+        self._last_output = out, worker
+        return out
 
     def run_block(self, block: blocks.Block, x: np.ndarray, spans: list[Span]) -> np.ndarray:
         """float32[tokens, n_embd] that leaves a block; the spans' caches are those of `new_cache`."""
@@ -252,7 +259,7 @@ class Split:
         names = self.head.output.weight, None if self.head.norm is None else self.head.norm.weight
         last = self.placement.of_activations(self._cached.n_layer)
         here = all(name is None or self.placement[name] == worker.device for name in names)
-        return here and not self.cuts and last == worker.device
+        return here and not self.cuts and self.head.streams is None and last == worker.device
 
     def host(self, x: np.ndarray) -> np.ndarray:
         """The output of a block in the host's memory; not copied if it is there already."""
@@ -345,5 +352,5 @@ def _of_device(spans: Iterable[Span], device: Device) -> list[Span]:
     device_spans = []
     for span in spans:
         assert isinstance(span.cache, ShardedCache)
-        device_spans.append(Span(span.start, span.stop, span.cache.parts[device.name]))
+        device_spans.append(Span(span.start, span.stop, span.cache.parts[device.name], tokens=span.tokens))
     return device_spans

@@ -59,8 +59,14 @@ def tensor_names(block: blocks.Block) -> Iterator[str]:
 
 def require_known(parts: Sequence[blocks.Block], placement: Placement) -> None:
     """UnsupportedError for a kind of block that only a model on one device can run."""
-    known = (blocks.Attention, blocks.LatentAttention, *blocks.RECURRENT, blocks.FeedForward, blocks.Experts)
+    attentions = blocks.Attention, blocks.LatentAttention, blocks.CompressedAttention
+    known = (*attentions, *blocks.RECURRENT, blocks.FeedForward, blocks.Experts)
     for block in parts:
+        if block.altup is not None or any(isinstance(mixer, blocks.StreamMixer) for mixer in block.hyper):
+            raise UnsupportedError(
+                f"blk.{block.layer}: residual streams that AltUp or gates of low rank mix run on one device in this "
+                "version; leave out --devices, -sm, --profile and rules for other devices"
+            )
         for part in block.parts:
             if not isinstance(part, known):
                 raise UnsupportedError(

@@ -25,7 +25,7 @@ from quantkit.placement.devices import Device
 from quantkit.placement.offload import Offload
 from quantkit.placement.rules import Placement
 from quantkit.placement.sharding import Sharding
-from quantkit.runtime.blocks import experts, float_linear, indexer, latent
+from quantkit.runtime.blocks import compressed_attention, experts, float_linear, indexer, latent
 from quantkit.runtime.blocks.block_runner import BlockRunner
 from quantkit.runtime.blocks.float_attention import AttentionOptions, Heads
 from quantkit.runtime.blocks.spans import Span
@@ -207,6 +207,9 @@ class Worker(BlockRunner):
     def require_cache(self, kind: CacheType, heads: int, dim_k: int, dim_v: int) -> None:
         """UnsupportedError where this device cannot attend over such a cache; with dim_v 0 values are in the keys."""
 
+    def require_compressed_cache(self, kind: CacheType, part: blocks.CompressedAttention) -> None:
+        """UnsupportedError where this device cannot compute compressed attention over such a cache."""
+
     def require_index_cache(self, kind: CacheType, part: indexer.AnyIndexer) -> None:
         """UnsupportedError where this device cannot select positions by an indexer's keys in such a cache."""
 
@@ -224,6 +227,15 @@ class Worker(BlockRunner):
         with self._timed("products"):
             self._split.ledger.read(self.device.name, self.weights[linear.weight].nbytes)
             return super().linear(linear, x)
+
+    def grouped(self, linear: blocks.Linear, x: np.ndarray, groups: int) -> np.ndarray:
+        """As `BlockRunner.grouped`, on the device of the matrix."""
+        other = self._of(linear.weight)
+        if other is not self:
+            return self._run_on(other, lambda x: other.grouped(linear, x, groups), x)
+        with self._timed("products"):
+            self._split.ledger.read(self.device.name, self.weights[linear.weight].nbytes)
+            return super().grouped(linear, x, groups)
 
     def norm(self, norm: blocks.Norm | None, x: np.ndarray) -> np.ndarray:
         """As `BlockRunner.norm`, on the device of the norm's weight."""
@@ -270,6 +282,17 @@ class Worker(BlockRunner):
         if other is self:
             return super().attend_latents(part, layer, q, latents, spans)
         return self._run_on(other, lambda q, c: other.attend_latents(part, layer, q, c, spans), q, latents)
+
+    def attend_compressed(
+        self, part: blocks.CompressedAttention, layer: int, given: compressed_attention.Projected, spans: list[Span]
+    ) -> np.ndarray:
+        """As `BlockRunner.attend_compressed`, on the device of the layer's cache."""
+        other = self._split.attends(layer, self)
+        if other is self:
+            with self._timed("attention"):
+                return super().attend_compressed(part, layer, given, spans)
+        moved = given.moved(lambda x: other.fetch(x, self))
+        return self.fetch(other.attend_compressed(part, layer, moved, spans), other)
 
     def select_positions(self, part: indexer.AnyIndexer, layer: int, index: indexer.Index, spans: list[Span]) -> None:
         """As `BlockRunner.select_positions`, on the device of the layer's cache."""

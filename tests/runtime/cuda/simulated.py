@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from quantkit.archs.common import blocks
 from quantkit.errors import UnsupportedError
-from quantkit.runtime.cuda import gpu_worker
+from quantkit.runtime.cuda import gpu_attention, gpu_worker
 from quantkit.runtime.cuda.gpu_worker import CudaWorker
 from quantkit.runtime.kernels.cuda import (
     activations,
@@ -29,6 +29,7 @@ from quantkit.runtime.kernels.cuda import (
     floats,
     fused,
     indexer,
+    streams,
     weights,
 )
 from quantkit.runtime.kernels.cuda.device import Activations, Gpu, Matrices
@@ -170,7 +171,7 @@ class SimulatedGpu(Gpu):
 def _small() -> dict[tuple[Any, str], Any]:
     """Constants of kernel modules for blocks of one warp: the time of a simulated block grows with its threads."""
     result: dict[tuple[Any, str], Any] = {(device, "_GRID_Y"): 2}
-    for module in (activations, attention, decode_attention, elementwise, floats, fused, indexer, weights):
+    for module in (activations, attention, decode_attention, elementwise, floats, fused, indexer, streams, weights):
         result[module, "THREADS"] = 32
         for name, value in vars(module).items():  # kernels that have such numbers in them, once more
             if hasattr(value, "cache_clear") and value.__module__ == module.__name__:
@@ -197,7 +198,8 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decoding, products, norms and routing by torch instead of kernels, which would take most of the time."""
+    """Decoding, products, norms, routing and appending floats by torch instead of kernels, which would take most of
+    the time."""
 
     def whole(self: Matrices) -> Any:
         result = vars(self).get("_whole")
@@ -227,16 +229,27 @@ def by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
         out.copy_((vectors @ whole(self)[ids.long()].transpose(1, 2)).view_as(out))
 
     def rms_norm(self: CudaWorker, x: Any, norm: blocks.Norm) -> Any:
-        return x * (x.square().mean(dim=-1, keepdim=True) + norm.eps).rsqrt() * self.vector(norm.weight)
+        return x * (x.square().mean(dim=-1, keepdim=True) + norm.eps).rsqrt() * self.norm_weight(norm, x.shape[-1])
 
     kernels = CudaWorker.route
 
-    def route(self: CudaWorker, part: blocks.Experts, logits: Any) -> tuple[Any, Any]:
+    def route(self: CudaWorker, part: blocks.Experts, logits: Any, given: Any = None) -> tuple[Any, Any]:
         if part.gating != "softmax" or not part.normalise or part.choice_bias or self.expert_reduction is not None:
-            return kernels(self, part, logits)
+            return kernels(self, part, logits, given)
         shares, ids = logits.softmax(dim=1).topk(part.used, dim=1)
         return ids.int(), shares / shares.sum(dim=1, keepdim=True) * part.scale
 
+    append_packed = gpu_attention.append_to
+
+    def append_to(worker: CudaWorker, x: Any, rows: Any, kind: str, cache: Any) -> None:
+        if kind not in gpu_attention.TORCH_DTYPES:
+            append_packed(worker, x, rows, kind, cache)
+            return
+        floats = rows.view(getattr(torch, gpu_attention.TORCH_DTYPES[kind]))
+        positions = worker.next_positions(cache, len(x)).long()
+        floats[:, positions] = x.view(len(x), len(rows), -1).transpose(0, 1).to(floats.dtype)
+
+    monkeypatch.setattr(gpu_attention, "append_to", append_to)
     monkeypatch.setattr(CudaWorker, "rms_norm", rms_norm)
     monkeypatch.setattr(CudaWorker, "route", route)
     monkeypatch.setattr(Matrices, "decoded", decoded)

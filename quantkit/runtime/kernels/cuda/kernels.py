@@ -15,6 +15,7 @@ from quantkit.runtime.kernels.cuda import (
     indexer,
     mamba2,
     routing,
+    streams,
     weights,
 )
 from quantkit.runtime.kernels.cuda.codecs.registry import CODECS
@@ -63,6 +64,7 @@ def not_of_a_type() -> Iterator[CudaKernel]:
     yield from (decode_attention.attend_one(*shape) for shape in DECODE_ATTENTIONS)
     yield from (attention.merge(sinks, quantized) for sinks in (False, True) for quantized in (False, True))
     yield from (indexer.scores(kind, 128) for kind in ("f16", "q8_0"))
+    yield streams.hyper_weights(4)
     yield from map(fused.add_norm, (1, 2))
     yield from (fused.activate(name) for name in elementwise.ACTIVATIONS)
     yield from (fused.rope_append(*shape) for shape in FUSED_CACHES)

@@ -15,6 +15,8 @@ from quantkit import archs, types
 from quantkit.archs.common.blocks import Attention
 from quantkit.archs.common.tensors import fill_name, split_name
 from quantkit.errors import FormatError, QuantkitError, UnsupportedError
+from quantkit.evaluate.chunk_runs import evaluate_chunks
+from quantkit.evaluate.layers.layer_by_layer import chunks_layer_by_layer
 from quantkit.formats import gguf
 from quantkit.formats.safetensors import open_checkpoint
 from quantkit.pipelines.conversion.convert import convert_checkpoint
@@ -250,7 +252,27 @@ def test_layers_whose_embeddings_are_side_by_side_are_not_pruned(name: str, chan
         plan_prune(file, drop_layers=[1])
 
 
-def test_what_runs_on_one_device_only(tmp_path: Path) -> None:
-    path = written(tmp_path / "m.gguf", "gemma3n", **SHARED)
-    with pytest.raises(UnsupportedError, match="residual streams that AltUp"):
-        quantkit.load(path, devices="cpu:0,cpu:1")
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"profile": True},
+        {"devices": "cpu:0=1GiB,cpu:1=1GiB", "tensor_split": (1, 1), "numerics": "fast"},
+        {"devices": "cpu:0=1GiB", "gpu_layers": 2},
+        {"devices": "cpu:0=1GiB", "kv_on_cpu": True, "override_tensor": "altup|laurel|inp_gate=CPU"},
+    ],
+)
+@pytest.mark.parametrize(("name", "change"), [("gemma3n", SHARED), ("gemma4", GEMMA_E)])
+def test_several_devices(name: str, change: Any, how: dict[str, Any], tmp_path: Path) -> None:
+    """Layers on one device attend to keys that another has; tokens and streams go from one to the next."""
+    path = written(tmp_path / "m.gguf", name, **change)
+    tokens = TOKENS[0]
+    whole = quantkit.load(path, cache_type="f32").logits(tokens)
+    model = quantkit.load(path, cache_type="f32", **how)
+    cache = model.new_cache(len(tokens))
+    assert cache.nbytes == quantkit.load(path, cache_type="f32").new_cache(len(tokens)).nbytes
+    found = [model.forward(tokens[start:stop], cache) for start, stop in ((0, 20), (20, 21), (21, len(tokens)))]
+    assert np.abs(log_probabilities(np.concatenate(found)) - log_probabilities(whole)).max() < 1e-3
+    if "numerics" not in how:
+        wanted = dict(evaluate_chunks(quantkit.load(path, cache_type="f32"), TOKENS))
+        for index, logits in chunks_layer_by_layer(model, TOKENS):
+            assert np.abs(logits - wanted[index]).max() < 1e-3

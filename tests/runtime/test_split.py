@@ -334,11 +334,11 @@ def test_every_architecture_on_devices(arch: str, tmp_path: Path) -> None:
             # scores of gemma4 are not scaled, so differences of rounding grow
             check(path, 1e-3 if arch == "gemma4" else 1e-4, devices="cpu:0,cpu:1", **how)
         except UnsupportedError as error:  # the ways that are refused
-            if arch in ("gemma3n", "qwen4exp"):
+            if arch == "qwen4exp":
                 assert "residual streams" in str(error)  # noqa: PT017
                 continue
-            if arch == "deepseek4":
-                assert "cannot shard CompressedAttention" in str(error)  # noqa: PT017
+            if arch in ("deepseek4", "gemma3n"):
+                assert re.search("cannot shard CompressedAttention|with -sm graph only the three", str(error))  # noqa: PT017
                 assert how == {"split_mode": "graph"}
                 continue
             if arch == "mistral-large4":

@@ -10,7 +10,7 @@ In Gemma 3n and in Gemma 4 E2B and E4B the last layers attend to the keys and va
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -57,16 +57,22 @@ class SharedKeys:
         if not layers.isdisjoint(self._sources):
             for row, cache in zip(self.rows, caches):
                 for kept, cached in self._pairs(row, cache, layers):
+                    if not isinstance(cached, np.ndarray):  # a tensor of a GPU
+                        if to_caches:
+                            cached.copy_(cached.new_tensor(kept))
+                        else:
+                            kept[...] = cached.cpu().numpy()
+                        continue
                     into, values = (cached, kept) if to_caches else (kept, cached)
                     into[...] = values
 
-    def _pairs(self, row: np.ndarray, cache: Cache, layers: set[int]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    def _pairs(self, row: np.ndarray, cache: Cache, layers: set[int]) -> Iterator[tuple[np.ndarray, Any]]:
         """Kept keys or values, and the cache's, of those of `layers` that others read."""
         start = 0
         for layer in self._sources:
-            for cached in (cache.k[layer], cache.v[layer]):
+            for cached in cache.rows_of(layer):
                 if layer in layers:
-                    yield row[start : start + cached.nbytes].reshape(cached.shape), cached
+                    yield row[start : start + cached.nbytes].reshape(tuple(cached.shape)), cached
                 start += cached.nbytes
 
 

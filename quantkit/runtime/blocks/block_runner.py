@@ -87,7 +87,7 @@ class BlockRunner:
         if block.hyper:
             return hyper_connections.run(self, block, x, spans)
         if block.altup is not None:
-            return altup.run(self, block, x, spans)
+            return self.run_altup(block, x, spans)
         out, deferred = x, []
         for layer, part in block.numbered_parts:
             added = self.run_part(part, layer, x if block.parallel else out, spans)
@@ -231,7 +231,7 @@ class BlockRunner:
         up, *gates = self.linears([part.up] if part.gate == part.up else [part.up, part.gate], y)
         gate = gates[0] if gates else up
         if part.cutoff is not None:
-            gate = altup.largest_gates(gate, part.cutoff)
+            gate = self.largest_gates(gate, part.cutoff)
         y = self.norm(part.sub_norm, self.activate(part.activation, gate, up, part.limit))
         return self.norm(part.post_norm, self.linear(part.down, y))
 
@@ -312,6 +312,18 @@ class BlockRunner:
         """Experts and weights of each token; see `experts.route`."""
         bias = self.vector(part.choice_bias) if part.choice_bias else None
         return experts.route(part, logits, self.expert_reduction, bias, given)
+
+    def from_host(self, x: np.ndarray) -> np.ndarray:
+        """An array of the host on the device of this runner."""
+        return x
+
+    def run_altup(self, block: blocks.Block, x: np.ndarray, spans: list[Span]) -> np.ndarray:
+        """What leaves a block of streams that AltUp mixes; see `altup.run`."""
+        return altup.run(self, block, x, spans)
+
+    def largest_gates(self, gate: np.ndarray, cutoff: float) -> np.ndarray:
+        """Gates that are far above their mean; see `altup.largest_gates`."""
+        return altup.largest_gates(gate, cutoff)
 
     def read_streams(
         self, connection: blocks.HyperConnection | blocks.StreamMixer, x: np.ndarray

@@ -20,6 +20,10 @@ class LayerInputRun(Protocol):
 
     weights: Weights
 
+    def from_host(self, x: np.ndarray) -> np.ndarray:
+        """What is looked up on the host, where this runs."""
+        ...
+
     def norm(self, norm: blocks.Norm, x: np.ndarray) -> np.ndarray:
         """`rms_norm` with the tensors that a block names."""
         ...
@@ -45,10 +49,10 @@ def layer_input(run: LayerInputRun, part: blocks.LayerInput, x: np.ndarray, span
 
 def of_tokens(run: LayerInputRun, part: blocks.LayerInput, tokens: np.ndarray) -> np.ndarray:
     """u float32[tokens, width] of int64[tokens]."""
-    projected = run.norm(part.project_norm, run.linear(part.project, float_linear.embed(run.weights, part, tokens)))
-    looked_up = table_rows(run.weights, part, tokens)[:, part.first : part.first + part.width]
-    result: np.ndarray = np.float32(FACTOR) * (projected + looked_up)
-    return result
+    embedded = run.from_host(float_linear.embed(run.weights, part, tokens))
+    rows = table_rows(run.weights, part, tokens)[:, part.first : part.first + part.width]
+    result: np.ndarray = run.norm(part.project_norm, run.linear(part.project, embedded)) + run.from_host(rows)
+    return result * FACTOR
 
 
 def table_rows(weights: Weights, part: blocks.LayerInput, tokens: np.ndarray) -> np.ndarray:

@@ -215,6 +215,10 @@ class CudaWorker(Worker):
         """A copy in the host's memory, counted as a transfer."""
         return self.host.fetch(x, self)
 
+    def from_host(self, x: np.ndarray) -> Any:
+        """As `copy_from_cpu`."""
+        return self.copy_from_cpu(x)
+
     def copy_from_cpu(self, x: np.ndarray) -> Any:
         """A copy on this GPU, counted as a transfer."""
         return self.fetch(x, self.host)
@@ -235,7 +239,7 @@ class CudaWorker(Worker):
             latent_cache
             and not block.hyper
             and self.tripwire != "full"
-            and self._split.attends(block.layer, self) is self
+            and self.has_caches_of(block)
             and all(self._of(name) is self for name in tensor_names(block) if name not in on_host)
             and all(cuda_graph.can_capture(part, self.exact) for part in block.parts)
         )
@@ -688,15 +692,34 @@ class CudaWorker(Worker):
     # -------------------------------------------------------------------------------------------------------- streams
 
     def spread(self, head: blocks.Head, x: Any) -> Any:
-        """As `BlockRunner.spread`."""
+        """As `BlockRunner.spread`; see `gpu_altup`."""
+
+        from quantkit.runtime.cuda import gpu_altup
+
+        if isinstance(head.streams, blocks.AltUpHead):
+            return gpu_altup.spread(self, head.streams, x)
         return x if head.streams is None else x.repeat(1, head.streams.streams)
 
     def collapse(self, head: blocks.Head, x: Any) -> Any:
-        """As `BlockRunner.collapse`; see `gpu_streams`."""
+        """As `BlockRunner.collapse`; see `gpu_altup` and `gpu_streams`."""
 
-        from quantkit.runtime.cuda import gpu_streams
+        from quantkit.runtime.cuda import gpu_altup, gpu_streams
 
+        if isinstance(head.streams, blocks.AltUpHead):
+            return gpu_altup.merge(self, head.streams, x)
         return gpu_streams.collapse(self, head.streams, x) if isinstance(head.streams, blocks.StreamHead) else x
+
+    def run_altup(self, block: blocks.Block, x: Any, spans: list[Span]) -> Any:
+        """As `gpu_altup.run`."""
+
+        from quantkit.runtime.cuda import gpu_altup
+
+        return gpu_altup.run(self, block, x, spans)
+
+    def largest_gates(self, gate: Any, cutoff: float) -> Any:
+        """As `BlockRunner.largest_gates`."""
+        deviation, mean = self.gpu.torch.std_mean(gate, dim=1, correction=0, keepdim=True)
+        return (gate - (mean + cutoff * deviation)).relu()
 
     def read_streams(self, connection: Any, x: Any) -> tuple[Any, Any]:
         """As `gpu_streams.read`."""

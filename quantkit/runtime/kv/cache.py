@@ -205,6 +205,10 @@ class Cache:
         """The text of `type`."""
         return str(self.type)
 
+    def rows_of(self, layer: int) -> tuple[Any, Any]:
+        """The arrays of a layer's keys and values, on their device."""
+        return self.k[layer], self.v[layer]
+
     def reserve(self, tokens: int) -> None:
         """DataError unless there is room for `tokens` more tokens."""
         if self.length + tokens > self.n_ctx:

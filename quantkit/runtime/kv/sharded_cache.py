@@ -98,6 +98,10 @@ class ShardedCache(Cache):
         for part in self.parts.values():
             part.clear()
 
+    def rows_of(self, layer: int) -> tuple[Any, Any]:
+        """As `Cache.rows_of`, of a layer that one device has."""
+        return next(part.rows_of(layer) for part in self.parts.values() if len(part.k[layer]))
+
     def mark(self) -> None:
         """As `Cache.mark`, on all devices."""
         for part in self.parts.values():
@@ -123,6 +127,12 @@ class ShardedCache(Cache):
         self.length = state.length
 
 
+def on_device(cache: Cache, device: str) -> Cache:
+    """What another device has of the cache that one has a part of; the part itself is on its own device."""
+    assert isinstance(cache, _DeviceCache)
+    return cache._owner.parts[device]
+
+
 class _DeviceCache(Cache):
     """What one device has of a ShardedCache, whose length is that of all parts: it changes for all at once."""
 
@@ -131,10 +141,11 @@ class _DeviceCache(Cache):
         self._describe(owner.shape, owner.n_ctx, owner.type, owner.one_layer)
         self._zeros = share.zeros
         arrays: dict[tuple[object, ...], tuple[np.ndarray, np.ndarray]] = {}
-        rows = []
+        rows, read_later = [], {hparams.kv_sources[i] for i in hparams.kv_shared}
         for layer in range(hparams.n_layer):
             count, dims = share.heads.get(layer, 0), self.shape.head_dims[layer]
-            key = (count, dims, -1 if self.one_layer or not count else layer)
+            own = count and (not self.one_layer or layer in read_later)
+            key = (count, dims, layer if own else -1)
             if key not in arrays:
                 k, v = (
                     self._zeros((count, self.n_ctx, types.layout(name).row_bytes(dim)), "uint8")

@@ -73,7 +73,7 @@ class CacheLayout:
         shares = {worker.device.name: DeviceShare(worker.zeros) for worker in workers}
         for layer, worker, part in self._holders():
             share = shares[worker.device.name]
-            if isinstance(part, blocks.Attention):
+            if isinstance(part, blocks.Attention) and part.source is None:
                 share.heads[layer] = part.kv_heads
                 if isinstance(part.indexer, blocks.BlockIndexer):
                     share.index[layer] = part.indexer.dim

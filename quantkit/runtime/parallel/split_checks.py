@@ -60,12 +60,13 @@ def tensor_names(block: blocks.Block) -> Iterator[str]:
 def require_known(parts: Sequence[blocks.Block], placement: Placement) -> None:
     """UnsupportedError for a kind of block that only a model on one device can run."""
     attentions = blocks.Attention, blocks.LatentAttention, blocks.CompressedAttention
-    known = (*attentions, *blocks.RECURRENT, blocks.FeedForward, blocks.Experts)
+    others = blocks.FeedForward, blocks.Experts, blocks.LayerInput, blocks.Laurel
+    known = (*attentions, *blocks.RECURRENT, *others)
     for block in parts:
-        if block.altup is not None or any(isinstance(mixer, blocks.StreamMixer) for mixer in block.hyper):
+        if any(isinstance(mixer, blocks.StreamMixer) for mixer in block.hyper):
             raise UnsupportedError(
-                f"blk.{block.layer}: residual streams that AltUp or gates of low rank mix run on one device in this "
-                "version; leave out --devices, -sm, --profile and rules for other devices"
+                f"blk.{block.layer}: residual streams that gates of low rank mix run on one device in this version; "
+                "leave out --devices, -sm, --profile and rules for other devices"
             )
         for part in block.parts:
             if not isinstance(part, known):
@@ -84,11 +85,6 @@ def require_known(parts: Sequence[blocks.Block], placement: Placement) -> None:
                     f"blk.{block.layer}: {scaled} scales matrices of latent attention, or of experts that devices "
                     "share, which this version does not; leave out --devices, -sm, --profile and rules for other "
                     "devices, or quantize to a type without scales of its own"
-                )
-            if isinstance(part, blocks.Attention) and part.source is not None:
-                raise UnsupportedError(
-                    f"blk.{block.layer}: attention to the keys and values of blk.{part.source} runs on one device in "
-                    "this version; leave out --devices, -sm, --profile and rules for other devices"
                 )
 
 

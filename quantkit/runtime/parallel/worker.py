@@ -29,6 +29,7 @@ from quantkit.runtime.blocks import compressed_attention, experts, float_linear,
 from quantkit.runtime.blocks.block_runner import BlockRunner
 from quantkit.runtime.blocks.float_attention import AttentionOptions, Heads
 from quantkit.runtime.blocks.spans import Span
+from quantkit.runtime.kv import sharded_cache
 from quantkit.runtime.kv.cache_type import CacheType
 from quantkit.runtime.parallel.ledger import Ledger
 from quantkit.runtime.parallel.split_checks import tensor_names
@@ -150,10 +151,16 @@ class Worker(BlockRunner):
         return (
             self.numerics == "fast"
             and self.tripwire != "full"
-            and self._split.attends(block.layer, self) is self
+            and self.has_caches_of(block)
             and all(self._of(name) is self for name in tensor_names(block))
             and self._plans.unsupported(block) is None
         )
+
+    def has_caches_of(self, block: blocks.Block) -> bool:
+        """Whether all keys and values that a block reads are here, those of an earlier layer too."""
+        sources = [part.source for part in block.parts if isinstance(part, blocks.Attention)]
+        layers = [block.layer, *(source for source in sources if source is not None)]
+        return all(self._split.attends(layer, self) is self for layer in layers)
 
     def can_replay(self, layers: Sequence[blocks.Block], tokens: int, spans: Sequence[Span]) -> bool:
         """Whether these blocks, which `can_capture` allows, can run as a whole for so many tokens of these spans."""
@@ -268,10 +275,12 @@ class Worker(BlockRunner):
     ) -> np.ndarray:
         """As `BlockRunner.append_and_attend`, on the device of the layer's cache."""
         other = self._split.attends(layer, self)
+        if part.source is not None:  # its cache may be on another device than that of the block
+            spans = [span._replace(cache=sharded_cache.on_device(span.cache, other.device.name)) for span in spans]
         if other is self:
             return super().append_and_attend(part, layer, q, k, v, spans)
         if k is None or v is None:
-            raise AssertionError(f"{part.q.weight}: keys of an earlier layer, on several devices")
+            return self._run_on(other, lambda q: other.append_and_attend(part, layer, q, None, None, spans), q)
         return self._run_on(other, lambda q, k, v: other.append_and_attend(part, layer, q, k, v, spans), q, k, v)
 
     def attend_latents(

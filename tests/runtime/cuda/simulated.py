@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import threading
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -168,6 +170,12 @@ class SimulatedGpu(Gpu):
             self.tape.steps.append(lambda: kernel.simulate(grid, threads, *given))
 
 
+def _exp(x: np.float32) -> np.float32:
+    """As on a GPU, where what is beyond float32 is infinite; Python's raises an error."""
+    with np.errstate(over="ignore"):
+        return np.exp(np.float32(x))  # type: ignore[no-any-return]
+
+
 def _small() -> dict[tuple[Any, str], Any]:
     """Constants of kernel modules for blocks of one warp: the time of a simulated block grows with its threads."""
     result: dict[tuple[Any, str], Any] = {(device, "_GRID_Y"): 2}
@@ -177,6 +185,7 @@ def _small() -> dict[tuple[Any, str], Any]:
             if hasattr(value, "cache_clear") and value.__module__ == module.__name__:
                 result[module, name] = functools.cache(value.__wrapped__)
     return result | {
+        (elementwise, "math"): SimpleNamespace(**vars(math) | {"exp": _exp}),
         (attention, "ROWS"): 2,
         (indexer, "HEADS"): 2,
         (weights, "WARPS"): 1,

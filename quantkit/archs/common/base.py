@@ -487,8 +487,8 @@ def rope_parameters(config: Config, default: Mapping[str, object] | None = None)
     original context of llama3 and yarn is the config's, else the scaling's, else max_position_embeddings. `default` is
     what a class takes for a config without either form.
     """
-    stated = {**mapping(config, "rope_scaling"), **mapping(config, "rope_parameters")}
-    merged: dict[str, Any] = stated or dict(default or {})
+    merged: dict[str, Any] = {**mapping(config, "rope_scaling"), **mapping(config, "rope_parameters")}
+    merged = merged or dict(default or {})
     if merged.get("rope_theta") is None:
         merged["rope_theta"] = config.get("rope_theta") or 10000.0
     if isinstance(merged["rope_theta"], (list, tuple)):

@@ -150,10 +150,10 @@ def _leading_dense(config: Config) -> int:
 
 
 def _windowed_layers(config: Config) -> tuple[bool, ...]:
-    """Whether each layer has a window. Dense layers and the others are counted apart."""
+    """Whether each layer has a window. The layers of first_k_dense_replace and the others are counted apart."""
     if sequence(config, "layer_types"):
         return windows.layers_of_config(config, _EVERY)
-    dense = _leading_dense(config)
+    dense = integer(config, "first_k_dense_replace")
     first = integer(config, "prefix_dense_sliding_window_pattern", 1) or 1
     every = integer(config, "sliding_window_pattern", _EVERY) or _EVERY
     layers = range(int(need(config, "num_hidden_layers")))

@@ -216,6 +216,10 @@ class DeepSeek2(Decoder):
     name = "deepseek2"
     hf: ClassVar[tuple[str, ...]] = ("DeepseekV3ForCausalLM", "DeepseekV2ForCausalLM", "Glm4MoeLiteForCausalLM")
     model_type = "deepseek_v3"
+    defaults_of: ClassVar[Mapping[str, Mapping[str, object]]] = {  # those of transformers
+        "DeepseekV3ForCausalLM": {"routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4},
+        "Glm4MoeLiteForCausalLM": {"routed_scaling_factor": 1.8},
+    }
     rope_style = "norm"
     mtp = "drop"
     rules: ClassVar[tuple[TensorRule, ...]] = (
@@ -444,6 +448,8 @@ def _gating(config: Config) -> str:
         raise UnsupportedError(
             f"config.json: topk_method = {method!r} with scoring_func {scoring!r}; known: {', '.join(known)}"
         )
+    if not third:  # transformers ignores norm_topk_prob; DeepSeek's own code does not scale experts then
+        refuse(config, "norm_topk_prob", (False,))
     if method == "greedy" and integer(config, "n_group") > 1:
         raise UnsupportedError(
             f"config.json: topk_method greedy chooses among all experts, n_group is {config['n_group']}"

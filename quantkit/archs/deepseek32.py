@@ -61,6 +61,7 @@ class DeepSeek32(DeepSeek2):
     name = "deepseek32"
     hf: ClassVar[tuple[str, ...]] = ("DeepseekV32ForCausalLM",)
     model_type = "deepseek_v32"
+    defaults: ClassVar[dict[str, Any]] = {"routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4}
     index_rope_style: ClassVar[str] = "neox"
     rules: ClassVar[tuple[TensorRule, ...]] = (
         *EMBEDDING_RULES,

@@ -99,6 +99,7 @@ class Ernie45MoE(Ernie45):
         last = need(config, "num_hidden_layers") - 1
         refuse(config, "use_bias", (False,))
         refuse(config, "moe_layer_interval", (1,))
+        refuse(config, "moe_norm_min", (1e-12,))  # weights of experts are divided by their sum, or by this if larger
         refuse(config, "moe_layer_end_index", (-1, last))
         given = dict(config) | {
             "num_experts": need(config, "moe_num_experts"),

@@ -21,6 +21,7 @@ from quantkit.formats.gguf.metadata import Entries
 from quantkit.inputs.settings import integer
 
 _EVERY = 4  # every fourth layer attends to all tokens
+_WINDOW = 4096  # where config.json has no sliding_window; null is none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +75,7 @@ class Exaone4(Decoder):
         entries = super().metadata(config)
         if config.get("head_dim"):
             entries |= self.head_lengths(config)
-        if window := integer(config, "sliding_window"):
+        if window := integer({"sliding_window": _WINDOW, **config}, "sliding_window"):
             windowed = windows.layers_of_config(dict(config) | _numbered_pattern(config), _EVERY)
             entries[f"{self.name}.attention.sliding_window"] = (window, "u32")
             entries[f"{self.name}.attention.sliding_window_pattern"] = (list(windowed), "bool")

@@ -178,6 +178,7 @@ class Gemma3(Decoder):
 def _ropes(config: Config) -> tuple[dict[str, Any], float]:
     """RoPE parameters of global layers and the RoPE base of local layers, from any form of config.json."""
     given = mapping(config, "rope_parameters")
+    refuse(given, "rope_type", ("default",))  # transformers takes what each kind of layers has
     whole: dict[str, Any] = {**mapping(given, "full_attention"), **mapping(config, "rope_scaling")}
     local = mapping(given, "sliding_attention")
     whole.setdefault("rope_theta", config.get("rope_theta") or _GLOBAL_BASE)

@@ -246,6 +246,7 @@ class Gemma3n(Decoder):
         if shared >= layers:
             raise FormatError(f"config.json: num_kv_shared_layers = {shared} of {layers} layers; one has to have keys")
         parameters = mapping(config, "rope_parameters")
+        refuse(parameters, "rope_type", ("default",))  # transformers takes what each kind of layers has
         whole, local = (mapping(parameters, kind) for kind in ("full_attention", "sliding_attention"))
         for part in (whole, local):
             refuse(part, "rope_type", ("default",))

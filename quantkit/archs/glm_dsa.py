@@ -27,6 +27,7 @@ class GlmDsa(DeepSeek32):
     name = "glm-dsa"
     hf: ClassVar[tuple[str, ...]] = ("GlmMoeDsaForCausalLM",)
     model_type = "glm_moe_dsa"
+    defaults: ClassVar[dict[str, Any]] = {"routed_scaling_factor": 2.5}
     index_rope_style = "norm"
     EXAMPLE: ClassVar[dict[str, Any]] = DeepSeek32.EXAMPLE | {
         "architectures": ["GlmMoeDsaForCausalLM"],

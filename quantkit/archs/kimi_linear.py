@@ -95,6 +95,7 @@ class KimiLinear(DeepSeek2):
     name = "kimi-linear"
     hf: ClassVar[tuple[str, ...]] = ("KimiLinearForCausalLM",)
     model_type = "kimi_linear"
+    defaults: ClassVar[Mapping[str, object]] = {"routed_scaling_factor": 2.446}
     mtp = ""
     rules: ClassVar[tuple[TensorRule, ...]] = (
         *EMBEDDING_RULES,

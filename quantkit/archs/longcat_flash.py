@@ -76,7 +76,7 @@ class LongcatFlash(DeepSeek2):
         *_feed_forward_rules(),
         *OUTPUT_RULES,
     )
-    defaults: ClassVar[dict[str, Any]] = {"rope_theta": 10000000.0}
+    defaults: ClassVar[dict[str, Any]] = {"rope_theta": 10000000.0, "routed_scaling_factor": 6.0}
     size_overrides: ClassVar[Mapping[str, Callable[[Sizes], int]]] = {
         "key": lambda s: s.need("attention.key_length_mla"),
         "value": lambda s: s.need("attention.value_length_mla"),

@@ -24,8 +24,9 @@ from quantkit.archs.common.tensors import LazyTensor, Piece, Shape, TensorRule, 
 from quantkit.archs.common.transforms import GatherRows, add
 from quantkit.errors import FormatError, UnsupportedError
 from quantkit.formats.gguf.metadata import Entries
-from quantkit.inputs.settings import integer, mapping, sequence
+from quantkit.inputs.settings import integer, mapping, real, sequence
 
+_ROTARY = 64  # elements of a head that get RoPE, where config.json does not say
 _FUSED = "fused"  # entry that `to_gguf` adds to a config: gate and up are one tensor
 _ALPHA, _LIMIT = 1.702, 7.0
 _SPARSE = {"index_n_heads": "sparse_num_index_heads", "index_head_dim": "sparse_index_dim",
@@ -141,7 +142,11 @@ class MiniMaxM3(Decoder):
     model_type = "minimax_m3_vl_text"
     rope_style = "neox"
     rotary_fraction = 1.0
-    defaults: ClassVar[Mapping[str, object]] = {"rope_theta": 5000000.0, "head_dim": 128, "rotary_dim": 64}
+    defaults: ClassVar[Mapping[str, object]] = {
+        "rope_theta": 5000000.0,
+        "head_dim": 128,
+        "routed_scaling_factor": 2.0,
+    }
     rules: ClassVar[tuple[TensorRule, ...]] = (*_BEFORE, *_fused_rules(), *_AFTER)
     EXAMPLE: ClassVar[dict[str, Any]] = {
         "architectures": ["MiniMaxM3VLForCausalLM"],
@@ -178,7 +183,16 @@ class MiniMaxM3(Decoder):
     # ------------------------------------------------------------------------------------------------ checkpoint side
 
     def rope_dim(self, config: Config) -> int:
-        return integer(config, "rotary_dim") or super().rope_dim(config)
+        """Elements of a head that get RoPE. transformers reads the fraction, the published code rotary_dim."""
+        whole = self.head_dim(config)
+        part = real(rope_parameters(config), "partial_rotary_factor") or real(config, "partial_rotary_factor")
+        stated = integer(config, "rotary_dim")
+        if part and stated and int(whole * part) != stated:
+            raise FormatError(
+                f"config.json: rotary_dim = {stated}, and partial_rotary_factor = {part:g} of heads of {whole} is "
+                f"{int(whole * part)}; they have to agree"
+            )
+        return int(whole * part) if part else stated or _ROTARY
 
     def canonical(self, name: str) -> str:
         name = super().canonical(name)

@@ -42,6 +42,19 @@ class Mistral3HParams(HParams):
     temperature: Temperature | None = None
 
 
+_ROPE = {  # transformers' default
+    "rope_type": "yarn",
+    "rope_theta": 1000000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+
+
 class Mistral3(Decoder):
     """Ministral 3, its text model."""
 
@@ -96,7 +109,7 @@ class Mistral3(Decoder):
     def metadata(self, config: Config) -> Entries:
         a = self.name
         refuse(config, "sliding_window", ())
-        parameters = dict(rope_parameters(config))
+        parameters = dict(rope_parameters(config, _ROPE))
         temperature = rope.temperature_entries(a, parameters)
         scales = [parameters.pop(name, None) for name in _MSCALE]
         if parameters.get("attention_factor") is not None:  # it takes precedence over mscale

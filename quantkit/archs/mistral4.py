@@ -26,6 +26,19 @@ class Mistral4HParams(LatentHParams):
     temperature: Temperature | None = None
 
 
+_ROPE = {  # transformers' default
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 128.0,
+    "original_max_position_embeddings": 8192,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+
+
 class Mistral4(DeepSeek2):
     """Mistral Small 4, its text model."""
 
@@ -63,7 +76,7 @@ class Mistral4(DeepSeek2):
 
     def metadata(self, config: Config) -> Entries:
         refuse(config, "n_group", (1,))  # transformers scores a group by its two best experts, files have no such key
-        parameters = dict(rope_parameters(config))
+        parameters = dict(rope_parameters(config, _ROPE))
         parameters.pop("partial_rotary_factor", None)  # qk_rope_head_dim says it
         entries = rope.temperature_entries(self.name, parameters)
         given = dict(config) | {"rope_scaling": None, "rope_parameters": parameters, "scoring_func": "softmax",

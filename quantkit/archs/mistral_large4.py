@@ -210,6 +210,7 @@ class MistralLarge4(GlmDsa):
                 "have a cache of their own"
             )
         parameters = rope_parameters(config)
+        refuse(parameters, "rope_type", ("default", "linear", "yarn"))  # the factors of llama3 are learned here
         if parameters["rope_type"] == "yarn" and parameters.get("attention_factor") not in (1, 1.0):
             raise UnsupportedError(
                 f"config.json: rope_parameters.attention_factor = {parameters.get('attention_factor')!r} with yarn is "

@@ -303,7 +303,7 @@ def _rope_parameters(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
         part["rope_type"] = part.get("rope_type") or part.pop("type", None) or "default"
         part["rope_theta"] = real(part, "rope_theta") or 10000.0
     if _FULL in kinds:
-        refuse(whole, "partial_rotary_factor", (_PART,))
+        refuse({"partial_rotary_factor": 1.0, **whole}, "partial_rotary_factor", (_PART,))
     refuse(whole, "rope_type", ("default", "llama3"))
     refuse(local, "rope_type", ("default",))
     refuse(local, "partial_rotary_factor", (1,))

@@ -71,8 +71,9 @@ def test_published_names_and_settings() -> None:
 def test_indexers_that_are_not_known(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match=r"blk\.1: an indexer of 4 heads of 32 elements, for 2 KV heads"):
         load(written(tmp_path / "heads.gguf", "minimax-m3", index_n_heads=4))
+    whole = {"rotary_dim": 32, "rope_parameters": {"rope_type": "default", "rope_theta": 5e6}}
     with pytest.raises(UnsupportedError, match="RoPE of 32 elements; known are as many heads, no shorter than RoPE"):
-        load(written(tmp_path / "dim.gguf", "minimax-m3", index_head_dim=16, rotary_dim=32))
+        load(written(tmp_path / "dim.gguf", "minimax-m3", index_head_dim=16, **whole))
 
 
 def test_tensor_parallel_refuses_more_positions_than_are_selected(tmp_path: Path) -> None:

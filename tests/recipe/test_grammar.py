@@ -101,9 +101,15 @@ def test_rules_behind_a_comment_of_joined_lines_are_not_dropped(text: str, dropp
 def test_rules_outside_the_quotes_of_a_script_are_not_dropped() -> None:
     script = 'type=Q8_0\ncustom="\nffn_down=q6_K\n"\nquantize --custom-q "$custom" in out $type\n'
     assert parse(script).one_line() == "ffn_down=q6_K"
-    for text, line in ((f"{script}more='\nffn_(gate|up)=q4_0\n'\n", 7), (f"ffn_.*=q4_0\n{script}", 1)):
+    for text, line in (
+        (f"{script}more='\nffn_(gate|up)=q4_0\n'\n", 7),
+        (f"ffn_.*=q4_0\n{script}", 1),
+        (f'{script}more="\nffn_up=q4_0\n"\n', 7),  # in quotes this is no assignment of the shell
+        (f'{script}help="\na text\n"\nmore="\nffn_up=q4_0\n"\n', 10),
+    ):
         with pytest.raises(RecipeError, match=rf"mine, line {line}: 'ffn_.*=q4_0' is outside the quotes"):
             parse(text, "mine")
+    assert parse(f'{script}help="\na text\n"\nkind=Q4_0\n').one_line() == "ffn_down=q6_K"
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,8 @@ from quantkit.formats.imatrix import Entry, Imatrix
 from quantkit.recipe import Options, RecipeError
 from quantkit.types import QuantType
 from tests.recipe.synthetic import Shape
+
+Q8 = types.get("q8_0")
 
 
 @dataclass
@@ -174,7 +177,7 @@ def test_file_types_by_name_alias_and_number() -> None:
 # ------------------------------------------------------------------------------------------------- the warnings
 
 
-def warned(rules: str, *names: str, **options: object) -> list[str]:
+def warned(rules: str, *names: str, **options: Any) -> list[str]:
     made = recipe.plan(tensors(*names), "Q4_0", recipe.parse(rules), options=Options(**options))
     return list(made.warnings)
 
@@ -199,6 +202,35 @@ def test_rules_that_are_shadowed() -> None:
 def test_rules_that_a_flag_overrules() -> None:
     found = warned("^output=q8_0", "output.weight", output_type=types.get("q6_0"))
     assert "output.weight is decided by --output-tensor-type" in found[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "rules", "options", "said"),
+    [
+        ("blk.0.attn_q.weight", "", {"class_types": {"attn_qkv": Q8}}, "--attn-qkv-type q8_0 is about none of the 1"),
+        ("blk.0.attn_q.weight", "", {"router_type": Q8}, "--ffn-gate-inp-type q8_0 is about none of the 1"),
+        ("blk.0.attn_q.weight", ".*=q5_0", {"class_types": {"attn_q": Q8}},
+         "--attn-q-type q8_0 is overruled: blk.0.attn_q.weight is decided by rule 1: .*=q5_0"),
+        ("output.weight", "", {"output_type": Q8, "leave_output": True},
+         "--output-tensor-type q8_0 is overruled: output.weight is decided by --leave-output-tensor"),
+        ("token_embd.weight", "", {"output_type": Q8, "embedding_type": types.get("q6_0")},
+         "--output-tensor-type q8_0 is overruled: token_embd.weight is decided by --token-embedding-type"),
+        ("token_embd.weight", "", {"leave_output": True}, "--leave-output-tensor has no effect"),
+    ],
+)  # fmt: skip
+def test_flags_without_effect(name: str, rules: str, options: dict[str, Any], said: str) -> None:
+    (found,) = warned(rules, name, **options)
+    assert said in found
+
+
+def test_flags_that_decide_a_tensor_are_not_warned_about() -> None:
+    f32 = types.get("f32")
+    made = warned("^blk.0.=q5_0", "blk.0.attn_q.weight", "blk.1.attn_q.weight", class_types={"attn_q": Q8})
+    made += warned("", "token_embd.weight", output_type=Q8)  # of a tied model
+    made += warned("attn_q=q8_0", "blk.0.attn_q.weight", class_types={"attn_q": Q8})  # it says the same
+    listed = [Info("blk.0.ffn_gate_inp.weight", (8, 256), f32)]  # it keeps its type
+    made += recipe.plan(listed, "Q4_0", options=Options(router_type=f32)).warnings
+    assert not made
 
 
 def test_a_rule_that_works_is_not_warned_about() -> None:

@@ -345,9 +345,20 @@ class Arch(ABC):
         return [replace(piece, sources=tuple(stored[source] for source in piece.sources)) for piece in found]
 
     def _check_biases(self, config: Config, found: list[Piece]) -> None:
-        """FormatError if biases that config.json states are in no layer; transformers would take zeros for them."""
+        """FormatError if biases that config.json states are in no layer, or if there are others.
+
+        transformers would take zeros for the former and ignore the latter.
+        """
         made = {piece.name for piece in found}
-        if absent := [t.name for t in self.tensors(config) if t.name.endswith(".bias") and t.name not in made]:
+        stated = [tensor.name for tensor in self.tensors(config) if tensor.name.endswith(".bias")]
+        others = (piece for piece in found if piece.name.endswith(".bias") and ".exp_probs_b." not in piece.name)
+        if added := [piece.name for piece in others if piece.name not in stated]:
+            raise FormatError(
+                f"this checkpoint has {len(added)} bias(es) that a {self.name} model with this config.json lacks: "
+                f"{', '.join(added[:5])}{', …' if len(added) > 5 else ''}; transformers ignores them; if the model was "
+                "trained with them, set attention_bias or mlp_bias to true in config.json"
+            )
+        if absent := [name for name in stated if name not in made]:
             raise FormatError(
                 f"this checkpoint lacks {len(absent)} bias(es) of a {self.name} model with this config.json: "
                 f"{', '.join(absent[:5])}{', …' if len(absent) > 5 else ''}; a shard is missing or the file is "
@@ -469,13 +480,15 @@ def refuse(config: Config, key: str, accepted: Collection[Any]) -> None:
         )
 
 
-def rope_parameters(config: Config) -> dict[str, Any]:
+def rope_parameters(config: Config, default: Mapping[str, object] | None = None) -> dict[str, Any]:
     """`rope_theta`, `rope_type` and the values of the scaling, from either form of config.json.
 
     transformers 5 writes `rope_parameters`; earlier versions wrote `rope_theta` and `rope_scaling` (with `type`). The
-    original context of llama3 and yarn is the config's, else the scaling's, else max_position_embeddings.
+    original context of llama3 and yarn is the config's, else the scaling's, else max_position_embeddings. `default` is
+    what a class takes for a config without either form.
     """
     merged: dict[str, Any] = {**mapping(config, "rope_scaling"), **mapping(config, "rope_parameters")}
+    merged = merged or dict(default or {})
     if merged.get("rope_theta") is None:
         merged["rope_theta"] = config.get("rope_theta") or 10000.0
     if isinstance(merged["rope_theta"], (list, tuple)):

@@ -1,6 +1,7 @@
 """Warnings about probable mistakes in a recipe. Each says what happens and what to write instead.
 
 rules        that match nothing, are shadowed or overruled, name absent layers, or match more than intended
+flags        for types of tensors that the model does not have, or that something else decides
 rows         that do not fit the type of a rule
 importance   that is missing, or of experts with too few tokens
 
@@ -21,6 +22,7 @@ from quantkit.recipe.rules.layers import listed
 from quantkit.recipe.rules.patterns import advice, unanchored
 from quantkit.recipe.rules.shadows import OrderedRule, shadow
 from quantkit.repack.eligible import EMBEDDING, EMBEDDINGS, OUTPUT
+from quantkit.types import QuantType
 
 # imatrix does not measure these by default, so a missing entry is not a mistake.
 _UNMEASURED = frozenset((*EMBEDDINGS, OUTPUT))
@@ -36,12 +38,27 @@ class Findings:
     notes: tuple[str, ...] = ()
 
 
-def check(uses: Sequence[RuleUse], planned: Sequence[PlannedTensor], imatrix: Imatrix | None) -> Findings:
+@dataclass(frozen=True)
+class TypeFlag:
+    """A flag for the type of some tensors, such as --attn-v-type: the flag, the type, the names of these tensors."""
+
+    flag: str
+    type: QuantType
+    names: tuple[str, ...]
+
+
+def check(
+    uses: Sequence[RuleUse],
+    planned: Sequence[PlannedTensor],
+    imatrix: Imatrix | None,
+    flags: Sequence[TypeFlag] = (),
+) -> Findings:
     """All warnings and notes about a plan, rules first."""
     linter = _Linter(uses, {t.name: t for t in planned})
     for index in range(len(uses)):
         linter.rule(index)
     found = linter.warnings
+    found += [text for flag in flags if (text := _unused(flag, linter.of_name))]
     if imatrix is not None:
         found += [text for text in (
             _missing_importance(planned), _unseen_experts(planned, imatrix), _uncertain_moments(planned, imatrix)
@@ -163,6 +180,18 @@ class _Linter:
 
 
 _Tensors = Mapping[str, PlannedTensor]
+
+
+def _unused(flag: TypeFlag, of_name: _Tensors) -> str:
+    """Message about a flag that decides no tensor; "" if it does, or if its tensors have the type anyway."""
+    there = [of_name[name] for name in flag.names]
+    label = f"{flag.flag} {flag.type.name}"
+    if not there:
+        return f"{label} is about none of the {len(of_name)} tensors"
+    if any(flag.type in (t.wanted, t.type) for t in there):
+        return ""
+    decided = there[0].reason.removeprefix("kept: ")
+    return f"{label} is overruled: {there[0].name} is decided by {decided}; drop one of the two"
 
 
 def _takes_whole_layers(use: RuleUse, of_name: _Tensors) -> bool:

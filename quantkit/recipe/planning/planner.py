@@ -16,6 +16,8 @@ Differences from ik_llama.cpp, on purpose:
     rules and class flags   ik_llama.cpp ignores them for float file types and under --pure; here they apply, and are
                             an error with --pure
     exact flags             if rows do not fit the type, ik_llama.cpp writes a corrupt tensor; here they fall back
+    class flags             ik_llama.cpp ignores most of them for the smallest file types (`mixes.SmallMix`)
+    --output-tensor-type    of a model whose output is its embedding, rules have priority there; here the flag has it
     --attn-qkv-type         has no effect there; here it has priority over --attn-q-type
     --repack                ignores TYPE and all flags for types there; that is `quantkit repack` here
 
@@ -221,10 +223,20 @@ def plan(
     if not options.allow_requantize:
         refuse_requantizing(planned, selection is not None)
     dialects.refuse_foreign(planned, options.dialect)
-    found = lint.check(planner.uses, planned, imatrix)
-    mixture = dialects.unread_mixture(planned)
-    warnings = (*found.warnings, mixture) if mixture else found.warnings
+    found = lint.check(planner.uses, planned, imatrix, planner.type_flags(names))
+    further = (dialects.unread_mixture(planned), _kept_output_is_absent(options, names))
+    warnings = (*found.warnings, *filter(None, further))
     return Plan(target, recipe, str(options), planned, tuple(planner.uses), warnings, found.notes, options.dialect)
+
+
+def _kept_output_is_absent(options: Options, names: Sequence[str]) -> str:
+    """The warning about --leave-output-tensor where there is no output.weight; empty if there is one."""
+    if not options.leave_output or OUTPUT in names or EMBEDDING not in names:
+        return ""
+    return (
+        f"--leave-output-tensor has no effect: this model's output matrix is its embedding, {EMBEDDING}; its type is "
+        "that of --token-embedding-type"
+    )
 
 
 @dataclass(frozen=True)
@@ -255,7 +267,8 @@ class _Planner:
         self.mix = Mix(target, target.default, model, imatrix is not None) if mixed and target.default else None
 
     def _refuse_contradictions(self) -> None:
-        given = [*map(str, self.recipe.rules), *self.options.class_types]
+        flags = (f"--{name.replace('_', '-')}-type" for name in self.options.class_types)
+        given = [*map(str, self.recipe.rules), *flags]
         if self.options.pure and given:
             raise RecipeError(
                 f"--pure gives every tensor the type of {self.target.name}, so '{given[0]}' would do nothing; drop one"
@@ -372,6 +385,23 @@ class _Planner:
         if options.router_type and "ffn_gate_inp.weight" in name:
             return _Choice(options.router_type, "--ffn-gate-inp-type")
         return None
+
+    def type_flags(self, names: Sequence[str]) -> list[lint.TypeFlag]:
+        """Every flag for a type that is given, with the tensors that it is about."""
+        options = self.options
+        exact = (
+            ("--token-embedding-type", options.embedding_type, EMBEDDING),
+            ("--per-layer-token-embedding-type", options.layer_embedding_type, LAYER_EMBEDDING),
+            ("--output-tensor-type", options.output_type, EMBEDDING if self.model.tied else OUTPUT),
+        )
+        found = [lint.TypeFlag(flag, t, (name,) if name in names else ()) for flag, t, name in exact if t is not None]
+        if options.router_type is not None:
+            routers = tuple(name for name in names if "ffn_gate_inp.weight" in name)
+            found.append(lint.TypeFlag("--ffn-gate-inp-type", options.router_type, routers))
+        for flag, kind in options.class_types.items():
+            of_class = tuple(name for name in names if self._class_flag(name) == flag)
+            found.append(lint.TypeFlag(f"--{flag.replace('_', '-')}-type", kind, of_class))
+        return found
 
     def _class_flag(self, name: str) -> str | None:
         for flag in ("attn_qkv" if "attn_qkv.weight" in name else None, tensor_class(name)):

@@ -145,16 +145,28 @@ def parse(text: str, where: str = "", settings: Mapping[str, str] | None = None,
 
 def _unwrapped(lines: list[str]) -> list[str]:
     """The lines of a recipe; in a published shell script, those between NAME=" and the closing quote."""
-    first = next((i for i, line in enumerate(lines) if re.fullmatch(r"\s*\w+=[\"']\s*", line)), None)
-    if first is None:
+    if (quoted := _quoted(lines, 0)) is None:
         return lines
+    others: set[int] = set()  # lines of further quoted texts
+    found = _quoted(lines, quoted.stop)
+    while found is not None:
+        others.update(found)
+        found = _quoted(lines, found.stop)
+    for i, line in enumerate(map(str.strip, lines)):  # outside of quotes NAME=VALUE is shell syntax
+        if i not in quoted and _HIDDEN.fullmatch(line) and (i in others or not re.match(r"\w+=", line)):
+            raise RecipeError(f"line {i + 1}: '{line}' is outside the quotes that begin in line {quoted.start + 1}")
+    about = [line if line.startswith("#") and not line.startswith("#!") else "" for line in lines[: quoted.start]]
+    return [*about, "", *lines[quoted.start + 1 : quoted.stop - 1]]
+
+
+def _quoted(lines: list[str], start: int) -> range | None:
+    """The first lines from `start` on that begin with NAME=" and end with the closing quote; None if there are none."""
+    first = next((i for i in range(start, len(lines)) if re.fullmatch(r"\s*\w+=[\"']\s*", lines[i])), None)
+    if first is None:
+        return None
     quote = lines[first].rstrip()[-1]
-    end = next((i for i, line in enumerate(lines[first + 1 :], first + 1) if line.strip() == quote), len(lines))
-    for i, line in enumerate(map(str.strip, lines)):  # NAME=VALUE is shell syntax
-        if not first <= i <= end and _HIDDEN.fullmatch(line) and not re.match(r"\w+=", line):
-            raise RecipeError(f"line {i + 1}: '{line}' is outside the quotes that begin in line {first + 1}")
-    about = [line if line.startswith("#") and not line.startswith("#!") else "" for line in lines[:first]]
-    return [*about, "", *lines[first + 1 : end]]
+    end = next((i for i in range(first + 1, len(lines)) if lines[i].strip() == quote), len(lines))
+    return range(first, end + 1)
 
 
 class _Parser:

@@ -167,3 +167,10 @@ class _DeviceCache(Cache):
 
     def _copy(self, x: Any) -> Any:
         return x.copy() if isinstance(x, np.ndarray) else x.clone()
+
+
+def on_device(cache: Cache, device: str) -> Cache:
+    """What a device has of a ShardedCache, or of the one that `cache` is a device's part of."""
+    owner = cache._owner if isinstance(cache, _DeviceCache) else cache
+    assert isinstance(owner, ShardedCache)
+    return owner.parts[device]

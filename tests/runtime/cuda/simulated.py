@@ -227,7 +227,7 @@ def by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
         out.copy_((vectors @ whole(self)[ids.long()].transpose(1, 2)).view_as(out))
 
     def rms_norm(self: CudaWorker, x: Any, norm: blocks.Norm) -> Any:
-        return x * (x.square().mean(dim=-1, keepdim=True) + norm.eps).rsqrt() * self.vector(norm.weight)
+        return x * (x.square().mean(dim=-1, keepdim=True) + norm.eps).rsqrt() * self.norm_weight(norm, x.shape[-1])
 
     kernels = CudaWorker.route
 

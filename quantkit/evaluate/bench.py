@@ -137,7 +137,8 @@ class BatchedSpeed:
 def bytes_per_token(model: Model, n_kv: int) -> int:
     """Bytes read to generate one token: all weights, one row of the embedding, the selected experts, the filled part of
     the KV cache, and the states of recurrent layers. With smart expert reduction (-ser) a lower bound: only the experts
-    that always run are counted."""
+    that always run are counted. Of experts some of which have no matrices, as many as tokens select on average if all
+    are selected as often."""
     embedding = model.head.embedding
     output = model.head.output.weight
     weights = sum(t.nbytes for name, t in model.weights.items() if name != embedding or name == output)
@@ -145,7 +146,7 @@ def bytes_per_token(model: Model, n_kv: int) -> int:
         if isinstance(part, blocks.Experts):
             stacked = sum(model.weights[linear.weight].nbytes for linear in part.matrices)
             used = model.expert_reduction[0] if model.expert_reduction else part.used
-            weights -= stacked // part.stacked * max(0, part.stacked - used)
+            weights -= stacked // part.stacked * max(0, part.stacked - used * part.stacked // part.count)
     if embedding != output:
         weights += model.weights[embedding].nbytes // model.vocab_size
     cache = model.new_cache(1)

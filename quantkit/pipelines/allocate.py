@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quantkit import types
-from quantkit.archs.common.checked import largest
+from quantkit.archs.common.checked import routed_experts
 from quantkit.errors import DataError, OptionError, QuantkitError
 from quantkit.formats.imatrix import Imatrix
 from quantkit.pipelines.options import PlanOptions, texts
@@ -228,7 +228,7 @@ class _Fit:
         if self.options.min_tg is None:
             return None
         devices = {device for places in self.pools.devices.values() for device in places} | self.pools.caches.keys()
-        count, used = (largest(self.model.metadata, key) for key in ("expert_count", "expert_used_count"))
+        count, used = routed_experts(self.model.metadata)
         seconds = {d: 1 / (rates.get(d) or ASSUMED["cuda" if d.startswith("CUDA") else "cpu"]) for d in devices}
         return Speed(seconds, used / count if count and used else 1.0, looked_up(self.base))
 

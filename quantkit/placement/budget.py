@@ -282,8 +282,8 @@ def _notes(
     """Describe the KV cache, the bound of sparse attention, and the minimum batch size for offload of the CPU's
     experts."""
     found = []
-    keys = "expert_count", "expert_used_count", "attention.kv_lora_rank", "attention.indexer.top_k"
-    count, used, latent, selected = (checked.largest(metadata, key) for key in keys)
+    count, used = checked.routed_experts(metadata)
+    latent, selected = (checked.largest(metadata, f"attention.{key}") for key in ("kv_lora_rank", "indexer.top_k"))
     if cache:
         kinds = f"latent {cache.keys}" if latent and cache.mla else f"keys {cache.keys}, values {cache.values}"
         found.append(f"cache for {cache.n_ctx} tokens, {kinds}")

@@ -188,7 +188,7 @@ def _gated(part: blocks.FeedForward, tensors: Mapping[str, TensorInfo]) -> tuple
 
 def _experts(part: blocks.Experts, tensors: Mapping[str, TensorInfo], by: str) -> tuple[list[SplitAxis], int]:
     if by == "number":
-        return [axis for linear in part.matrices for axis in _with_bias(linear, 0, 1)], part.count
+        return [axis for linear in part.matrices for axis in _with_bias(linear, 0, 1)], part.stacked
     segments: Segments = ((0, 1), (part.ff, 1)) if part.fused else ((0, 1),)
     entering = part.matrices[:-1]
     axes: list[SplitAxis] = [(linear.weight, 1, segments) for linear in entering]

@@ -86,7 +86,7 @@ def predict(
     bandwidth  bytes/s by device
     compute    operations/s by device
     """
-    count, used = (checked.largest(metadata, key) for key in ("expert_count", "expert_used_count"))
+    count, used = checked.routed_experts(metadata)
     share = used / count if count and used else 1.0
     unread = looked_up(tensors)
     token_bytes: dict[tuple[str, bool], float] = defaultdict(float)

@@ -306,6 +306,12 @@ def largest(metadata: Mapping[str, Any], key: str) -> int:
     return int(max(value, default=0) if isinstance(value, (list, tuple)) else value)
 
 
+def routed_experts(metadata: Mapping[str, Any]) -> tuple[int, int]:
+    """How many experts a token's are selected among, those without matrices included, and how many are selected."""
+    count, without, used = (largest(metadata, f"expert_{key}") for key in ("count", "zero_count", "used_count"))
+    return count + without, used
+
+
 # ---------------------------------------------------------------------------------------------------------- config.json
 
 

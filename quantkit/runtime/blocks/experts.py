@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -92,6 +93,15 @@ def of_tokens(part: blocks.Experts, tensors: Mapping[str, Tensor], tokens: np.nd
     if (ordered[:, 1:] == ordered[:, :-1]).any():
         raise DataError(f"{tensor.path}: {part.table} gives a token one expert twice")
     return found
+
+
+def without_identity(part: blocks.Experts, chosen: Any, weights: Any) -> tuple[Any, Any]:
+    """The chosen experts that have matrices, -1 in place of others, and the sum of the others' weights [tokens, 1].
+
+    chosen int[tokens, used] and weights float32[tokens, used] are numpy's arrays or torch's tensors.
+    """
+    stacked = chosen < part.stacked
+    return (chosen + 1) * stacked - 1, (weights * ~stacked).sum(1)[:, None]
 
 
 def run(

@@ -10,6 +10,7 @@ of them share their working memory.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
@@ -41,9 +42,9 @@ class ExpertsPlan:
     def __call__(self, part: blocks.Experts, x: Array, chosen: Array, weights: Array) -> Array:
         """A fresh array like x float32[tokens, n_embd] or latents.
 
-        chosen int[tokens, used] are the numbers of experts, -1 where there are fewer; weights float32[tokens, used].
+        chosen int[tokens, used] are the numbers of experts with matrices, -1 where there are fewer; weights
+        float32[tokens, used].
         """
-        assert not part.identity, f"{part.router.weight}: experts without matrices"
         assert chosen.max(initial=-1) < part.stacked, f"{part.router.weight}: an expert that is none of {part.stacked}"
         if len(x) == 1:
             return self._of_token(part, x, chosen[0], weights[0])
@@ -53,24 +54,33 @@ class ExpertsPlan:
             out[rows] = self._of_batch(part, x[rows], chosen[rows], weights[rows])
         return out
 
-    def prepared(self, part: blocks.Experts, x: Array, chosen: Array, weights: Array, out: Array) -> Callable[[], None]:
+    def prepared(self, part: blocks.Experts, x: Array, chosen: Array, weights: Array, out: Array) -> Callable[[], int]:
         """A call for one token whose arrays are the same each time; it reads them when it is called, and writes `out`.
 
-        x and out float32[1, n_embd] or latents, whole; chosen int32 or int64[1, used] are all numbers of experts.
+        x and out float32[1, n_embd] or latents, whole; chosen int32 or int64[1, used] are all numbers of experts, also
+        of those that give x. The call returns how many have matrices.
         """
-        assert not part.identity, f"{part.router.weight}: experts without matrices"
         assert all(a.dtype == np.float32 and a.flags.c_contiguous for a in (x, out))
         selected = np.zeros(1 + 2 * part.used, np.int64)
-        selected[0], numbers = part.used, selected[1 : 1 + part.used]
+        numbers = selected[1 : 1 + part.used]
         shares, (row,), (given,) = selected[1 + part.used :].view(np.float32)[: part.used], chosen, weights
         run = self._build_token(part, x, selected, out).run
 
-        def call() -> None:
+        def call() -> int:
             experts = row.tolist()
-            known = min(experts) >= 0 and max(experts) < part.stacked
-            assert known, f"{part.router.weight}: an expert that is none of {part.stacked}"
+            known = min(experts) >= 0 and max(experts) < part.count
+            assert known, f"{part.router.weight}: an expert that is none of {part.count}"
             numbers[:], shares[:] = row, given
+            if max(experts) < part.stacked:
+                selected[0] = part.used
+                run()
+                return part.used
+            stacked = row < part.stacked
+            selected[0] = count = int(np.count_nonzero(stacked))
+            numbers[:count], shares[:count] = row[stacked], given[stacked]
             run()
+            out[:] += (given * ~stacked).sum() * x
+            return count
 
         return call
 
@@ -98,6 +108,7 @@ class ExpertsPlan:
         return out[:count]
 
     def _build_token(self, part: blocks.Experts, x: Array, selected: Array, out: Array) -> PlanOps:
+        part = _with_matrices(part)
         ops = DecodeOps(self._model, self._given, out, self._position, self._buffers)
         entering = Activations(ops.keep(x).ctypes.data, 0)
         quantized = ops.norm_of(None, entering, x.shape[1], "quantized experts")
@@ -106,6 +117,7 @@ class ExpertsPlan:
         return ops
 
     def _build_batch(self, part: blocks.Experts, x: Array, numbers: Array, shares: Array, out: Array) -> PlanOps:
+        part = _with_matrices(part)
         ops = PrefillOps(self._model, self._given, out, self._state, self._buffers)
         selected = prefill_plan.Selected(*(ops.keep(array).ctypes.data for array in (numbers, shares)))
         clear = prefill_norms.ClearParameters(state=ops.state, x=ops.x, n=x.shape[1])
@@ -132,3 +144,8 @@ class ExpertsPlan:
     def array_bytes(self) -> int:
         """Bytes of what enters and leaves the lists, beside their buffers."""
         return sum(array.nbytes for array in self._arrays.values())
+
+
+def _with_matrices(part: blocks.Experts) -> blocks.Experts:
+    """The part without experts that give their input."""
+    return replace(part, count=part.stacked, identity=0)

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
     from quantkit.runtime.kernels.cuda.device import Gpu
 
+Step = Callable[[], None]
+
 
 def can_capture(part: blocks.Part, exact: bool) -> bool:
     """Whether a block whose tensors and cache are on the GPU can be captured.
@@ -72,8 +74,9 @@ class CapturedEmbedding:
 class CapturedStep:
     """One token through blocks whose tensors and cache are on one GPU, and through the head where one is given.
 
-    Where routed experts are on the CPU there is a graph for what comes before them, one for the shared experts beside
-    them, and one for what follows. The cache must outlive this object.
+    Where routed experts are on the CPU there is a graph for what comes before them, one for what the GPU computes
+    meanwhile, and one for what follows. Meanwhile it computes the shared experts; also the rest of the block, where the
+    experts are added at its end. The cache must outlive this object.
     """
 
     def __init__(
@@ -141,23 +144,12 @@ class CapturedStep:
 
     def _capture_fast(self, layers: Sequence[blocks.Block], decoder: Decoder, head: blocks.Head | None) -> None:
         """All stages, of fused kernels."""
-        pending: list[Callable[[], None]] = []
+        pending: list[Step] = []
         for block in layers:
-            if not gpu_decode.is_taken_apart(block):
+            if gpu_decode.is_taken_apart(block):
+                pending = self._capture_parts(block, decoder, pending)
+            else:
                 pending.append(functools.partial(decoder.run_block, block))
-                continue
-            for layer, part in block.numbered_parts:
-                if isinstance(part, blocks.Experts) and self._worker.experts_on_host(part):
-                    experts = HostExperts(self._worker, part, self._x.shape[1])
-                    self._add(self._worker.host.rouse)  # while the GPU computes
-                    self._capture_each(decoder, [*pending, functools.partial(decoder.send, experts)])
-                    self._add(functools.partial(self._gpu.record, self._sent))
-                    if part.shared is not None:
-                        self._capture_each(decoder, [functools.partial(decoder.run_shared, experts)])
-                    self._add(functools.partial(self._compute, experts))
-                    pending = [functools.partial(decoder.receive, experts)]
-                else:
-                    pending.append(functools.partial(decoder.run_part, layer, part))
 
         def finish() -> None:
             logits = None if head is None else decoder.logits(head)
@@ -167,22 +159,49 @@ class CapturedStep:
 
         self._capture_each(decoder, [*pending, finish])
 
+    def _capture_parts(self, block: blocks.Block, decoder: Decoder, pending: list[Step]) -> list[Step]:
+        """The stages of a block up to its last experts on the CPU, after `pending`; the steps that are left."""
+        deferred: list[HostExperts] = []
+        for layer, part in block.numbered_parts:
+            if not (isinstance(part, blocks.Experts) and self._worker.experts_on_host(part)):
+                pending.append(functools.partial(decoder.run_part, layer, part))
+                continue
+            experts = HostExperts(self._worker, part, self._x.shape[1])
+            self._add(self._worker.host.rouse)  # while the GPU computes
+            self._capture_each(decoder, [*pending, functools.partial(decoder.send, experts)])
+            self._add(functools.partial(self._gpu.record, self._sent))
+            pending = [] if part.shared is None else [functools.partial(decoder.run_shared, experts)]
+            if part.deferred:
+                deferred.append(experts)
+            else:
+                pending = self._capture_beside(experts, decoder, pending)
+        for experts in deferred:
+            pending = self._capture_beside(experts, decoder, pending)
+        return [*pending, decoder.end_block]
+
+    def _capture_beside(self, experts: HostExperts, decoder: Decoder, pending: list[Step]) -> list[Step]:
+        """The stages of experts on the CPU, to which `send` went, and of what the GPU computes meanwhile."""
+        if pending:
+            self._capture_each(decoder, pending)
+        self._add(functools.partial(self._compute, experts))
+        return [functools.partial(decoder.receive, experts)]
+
     def _compute(self, experts: HostExperts) -> None:
         """The CPU's part, as soon as it has what the GPU sends."""
         self._sent.synchronize()
         experts.run()
 
-    def _capture_each(self, decoder: Decoder, steps: Sequence[Callable[[], None]]) -> None:
+    def _capture_each(self, decoder: Decoder, steps: Sequence[Step]) -> None:
         """A stage of several steps, each of which starts from what the one before has left in the decoder.
 
         A capture runs it several times. Each time its first layers attend to what an earlier stage has selected, not to
         what the last layers of this one have.
         """
         worker = self._worker
-        before = decoder.x, decoder.added, worker.selections
+        before = decoder.x, decoder.added, decoder.deferred, worker.selections
 
         def stage() -> None:
-            decoder.x, decoder.added, worker.selections = before
+            decoder.x, decoder.added, decoder.deferred, worker.selections = before
             for step in steps:
                 step()
 

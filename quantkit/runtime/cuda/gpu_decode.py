@@ -7,8 +7,8 @@ Parts that the kernels do not know run as with any number of tokens.
     part            launches
     attention       add_norm, q k v, rope_append, attend, merge, out
     feed-forward    add_norm, gate up, activate, down
-    experts on      add_norm, router, route, copies of what they get to the host; meanwhile shared experts; a copy of
-    the CPU         what they make
+    experts on      add_norm, router, route, copies of what they get to the host; meanwhile shared experts, or the rest
+    the CPU         of the block where it adds them at its end; a copy of what they make
 """
 
 from __future__ import annotations
@@ -33,12 +33,17 @@ if TYPE_CHECKING:
 
 
 class Decoder:
-    """One token of one cache through blocks. `x` is the hidden state so far, [1, n_embd], less what `added` holds."""
+    """One token of one cache through blocks.
+
+    x         the hidden state so far, [1, n_embd], less what `added` holds
+    deferred  what experts add at the end of the block
+    """
 
     def __init__(self, worker: GpuContext, x: torch.Tensor, span: Span):
         self._worker, self._gpu, self._span = worker, worker.gpu, span
         self.x: torch.Tensor = x
         self.added: torch.Tensor | None = None
+        self.deferred: torch.Tensor | None = None
 
     def run_block(self, block: blocks.Block) -> None:
         """Add a block that is not taken apart."""
@@ -51,7 +56,19 @@ class Decoder:
         elif isinstance(part, blocks.FeedForward) and self._knows_feed_forward(part):
             self.added = self._feed_forward(part, self._normed(part.norm))
         else:
-            self.added = self._worker.run_part(part, layer, self.sum(), [self._span])
+            self._add(part, self._worker.run_part(part, layer, self.sum(), [self._span]))
+
+    def end_block(self) -> None:
+        """Add what experts have deferred."""
+        if self.deferred is not None:
+            self.x, self.added, self.deferred = self.sum(), self.deferred, None
+
+    def _add(self, part: blocks.Part, out: torch.Tensor) -> None:
+        """Add what a part makes of `sum`, now or at the end of the block."""
+        if isinstance(part, blocks.Experts) and part.deferred:
+            self.deferred = out
+        else:
+            self.added = out
 
     def send(self, experts: HostExperts) -> None:
         """Route, and copy to the host what the experts there get."""
@@ -73,7 +90,7 @@ class Decoder:
         """Add what the experts on the host made, and the shared ones."""
         out = experts.received()
         out = out if experts.shared is None else out + experts.shared
-        self.added = out if experts.part.post_norm is None else self._worker.norm(experts.part.post_norm, out)
+        self._add(experts.part, self._worker.norm(experts.part.post_norm, out))
 
     def sum(self) -> torch.Tensor:
         """The hidden state float32[1, n_embd]; afterwards nothing is left to be added."""
@@ -221,16 +238,17 @@ class HostExperts:
 
 
 def is_taken_apart(block: blocks.Block) -> bool:
-    """Whether the parts of a block run one after another, each with the sum of those before it."""
-    deferred = any(isinstance(part, blocks.Experts) and part.deferred for part in block.parts)
-    return not (block.parallel or block.out_scale is not None or block.hyper or deferred)
+    """Whether the parts of a block run one after another, each with the sum of those before it, or but for one part
+    that is added at the end."""
+    deferred = [part for part in block.parts if isinstance(part, blocks.Experts) and part.deferred]
+    return not (block.parallel or block.out_scale is not None or block.hyper or len(deferred) > 1)
 
 
 def can_leave_to_host(part: blocks.Experts) -> bool:
     """Whether the GPU can compute a block whose routed experts are on the CPU, without anything else there."""
     shared = part.shared is None or part.shared.norm == part.norm
     others = (part.router_norm, part.routed_norm, part.latent_down, part.latent_up, part.table)
-    return shared and is_plain(part.norm) and not part.identity and all(other is None for other in others)
+    return shared and is_plain(part.norm) and all(other is None for other in others)
 
 
 def is_plain(norm: blocks.Norm | None) -> bool:

@@ -200,4 +200,4 @@ class GpuExperts:
             token, rank = np.nonzero(chosen == number)
             for linear in part.matrices:
                 entering = inner[token, rank] if linear is part.down else x[token]
-                worker.observe(linear.weight, entering, int(number), part.count)
+                worker.observe(linear.weight, entering, int(number), part.stacked)

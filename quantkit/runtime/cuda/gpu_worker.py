@@ -760,7 +760,13 @@ class CudaWorker(Worker):
         return shared + self._through(part.latent_up, routed)
 
     def run_experts(self, part: blocks.Experts, y: Any, chosen: Any, weights: Any) -> Any:
-        """As `BlockRunner.run_experts`: here, offloaded here, or on the devices of their matrices."""
+        """As `Worker.run_experts`, where the CPU may have routed."""
+        if part.identity and isinstance(chosen, np.ndarray):
+            chosen = self.gpu.array(chosen.astype(np.int32))
+        return super().run_experts(part, y, chosen, weights)
+
+    def run_stacked(self, part: blocks.Experts, y: Any, chosen: Any, weights: Any) -> Any:
+        """As `Worker.run_stacked`: here, offloaded here, or on the devices of their matrices."""
         holders = self._holders(part)
         if holders == {self}:
             with self._timed("experts"):
@@ -770,9 +776,9 @@ class CudaWorker(Worker):
             with self._timed("experts"):
                 return self._gpu_experts.run_offloaded(part, y, ids, weights)
         if len(holders) == 1:
-            return super().run_experts(part, y, ids, weights)
+            return super().run_stacked(part, y, ids, weights)
         host = self.host  # computes each product where its matrix is
-        return self._run_on(host, lambda y, w: host.run_experts(part, y, ids, w), y, weights)
+        return self._run_on(host, lambda y, w: host.run_stacked(part, y, ids, w), y, weights)
 
     def _holders(self, part: blocks.Experts) -> set[Worker]:
         """The workers that have the matrices of the experts."""

@@ -127,12 +127,6 @@ class ShardedCache(Cache):
         self.length = state.length
 
 
-def on_device(cache: Cache, device: str) -> Cache:
-    """What another device has of the cache that one has a part of; the part itself is on its own device."""
-    assert isinstance(cache, _DeviceCache)
-    return cache._owner.parts[device]
-
-
 class _DeviceCache(Cache):
     """What one device has of a ShardedCache, whose length is that of all parts: it changes for all at once."""
 
@@ -183,3 +177,10 @@ class _DeviceCache(Cache):
 
     def _copy(self, x: Any) -> Any:
         return x.copy() if isinstance(x, np.ndarray) else x.clone()
+
+
+def on_device(cache: Cache, device: str) -> Cache:
+    """What a device has of a ShardedCache, or of the one that `cache` is a device's part of."""
+    owner = cache._owner if isinstance(cache, _DeviceCache) else cache
+    assert isinstance(owner, ShardedCache)
+    return owner.parts[device]

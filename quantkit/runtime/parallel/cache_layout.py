@@ -67,6 +67,11 @@ class CacheLayout:
         recurrent = any(isinstance(part, blocks.RECURRENT) for part in block.parts)
         return self._placement.of_activations(block.layer) if recurrent else self._placement.of_cache(block.layer)
 
+    def device_of_part(self, part: blocks.Part, layer: int) -> Device:
+        """`device_of` of one part, as which layer it is computed: a block may have parts of several layers."""
+        recurrent = isinstance(part, blocks.RECURRENT)
+        return self._placement.of_activations(layer) if recurrent else self._placement.of_cache(layer)
+
     def _device_shares(self) -> dict[str, DeviceShare]:
         """What each device has of a cache."""
         workers = (*self._workers.values(), *self._ranks)
@@ -88,13 +93,13 @@ class CacheLayout:
     def _holders(self) -> Iterator[tuple[int, Worker, blocks.Part]]:
         """(layer, worker, part) of all parts with a cache or a state; of shared layers each rank's shard."""
         for block in self._parts:
-            for part in block.parts:
+            for layer, part in block.numbered_parts:
                 if isinstance(part, (blocks.FeedForward, blocks.Experts)):
                     continue
-                if block.layer not in self._placement.shares:
-                    yield block.layer, self._workers[self.device_of(block).name], part
+                if layer not in self._placement.shares:
+                    yield layer, self._workers[self.device_of_part(part, layer).name], part
                     continue
                 for rank in self._ranks:
                     shard = rank.shard_of(part)
                     if shard is not None:
-                        yield block.layer, rank, shard
+                        yield layer, rank, shard

@@ -29,7 +29,7 @@ from quantkit.placement.rules import Placement
 from quantkit.placement.sharding import Sharding
 from quantkit.runtime.blocks.block_runner import BlockRunner
 from quantkit.runtime.blocks.spans import Span
-from quantkit.runtime.kv.sharded_cache import ShardedCache
+from quantkit.runtime.kv.sharded_cache import ShardedCache, on_device
 from quantkit.runtime.parallel import split_checks
 from quantkit.runtime.parallel.all_reduce import AllReduce
 from quantkit.runtime.parallel.cache_layout import CacheLayout
@@ -150,6 +150,17 @@ class Split:
     def attends(self, layer: int, worker: Worker) -> Worker:
         """The worker that has the keys and values of a layer that `worker` runs."""
         return worker if self.ranks else self.worker(self.placement.of_cache(layer))
+
+    def computes(self, layer: int, worker: Worker) -> Worker:
+        """The worker that computes the parts of a layer, in a block that `worker` runs."""
+        return worker if self.ranks else self.worker(self.placement.of_activations(layer))
+
+    def spans_of(self, part: blocks.Part, layer: int, spans: list[Span]) -> list[Span]:
+        """The spans with the caches that a part of a layer uses, of the spans that another device has."""
+        if self.ranks:
+            return spans
+        device = self.caches.device_of_part(part, layer).name
+        return [span._replace(cache=on_device(span.cache, device)) for span in spans]
 
     def drop_cached(self, names: Iterable[str]) -> None:
         """Drop what is cached of these tensors, after the owner replaced them."""

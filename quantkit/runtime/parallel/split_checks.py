@@ -24,8 +24,14 @@ def require_shardable(parts: Sequence[blocks.Block], placement: Placement) -> No
         for linear in part.matrices
     }
     for block in parts:
-        if block.layer not in placement.shares:
+        if placement.shares.keys().isdisjoint({block.layer, *block.layers}):
             continue
+        added_later = [p for p in block.parts if isinstance(p, blocks.Experts) and (p.identity or p.deferred)]
+        if added_later:
+            raise UnsupportedError(
+                f"-sm graph: blk.{block.layer} has experts without matrices, or added at the end of the block "
+                f"({added_later[0].router.weight}), which this version does not split between devices; take -sm layer"
+            )
         scaled = [p.scaling.scale for p in block.parts if isinstance(p, blocks.LatentAttention) and p.scaling]
         if scaled:
             raise UnsupportedError(
@@ -73,12 +79,6 @@ def require_known(parts: Sequence[blocks.Block], placement: Placement) -> None:
                 raise UnsupportedError(
                     f"blk.{block.layer}: {type(part).__name__} layers run on one device in this version; leave out "
                     "--devices, -sm and rules for other devices"
-                )
-            if isinstance(part, blocks.Experts) and (part.identity or part.deferred):
-                raise UnsupportedError(
-                    f"blk.{block.layer}: experts without matrices, or added at the end of a block "
-                    f"({part.router.weight}), run on one device in this version; leave out --devices, -sm, --profile "
-                    "and rules for other devices"
                 )
             if scaled := _scaled_apart(part, block.layer in placement.shares):
                 raise UnsupportedError(

@@ -58,6 +58,12 @@ class Context(Protocol):
     def attends(self, layer: int, worker: Worker) -> Worker:
         """The worker that has the cache of a layer that `worker` runs."""
 
+    def computes(self, layer: int, worker: Worker) -> Worker:
+        """The worker that computes the parts of a layer, in a block that `worker` runs."""
+
+    def spans_of(self, part: blocks.Part, layer: int, spans: list[Span]) -> list[Span]:
+        """The spans with the caches that a part of a layer uses."""
+
 
 class Worker(BlockRunner):
     """Computes parts of blocks on one device.
@@ -159,7 +165,7 @@ class Worker(BlockRunner):
     def has_caches_of(self, block: blocks.Block) -> bool:
         """Whether all keys and values that a block reads are here, those of an earlier layer too."""
         sources = [part.source for part in block.parts if isinstance(part, blocks.Attention)]
-        layers = [block.layer, *(source for source in sources if source is not None)]
+        layers = {block.layer, *block.layers, *(source for source in sources if source is not None)}
         return all(self._split.attends(layer, self) is self for layer in layers)
 
     def can_replay(self, layers: Sequence[blocks.Block], tokens: int, spans: Sequence[Span]) -> bool:
@@ -347,7 +353,10 @@ class Worker(BlockRunner):
         return latent.HeadProjections(part, self.weights, self.threads)
 
     def run_part(self, part: blocks.Part, layer: int, x: np.ndarray, spans: list[Span]) -> np.ndarray:
-        """As `BlockRunner.run_part`; counts the time of recurrent layers."""
+        """As `BlockRunner.run_part`, on the device of the layer; counts the time of recurrent layers."""
+        other, spans = self._split.computes(layer, self), self._split.spans_of(part, layer, spans)
+        if other is not self:
+            return self._run_on(other, lambda x: other.run_part(part, layer, x, spans), x)
         if not isinstance(part, blocks.RECURRENT):
             return super().run_part(part, layer, x, spans)
         begin, counted = time.perf_counter(), self._counted()
@@ -361,17 +370,25 @@ class Worker(BlockRunner):
         return self._split.ledger.total()
 
     def run_experts(self, part: blocks.Experts, y: np.ndarray, chosen: np.ndarray, weights: np.ndarray) -> np.ndarray:
-        """As `BlockRunner.run_experts`, on the device of the experts."""
+        """As `BlockRunner.run_experts`: those with matrices on the device of these, those that give y here."""
+        if not part.identity:
+            return self.run_stacked(part, y, chosen, weights)
+        chosen, share = experts.without_identity(part, chosen, weights)
+        out: np.ndarray = self.run_stacked(part, y, chosen, weights) + share * y
+        return out
+
+    def run_stacked(self, part: blocks.Experts, y: np.ndarray, chosen: np.ndarray, weights: np.ndarray) -> np.ndarray:
+        """`run_experts` of experts that have matrices, on the device of these."""
         other, *others = (self._of(linear.weight) for linear in part.matrices)
         if any(worker is not other for worker in others):
             return self._experts_apart(part, y, chosen, weights)
         if other is not self:
-            return self._run_on(other, lambda y, w: other.run_experts(part, y, chosen, w), y, weights)
+            return self._run_on(other, lambda y, w: other.run_stacked(part, y, chosen, w), y, weights)
         with self._timed("experts"):
             self._count_experts(part, chosen)
             if self.compiles and self._plans.unsupported_experts(part) is None:
                 return self._plans.experts(part, y, chosen, weights)
-            return super().run_experts(part, y, chosen, weights)
+            return BlockRunner.run_experts(self, part, y, chosen, weights)
 
     def prepared_experts(
         self, part: blocks.Experts, y: np.ndarray, chosen: np.ndarray, weights: np.ndarray, out: np.ndarray
@@ -379,8 +396,7 @@ class Worker(BlockRunner):
         """`run_experts` of one token as a call without arguments: it reads the arrays when it is called, and writes
         `out`, like y. None of the experts, which are here, are left out."""
         tensors = [self.weights[linear.weight] for linear in part.matrices]
-        read = sum(part.used * tensor.nbytes // tensor.shape[0] for tensor in tensors)
-        prepared: tuple[WorkerPlans, Callable[[], None]] | None = None
+        prepared: tuple[WorkerPlans, Callable[[], int]] | None = None
 
         def call() -> None:
             nonlocal prepared
@@ -391,7 +407,8 @@ class Worker(BlockRunner):
             if prepared is None or prepared[0] is not plans:
                 prepared = plans, plans.experts.prepared(part, y, chosen, weights, out)
             begin = time.perf_counter()
-            prepared[1]()
+            used = prepared[1]()
+            read = sum(used * tensor.nbytes // tensor.shape[0] for tensor in tensors)
             self._split.ledger.read(self.device.name, read)
             self._split.ledger.spent(self.device.name, "experts", time.perf_counter() - begin)
 
@@ -407,7 +424,7 @@ class Worker(BlockRunner):
     def _experts_apart(
         self, part: blocks.Experts, y: np.ndarray, chosen: np.ndarray, weights: np.ndarray
     ) -> np.ndarray:
-        """`run_experts` where the three matrices are on different devices: each product is computed on its matrix's."""
+        """`run_stacked` where the three matrices are on different devices: each product is computed on its matrix's."""
 
         def matrix(linear: blocks.Linear, number: int) -> experts.Product:
             other = self._of(linear.weight)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -298,6 +299,22 @@ def test_the_output_may_not_replace_an_input(checkpoint: Path, tmp_path: Path) -
     with pytest.raises(QuantkitError, match="this is the input"):
         convert_checkpoint(checkpoint, tmp_path / "m.gguf")
     assert weights.read_bytes() == before
+
+
+def test_a_tensor_in_two_spellings(checkpoint: Path, tmp_path: Path) -> None:
+    """One of them would be converted, and which one is an accident of their order."""
+    opened, twice = open_checkpoint(checkpoint), "model.layers.0.mlp.down_proj.weight"
+    specs = [CheckpointSpec(name, t.shape, t.dtype) for name, t in opened.tensors.items()]
+    other = f"model.language_{twice}"
+    shutil.copytree(checkpoint, tmp_path / "hf", ignore=shutil.ignore_patterns("*.safetensors"))
+    with CheckpointWriter(
+        tmp_path / "hf", [*specs, CheckpointSpec(other, *((t := opened.tensors[twice]).shape, t.dtype))]
+    ) as w:
+        for name, tensor in opened.tensors.items():
+            w.write(name, tensor.raw())
+        w.write(other, opened.tensors[twice].raw())
+    with pytest.raises(FormatError, match=rf"tensor {other} is another spelling of {twice}, which is in"):
+        convert_checkpoint(tmp_path / "hf", tmp_path / "m.gguf")
 
 
 def test_model_card_and_general_keys(tmp_path: Path) -> None:

@@ -199,6 +199,22 @@ def test_smollm2_there_and_back(smollm2: Path, smollm2_q4_1: Path, tmp_path: Pat
             np.testing.assert_array_equal(made.tensors[name].data, bf16.quantize(tensor.dequantize()), err_msg=name)
 
 
+def test_an_export_replaces_only_exports(checkpoint: Path, tmp_path: Path) -> None:
+    """The checkpoint of which the file was made is no export, and a template beside one would be taken by `convert`."""
+    original, out = shutil.copytree(checkpoint, tmp_path / "hf"), tmp_path / "out"
+    weights = (original / "model.safetensors").read_bytes()
+    convert_checkpoint(checkpoint, tmp_path / "m.gguf")
+    for dry_run in (True, False):
+        with pytest.raises(DataError, match=r"hf: holds model.safetensors of another checkpoint"):
+            export_gguf(tmp_path / "m.gguf", original, dry_run=dry_run)
+    assert (original / "model.safetensors").read_bytes() == weights
+    export_gguf(tmp_path / "m.gguf", out)
+    export_gguf(tmp_path / "m.gguf", out)
+    (out / "chat_template.jinja").write_text("{{ x }}")
+    with pytest.raises(DataError, match=r"out: holds chat_template.jinja of another checkpoint"):
+        export_gguf(tmp_path / "m.gguf", out)
+
+
 def test_float32_export_loses_nothing(smollm2_q4_1: Path, tmp_path: Path) -> None:
     """Every decoded value of the quantized file is in the checkpoint; rows of q and k are in the other order."""
     plan = export_gguf(smollm2_q4_1, tmp_path / "hf", dry_run=True)

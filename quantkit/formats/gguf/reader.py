@@ -49,6 +49,7 @@ MAX_KEYS = 1 << 16
 MAX_TENSORS = 1 << 17  # 61 layers of 256 separate experts are 46848
 MAX_KEY_BYTES = 65535
 MAX_NAME_BYTES = 1024
+MAX_ALIGNMENT = 1 << 24  # bytes; 32 is usual, and a header is padded to a multiple
 
 _KEY_MIN = 8 + 4 + 1  # bytes that a key takes at least
 _TENSOR_MIN = 8 + 4 + 8 + 4 + 8  # bytes that a tensor info takes at least
@@ -312,6 +313,8 @@ class Shard:
         value = self.metadata.get("general.alignment", ALIGNMENT)
         if not isinstance(value, int) or isinstance(value, bool) or value <= 0 or value & (value - 1):
             raise FormatError(f"{self.path}: general.alignment is {value!r}; it must be a power of two")
+        if value > MAX_ALIGNMENT:
+            raise FormatError(f"{self.path}: general.alignment is {value}, quantkit reads up to {MAX_ALIGNMENT}")
         return value
 
     def split_key(self, key: str, default: int | None = None) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -211,6 +212,13 @@ def test_scales_that_are_no_scales_are_refused_by_name(
         gguf.open(bad).tensors[DOWN].dequantize()
     with pytest.raises(QuantkitError, match=rf"{SCALE} {message}"):
         quantkit.load(bad)
+    assert any(f"tensor {SCALE} {message}" in sentence for sentence in quantkit.verify(bad).damage)
+
+
+def test_values_that_scales_make_infinite_are_damage(stored: dict[str, Path], tmp_path: Path) -> None:
+    bad = with_scales(stored["qwen3moe"], tmp_path / "bad.gguf", lambda x: np.full_like(x, 3e38))
+    (sentence,) = quantkit.verify(bad).damage
+    assert re.search(rf"bad.gguf: {DOWN}: row \d+, column \d+ is -?inf", sentence)
 
 
 @pytest.mark.parametrize(("shape", "kind"), [((2,), "f32"), ((1, 3), "f32"), ((3,), "f16")])

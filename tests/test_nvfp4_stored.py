@@ -233,6 +233,16 @@ def test_scales_that_do_not_fit_are_refused_by_name(shape: tuple[int, ...], kind
         gguf.open(tmp_path / "a.gguf")
 
 
+def test_scales_in_two_tensors_are_refused(tmp_path: Path) -> None:
+    specs = [TensorSpec("a.weight", (4, 64), types.get("nvfp4"))]
+    specs += [TensorSpec(name, (1,), types.get("f32")) for name in ("a.scale", "a.weight.scale")]
+    with Writer(tmp_path / "a.gguf", {"general.architecture": "llama"}, specs) as writer:
+        for spec in specs:
+            writer.write(spec.name, np.zeros(spec.nbytes, np.uint8))
+    with pytest.raises(FormatError, match=r"a.gguf: tensor a.weight has two .*, a.scale and a.weight.scale; "):
+        gguf.open(tmp_path / "a.gguf")
+
+
 def test_what_the_type_cannot_say_becomes_bf16(sources: dict[str, Path], tmp_path: Path, capsys: Any) -> None:
     """Fused, gate and up have two numbers for one matrix; a negative scale of a block has no code."""
     out = tmp_path / "m.gguf"

@@ -198,8 +198,13 @@ class GGUF:
 def _attach_scales(tensors: dict[str, Tensor], is_whole: bool) -> None:
     """Give NVFP4 tensors the tensors of their scales. FormatError for one that does not fit."""
     for tensor in [t for t in tensors.values() if t.type.name == scales.SCALED]:
-        names = scales.companions(tensor.name)[::2]
-        tensor.scale = next((tensors[name] for name in names if name in tensors), None)
+        present = [tensors[name] for name in scales.companions(tensor.name)[::2] if name in tensors]
+        if present[1:]:
+            raise FormatError(
+                f"{tensor.path}: tensor {tensor.name} has two tensors of scales, {present[0].name} and "
+                f"{present[1].name}; it is multiplied by one: get the file again"
+            )
+        tensor.scale = present[0] if present else None
         tensor.is_complete = is_whole or tensor.scale is not None
         found, count = tensor.scale, scales.matrices(tensor.shape)
         if found is not None and (found.type.name != "f32" or found.shape not in ((1,), (count,))):

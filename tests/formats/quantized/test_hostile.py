@@ -179,6 +179,13 @@ def test_rotations_of_running_layers_are_refused(tmp_path: Path) -> None:
         changed("packed", tmp_path, {}, **rotated("weight_input", "input"))
 
 
+@pytest.mark.parametrize("settings", [{"linear_class": "other"}, {"quantization_mode": "ONLINE"}])
+def test_other_layers_of_bitnet_are_refused(tmp_path: Path, settings: dict[str, Any]) -> None:
+    (key, value) = next(iter(settings.items()))
+    with pytest.raises(UnsupportedError, match=rf"/c: quantization_config has {key} '{value}'; of bitnet"):
+        changed("bitnet", tmp_path, {}, **settings)
+
+
 @pytest.mark.parametrize(("kind", "name"), [("fp8", "a.weight"), ("packed", "a.weight"), ("gptq", "a.weight")])
 def test_groups_larger_than_a_row_are_the_row(kind: str, name: str, tmp_path: Path) -> None:
     """Also those beyond 64 bits."""

@@ -62,7 +62,7 @@ METHODS = {
     "modelopt": _MODELOPT,
     "modelopt_fp4": _MODELOPT,
     "bitsandbytes": Method((bitsandbytes.matrix,), bitsandbytes.check, bitsandbytes.PARTS),
-    "bitnet": Method((bitnet.matrix,)),
+    "bitnet": Method((bitnet.matrix,), bitnet.check),
 }
 
 # Read when the checkpoint is opened, or scales of activations and caches, which decoding weights does not need.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import threading
+from pathlib import Path
 
 import numpy as np
 
@@ -23,6 +24,7 @@ from quantkit.inputs.settings import sequence
 
 _NO_CODE = 3
 _LEFT = "modules_to_not_convert"
+_KINDS = {"linear_class": ("bitlinear", "autobitlinear"), "quantization_mode": ("offline", "online")}
 
 
 class TernaryTensor(ScaledTensor):
@@ -82,6 +84,16 @@ class Ternarized(ScaledTensor):
         for start in range(0, self.n_rows, step):
             total += float(np.abs(self.codes.rows(start, min(self.n_rows, start + step))).sum(dtype=np.float64))
         return max(total / math.prod(self.shape), 1e-5)
+
+
+def check(settings: Json, where: Path) -> None:
+    """UnsupportedError for another kind of layer than transformers has: its scale may mean something else."""
+    for key, known in _KINDS.items():
+        if (value := settings.get(key, known[0])) not in known:
+            raise UnsupportedError(
+                f"{where}: quantization_config has {key} {value!r}; of bitnet quantkit reads {' and '.join(known)}: "
+                "correct it in config.json, or convert the model with the program that wrote it"
+            )
 
 
 def matrix(checkpoint: Checkpoint, tensor: CheckpointTensor, settings: Json) -> ScaledTensor | None:

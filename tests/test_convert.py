@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -198,6 +199,22 @@ def test_smollm2_there_and_back(smollm2: Path, smollm2_q4_1: Path, tmp_path: Pat
             np.testing.assert_array_equal(made.tensors[name].data, bf16.quantize(tensor.dequantize()), err_msg=name)
 
 
+def test_an_export_replaces_only_exports(checkpoint: Path, tmp_path: Path) -> None:
+    """The checkpoint of which the file was made is no export, and a template beside one would be taken by `convert`."""
+    original, out = shutil.copytree(checkpoint, tmp_path / "hf"), tmp_path / "out"
+    weights = (original / "model.safetensors").read_bytes()
+    convert_checkpoint(checkpoint, tmp_path / "m.gguf")
+    for dry_run in (True, False):
+        with pytest.raises(DataError, match=r"hf: holds model.safetensors of another checkpoint"):
+            export_gguf(tmp_path / "m.gguf", original, dry_run=dry_run)
+    assert (original / "model.safetensors").read_bytes() == weights
+    export_gguf(tmp_path / "m.gguf", out)
+    export_gguf(tmp_path / "m.gguf", out)
+    (out / "chat_template.jinja").write_text("{{ x }}")
+    with pytest.raises(DataError, match=r"out: holds chat_template.jinja of another checkpoint"):
+        export_gguf(tmp_path / "m.gguf", out)
+
+
 def test_float32_export_loses_nothing(smollm2_q4_1: Path, tmp_path: Path) -> None:
     """Every decoded value of the quantized file is in the checkpoint; rows of q and k are in the other order."""
     plan = export_gguf(smollm2_q4_1, tmp_path / "hf", dry_run=True)
@@ -298,6 +315,22 @@ def test_the_output_may_not_replace_an_input(checkpoint: Path, tmp_path: Path) -
     with pytest.raises(QuantkitError, match="this is the input"):
         convert_checkpoint(checkpoint, tmp_path / "m.gguf")
     assert weights.read_bytes() == before
+
+
+def test_a_tensor_in_two_spellings(checkpoint: Path, tmp_path: Path) -> None:
+    """One of them would be converted, and which one is an accident of their order."""
+    opened, twice = open_checkpoint(checkpoint), "model.layers.0.mlp.down_proj.weight"
+    specs = [CheckpointSpec(name, t.shape, t.dtype) for name, t in opened.tensors.items()]
+    other = f"model.language_{twice}"
+    shutil.copytree(checkpoint, tmp_path / "hf", ignore=shutil.ignore_patterns("*.safetensors"))
+    with CheckpointWriter(
+        tmp_path / "hf", [*specs, CheckpointSpec(other, *((t := opened.tensors[twice]).shape, t.dtype))]
+    ) as w:
+        for name, tensor in opened.tensors.items():
+            w.write(name, tensor.raw())
+        w.write(other, opened.tensors[twice].raw())
+    with pytest.raises(FormatError, match=rf"tensor {other} is another spelling of {twice}, which is in"):
+        convert_checkpoint(tmp_path / "hf", tmp_path / "m.gguf")
 
 
 def test_model_card_and_general_keys(tmp_path: Path) -> None:

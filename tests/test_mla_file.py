@@ -17,7 +17,8 @@ from quantkit.formats import gguf
 from quantkit.formats.gguf import shards
 from quantkit.pipelines.conversion.convert import convert_checkpoint
 from quantkit.pipelines.convert_mla import COPIED, LAYOUTS, REQUANTIZED, ROWS, TRANSPOSED, plan_relayout, write_relayout
-from tests.archs.checkpoints import tiny
+from tests.archs.checkpoints import coded_checkpoint, tiny
+from tests.archs.quantized import KINDS
 
 TOKENS = np.random.default_rng(4).integers(2, 320, 150).tolist()
 PARTS = {"kv_b": {"attn_kv_b"}, "k_b+v_b": {"attn_k_b", "attn_v_b"}, "both": {"attn_kv_b", "attn_k_b", "attn_v_b"}}
@@ -192,3 +193,23 @@ def test_what_has_no_latents_or_odd_ones(both: Path, tmp_path: Path) -> None:
     with pytest.raises(FormatError, match=r"attn_kv_b.weight is missing, and so are"):
         plan_relayout(source, "kv_b")
     assert types.get("q8_0").block_size == 32
+
+
+def test_scales_go_with_their_tensors(tmp_path: Path) -> None:
+    """A scale of a tensor that is left out is of nothing, and no command read a file with it."""
+    tiny(tmp_path / "hf", "bfloat16", "deepseek2", kv_lora_rank=64, qk_nope_head_dim=64, v_head_dim=64,
+         num_nextn_predict_layers=0)  # fmt: skip
+    make, settings = KINDS["nvfp4"]
+    rng = np.random.default_rng(4)
+    coded = coded_checkpoint(
+        tmp_path / "hf", tmp_path / "nv", "kv_b_proj.weight", lambda *about: make(rng, *about), settings
+    )
+    convert_checkpoint(coded, tmp_path / "both.gguf", "stored")
+    before = gguf.open(tmp_path / "both.gguf").tensors
+    assert before["blk.0.attn_kv_b.weight"].scale is not None
+    for layout in ("kv_b", "k_b+v_b"):
+        made = laid_out(tmp_path / "both.gguf", layout, tmp_path / f"{layout}.gguf")
+        assert {name.split(".")[-2] for name in made.tensors if name.endswith(".scale")} <= PARTS[layout]
+        assert not quantkit.verify(tmp_path / f"{layout}.gguf").damage
+        for name, tensor in made.tensors.items():
+            np.testing.assert_array_equal(tensor.dequantize().ravel(), before[name].dequantize().ravel())

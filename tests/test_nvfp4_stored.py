@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -211,6 +212,13 @@ def test_scales_that_are_no_scales_are_refused_by_name(
         gguf.open(bad).tensors[DOWN].dequantize()
     with pytest.raises(QuantkitError, match=rf"{SCALE} {message}"):
         quantkit.load(bad)
+    assert any(f"tensor {SCALE} {message}" in sentence for sentence in quantkit.verify(bad).damage)
+
+
+def test_values_that_scales_make_infinite_are_damage(stored: dict[str, Path], tmp_path: Path) -> None:
+    bad = with_scales(stored["qwen3moe"], tmp_path / "bad.gguf", lambda x: np.full_like(x, 3e38))
+    (sentence,) = quantkit.verify(bad).damage
+    assert re.search(rf"bad.gguf: {DOWN}: row \d+, column \d+ is -?inf", sentence)
 
 
 @pytest.mark.parametrize(("shape", "kind"), [((2,), "f32"), ((1, 3), "f32"), ((3,), "f16")])
@@ -222,6 +230,16 @@ def test_scales_that_do_not_fit_are_refused_by_name(shape: tuple[int, ...], kind
     with pytest.raises(
         FormatError, match=r"tensor a.scale is f(32|16) of shape .*; a.weight, .*needs f32 of shape \(3,\)"
     ):
+        gguf.open(tmp_path / "a.gguf")
+
+
+def test_scales_in_two_tensors_are_refused(tmp_path: Path) -> None:
+    specs = [TensorSpec("a.weight", (4, 64), types.get("nvfp4"))]
+    specs += [TensorSpec(name, (1,), types.get("f32")) for name in ("a.scale", "a.weight.scale")]
+    with Writer(tmp_path / "a.gguf", {"general.architecture": "llama"}, specs) as writer:
+        for spec in specs:
+            writer.write(spec.name, np.zeros(spec.nbytes, np.uint8))
+    with pytest.raises(FormatError, match=r"a.gguf: tensor a.weight has two .*, a.scale and a.weight.scale; "):
         gguf.open(tmp_path / "a.gguf")
 
 

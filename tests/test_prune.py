@@ -99,6 +99,10 @@ def test_layers(tmp_path: Path) -> None:
     assert pruned.hparams.n_layer == 3
     whole.blocks = [block for block in whole.blocks if block.layer != 1]
     np.testing.assert_array_equal(pruned.logits(TOKENS), whole.logits(TOKENS))
+    (tmp_path / "three").mkdir()
+    three = gguf.open(converted(tmp_path / "three", "llama", num_hidden_layers=3)).metadata["general.size_label"]
+    labels = [gguf.open(p).metadata["general.size_label"] for p in (tmp_path / "pruned.gguf", path)]
+    assert labels[0] == three != labels[1]
     with pytest.raises(DataError, match="layers 0 to 3"):
         plan_prune(gguf.open(path), None, [4])
     with pytest.raises(DataError, match="leaves no layer"):

@@ -298,11 +298,11 @@ def test_the_input_is_never_overwritten(model: Path, tmp_path: Path) -> None:
 def test_an_existing_output_is_replaced_only_by_a_complete_one(tmp_path: Path, rng: np.random.Generator) -> None:
     x = np.full((EXPERTS, ROWS, COLUMNS), np.nan)
     out = tmp_path / "out.gguf"
-    out.write_bytes(b"old")
+    out.write_bytes(b"GGUF, old")
     file, plan = made_of(write_model(tmp_path / "bad.gguf", rng, ffn_up_exps=x), "Q8_0")
     with pytest.raises(DataError):
         quantize_with_plan(file, out, plan)
-    assert out.read_bytes() == b"old"
+    assert out.read_bytes() == b"GGUF, old"
     file, plan = made_of(write_model(tmp_path / "good.gguf", rng), "Q8_0")
     quantize_with_plan(file, out, plan)
     assert quantkit.open(out).metadata["general.file_type"] == 7

@@ -96,11 +96,13 @@ def set_(
     changed = Metadata()
     for text in values or []:
         key, value, kind = assignment(text, file.metadata)
+        _require_once(key, changed)
         changed.set(key, value, kind)
     for text in from_file or []:
         key, equals, name = text.partition("=")
         if not key or not equals:
             raise OptionError(f"--from-file '{text}' is not KEY=PATH")
+        _require_once(key, changed)
         changed.set(key, Path(name).read_bytes().decode("utf-8", "surrogateescape"), "str")
     if not changed:
         raise typer.BadParameter("nothing to set: give KEY=TYPE:VALUE, or --from-file KEY=PATH")
@@ -118,7 +120,7 @@ def remove(path: File, keys: Keys, force: Force = False, dry_run: DryRun = False
     absent = [key for key in keys if key not in file.metadata]
     if absent:
         raise _absent(path, absent, file.metadata)
-    _apply(file.paths[0], file.metadata, Metadata(), keys, force, dry_run, json)
+    _apply(file.paths[0], file.metadata, Metadata(), list(dict.fromkeys(keys)), force, dry_run, json)
 
 
 SUBCOMMANDS = {"get": get, "set": set_, "remove": remove}
@@ -158,6 +160,11 @@ def _check(path: Path, old: Metadata, changed: Metadata, removed: list[str]) -> 
                 f"{path}: {key} is {_kind(old, key)}, not {_kind(changed, key)}, and readers reject a key of another "
                 f"type; write {key}={_kind(old, key)}:…, or use --force"
             )
+
+
+def _require_once(key: str, changed: Metadata) -> None:
+    if key in changed:
+        raise OptionError(f"{key} is set twice, to {_side(changed, key)} first; leave out one of the two")
 
 
 def _absent(path: Path, keys: list[str], found: Metadata) -> QuantkitError:

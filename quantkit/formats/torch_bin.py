@@ -60,10 +60,11 @@ class _File:
         if not isinstance(name, str) or not hasattr(tensor, "untyped_storage"):
             raise FormatError(f"{what} is a {type(tensor).__name__}; a checkpoint is a dict of tensors by name")
         dtype = _DTYPES.get(str(tensor.dtype).removeprefix("torch."))
-        if dtype is None or not tensor.is_contiguous():
+        if dtype is None or not tensor.is_contiguous() or tensor.is_neg():  # the sign of such a view is a flag
             raise UnsupportedError(
-                f"{what} is {tensor.dtype} of shape {tuple(tensor.shape)} and strides {tensor.stride()}; quantkit "
-                "reads plain arrays row after row: load the model with transformers and save it as safetensors"
+                f"{what} is {tensor.dtype} of shape {tuple(tensor.shape)} and strides {tensor.stride()}"
+                f"{', and negated' if tensor.is_neg() else ''}; quantkit reads plain arrays row after row: load the "
+                "model with transformers and save it as safetensors"
             )
         first, nbytes = tensor.storage_offset() * tensor.element_size(), tensor.numel() * tensor.element_size()
         start = self._storage(what, tensor.untyped_storage(), first, nbytes) + first if nbytes else 0

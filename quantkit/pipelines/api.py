@@ -311,18 +311,21 @@ class Quantization:
     ) -> QuantizeResult:
         """Write the file. Parameters, result and errors are those of `quantize`."""
         from quantkit.errors import FormatError
+        from quantkit.formats.atomic import refuse_inputs
         from quantkit.pipelines import resume
         from quantkit.pipelines.quantize import Override, quantize_with_plan
 
         options, started = self.options, time.perf_counter()
         if self.model.file is None:
             raise FormatError("the input contains no weights; pass its directory or a GGUF file")
+        imatrix_file = str(options.imatrix) if isinstance(options.imatrix, (str, Path)) else ""
+        refuse_inputs([Path(output)], [Path(imatrix_file)] if imatrix_file else [])
         written = quantize_with_plan(
             self.model.file,
             output,
             self.plan,
             imatrix=self.imatrix,
-            imatrix_file=str(options.imatrix) if isinstance(options.imatrix, (str, Path)) else "",
+            imatrix_file=imatrix_file,
             hide_imatrix=options.hide_imatrix,
             calibration=self.calibration,
             overrides=[Override.parse(text) for text in texts(options.override_kv)],

@@ -32,7 +32,7 @@ from quantkit.archs.common import validate
 from quantkit.archs.deepseek2 import LatentHParams
 from quantkit.errors import FormatError, UnknownNameError, UnsupportedError
 from quantkit.formats import provenance
-from quantkit.formats.gguf import GGUF, Metadata, Tensor, TensorSpec, Writer
+from quantkit.formats.gguf import GGUF, Metadata, Tensor, TensorSpec, Writer, scales
 from quantkit.formats.mapping import release
 from quantkit.formats.pipeline import Progress, row_ranges
 from quantkit.pipelines.output import WriteTask, write_gguf
@@ -152,6 +152,9 @@ def plan_relayout(source: GGUF, layout: str, kind: str | None = None) -> Relayou
             done.add(match[1])
             new_tensors = _layer(f"blk.{match[1]}", of_layer[match[1]], layout, sizes, chosen)
             changes += [RelayoutTensor(*parts, shard) for parts in new_tensors]
+    names = {change.spec.name for change in changes}
+    scales_left_out = {scale for name in source.tensors.keys() - names for scale in scales.companions(name)}
+    changes = [change for change in changes if change.spec.name not in scales_left_out]
     return Relayout(source, layout, sizes, changes, _metadata(source, layout, sizes, changes))
 
 

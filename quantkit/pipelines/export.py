@@ -35,6 +35,10 @@ from quantkit.tokenizers import hf_tokenizer, vocab
 
 DTYPES = ("auto", "bf16", "f16", "f32")
 _TORCH = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_READ_TOO = ("chat_template.jinja", "chat_template.json", "special_tokens_map.json", "added_tokens.json",
+             "tokenizer.model", "quantize_config.json", "quant_config.json", "hf_quant_config.json",
+             "pytorch_model.bin", "pytorch_model.bin.index.json")  # fmt: skip
+"""Files that an export does not have, and that change what its own ones mean to `convert` and transformers."""
 _REGENERATED = ("architecture", "type", "file_type", "quantization_version", "alignment")
 
 
@@ -88,6 +92,7 @@ def export_gguf(
     progress: Progress | bool = False,
 ) -> Export:
     """Write the GGUF `source` as a Hugging Face checkpoint in `directory`, which is created if it does not exist.
+    A directory with another checkpoint is refused; an earlier export is replaced.
 
     Quantized tensors are stored as `dtype`: "bf16", "f16" or "f32"; "auto" is "f32". The weights appear last, when they
     are complete. With `dry_run` everything is checked and nothing is written.
@@ -95,6 +100,7 @@ def export_gguf(
     if dtype not in DTYPES:
         raise UnknownNameError("dtype", dtype, DTYPES)
     plan = plan_export(open_gguf(source), directory, dtype)
+    _require_own_directory(plan.directory)
     if dry_run:
         return plan
     plan.directory.mkdir(parents=True, exist_ok=True)
@@ -107,6 +113,18 @@ def export_gguf(
             pump(plan.jobs(), writer.write, bar, threads=threads)
         plan.paths.extend(writer.paths)
     return plan
+
+
+def _require_own_directory(directory: Path) -> None:
+    """DataError for a directory with files of a checkpoint that is no earlier export: they would mix, or be lost."""
+    others = [name for name in _READ_TOO if (directory / name).exists()]
+    if not (directory / vocab.METADATA_FILE).exists():  # which every export has
+        others += sorted(path.name for path in directory.glob("*.safetensors"))
+    if others:
+        raise DataError(
+            f"{directory}: holds {others[0]}{f' and {len(others) - 1} more files' if others[1:] else ''} of another "
+            "checkpoint, which an export would mix with its own or replace; choose an empty directory"
+        )
 
 
 def plan_export(source: GGUF, directory: str | os.PathLike[str], dtype: str = "auto") -> Export:

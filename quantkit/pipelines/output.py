@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from quantkit.errors import OptionError
-from quantkit.formats.atomic import refuse_inputs
 from quantkit.formats.gguf import TensorSpec, Writer
+from quantkit.formats.gguf.writer import refuse_outputs
 from quantkit.formats.pipeline import Progress, spread
 
 WriteTask = Callable[[], int]  # computes and writes a piece; returns its size in bytes
@@ -42,7 +42,7 @@ def write_gguf(
     """
     total = sum(spec.nbytes for spec in specs)
     with Writer(out, metadata, specs, split_max_bytes, split_max_tensors, shards, durable=False) as writer:
-        refuse_inputs(writer.paths, inputs)
+        refuse_outputs(writer.paths, inputs)
         spread(tasks(writer), total, threads=threads, progress=progress)
         return list(writer.paths)
 

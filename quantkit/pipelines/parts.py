@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from quantkit.errors import FormatError, OptionError
 from quantkit.formats import gguf, provenance
-from quantkit.formats.gguf import dialects, shards
+from quantkit.formats.gguf import dialects, difference, shards
 from quantkit.formats.gguf.reader import MAX_TENSORS, PART
 from quantkit.formats.gguf.writer import ShardsOfSet
 from quantkit.pipelines.options import QuantizeOptions, comma_separated, texts
@@ -225,12 +225,11 @@ def _places(file: GGUF, total: int) -> list[int]:
 def _require_same(first: GGUF, other: GGUF) -> None:
     """FormatError unless two parts have the same metadata, except for what describes their own tensors."""
     _total(other)
-    for key in dict.fromkeys((*first.metadata, *other.metadata)):
-        mine, others = first.metadata.get(key), other.metadata.get(key)
-        if (key not in _PER_TENSOR or key == TENSORS) and mine != others:
+    for found in difference.of_metadata(first.metadata, other.metadata):
+        if found.key not in _PER_TENSOR or found.key == TENSORS:
             raise FormatError(
-                f"{other.path}: {key} is {_short(others)}, in {first.path} it is {_short(mine)}; these parts are not "
-                "of one plan"
+                f"{other.path}: {found.key} is {_short(found.b)}, in {first.path} it is {_short(found.a)}; these parts "
+                "are not of one plan"
             )
 
 

@@ -23,9 +23,11 @@ from quantkit.archs.common import blocks, validate
 from quantkit.archs.common.tensors import split_name
 from quantkit.errors import DataError, FormatError, UnsupportedError
 from quantkit.formats.gguf import GGUF, Metadata, Tensor
+from quantkit.pipelines.conversion.metadata import size_label
 from quantkit.pipelines.rewrite import Rewrite, RewrittenTensor, by_shard, copied, is_of_layers, selected
 
 SALIENCY = "quantkit.saliency/1"  # schema of the files of `quantkit saliency`
+_SIZE = "general.size_label"
 _NGRAMS = "ple.layers"  # the key that lists layers with n-grams
 _OF_EXPERTS = re.compile(
     r"blk\.\d+\.(ffn_\w+_exps\.(weight|bias|scale|input_scale)|(ffn_gate_inp|exp_probs_b)\.(weight|bias))"
@@ -88,6 +90,8 @@ def plan_prune(
         if layer is None or layer in number_of:
             made.append(_tensor(tensor, shard, layer, number_of, keep))
     metadata = _metadata(source.metadata, hp, stay, keep)
+    if _SIZE in metadata:
+        metadata.set(_SIZE, size_label(hp.arch, [tensor.spec for tensor in made]), "str")
     _require_same_layers(source, described, made, metadata, stay)
     return Rewrite([source], made, metadata)
 

@@ -28,7 +28,7 @@ from quantkit.errors import DataError, OptionError, QuantkitError
 from quantkit.formats import provenance
 from quantkit.formats.atomic import refuse_directory, refuse_inputs
 from quantkit.formats.gguf import Metadata, TensorSpec, Writer, dialects
-from quantkit.formats.gguf.writer import layouts
+from quantkit.formats.gguf.writer import layouts, refuse_outputs
 from quantkit.formats.imatrix import Imatrix
 from quantkit.formats.mapping import is_mapped
 from quantkit.formats.owned import followed
@@ -176,7 +176,7 @@ def quantize_with_plan(
     limits = (split_max_bytes, split_max_tensors, counts)
     chosen = part.shards if part is not None else None
     job.layouts = layouts(out, metadata, specs, *limits, chosen=chosen)
-    refuse_inputs([layout.path for layout in job.layouts], source.paths)
+    refuse_outputs([layout.path for layout in job.layouts], source.paths)
     job.find_interrupted(_settings(metadata, source), fresh)
     if partial_requant and (existing := [layout.path for layout in job.layouts if layout.path.exists()]):
         old = resume.open_old_shards(existing)

@@ -26,7 +26,7 @@ import numpy as np
 
 from quantkit import __version__, types
 from quantkit.archs.common import validate
-from quantkit.errors import DataError
+from quantkit.errors import DataError, FormatError
 from quantkit.formats import provenance
 from quantkit.formats.gguf import GGUF, Tensor, scales
 from quantkit.formats.imatrix import Imatrix
@@ -207,9 +207,11 @@ def _check_bytes(tensor: Tensor, record: Record | None) -> Checked:
         data = tensor.rows(start, stop)
         if codec:
             try:
-                check_finite(tensor.type.dequantize(data, tensor.shape[-1], threads=1), start)
+                check_finite(_values(tensor, data, start), start)
             except DataError as error:
                 return Checked(name, tensor.nbytes, damage=f"{tensor.path}: {name}: {error}")
+            except FormatError as error:  # a scale that names its file and tensor
+                return Checked(name, tensor.nbytes, damage=str(error))
         if to_recorded is not None:
             pieces.append(provenance.of_piece(to_recorded(data)))
         release(data)
@@ -224,6 +226,13 @@ def _check_bytes(tensor: Tensor, record: Record | None) -> Checked:
     return found._replace(
         damage=f"{tensor.path}: {name}: the bytes have changed since they were written: the hash differs"
     )
+
+
+def _values(tensor: Tensor, data: np.ndarray, start: int) -> np.ndarray:
+    """The values of rows from `start` on; of a part of a model without the scales of NVFP4, which are elsewhere."""
+    if not tensor.is_complete:
+        return tensor.type.dequantize(data, tensor.shape[-1], threads=1)
+    return scales.decode(tensor, data, start, threads=1)
 
 
 def _to_recorded_layout(tensor: Tensor, record: Record) -> Callable[[np.ndarray], np.ndarray] | None:

@@ -93,6 +93,10 @@ def test_metadata(tmp_path, capfdbinary):
         "set", path, "general.architecture=str:x", status=1
     )
     assert "describes the names, shapes or offsets of tensors" in out("remove", path, "general.architecture", status=1)
+    assert "a.b is set twice, to i32[]:[3] first" in out("set", path, "a.b=[3]", "a.b=[4]", status=2)
+    assert "general.name is set twice" in out(
+        "set", path, "general.name=x", "--from-file", f"general.name={template}", status=2
+    )
     assert "did you mean general.name" in out("get", path, "general.nam", status=1)
     assert "no key general.nam" in out("remove", path, "general.nam", status=1)
     assert path.read_bytes() == before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 
 from quantkit.cli import main
 from quantkit.errors import OptionError
-from quantkit.formats import gguf
+from quantkit.formats import gguf, imatrix
 from quantkit.pipelines.output import filled_name
 from tests.documentation import make_world
 
@@ -86,6 +87,35 @@ def test_a_part_says_that_it_is_one(world: Path, tmp_path: Path, capsys: pytest.
     assert "metadata set" not in capsys.readouterr().out
     whole, merged = tmp_path / "whole.gguf", tmp_path / "merged.gguf"
     assert main(["quantize", str(source), str(whole), "Q4_0"]) == 0
+    for path in (part, rest):  # NaN is the same in both, though it equals nothing
+        assert main(["metadata", "set", str(path), "a.number=f32:nan"]) == 0
     assert main(["merge", str(part), str(rest), str(merged)]) == 0
     for name, tensor in gguf.open(whole).tensors.items():
         np.testing.assert_array_equal(gguf.open(merged).tensors[name].data, tensor.data)
+
+
+def test_other_files_are_not_replaced(world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A slip in a name must not cost an importance matrix, a text, or a checkpoint's config.json."""
+    model, checkpoint = str(world / "model-bf16.gguf"), tmp_path / "hf"
+    rules, matrix = tmp_path / "rules.txt", tmp_path / "im.gguf"
+    shutil.copytree(world / "HF_DIR", checkpoint)
+    rules.write_text("ffn=q8_0")
+    found = {name: t.shape[-1] for name, t in gguf.open(model).tensors.items() if len(t.shape) == 2}
+    entries = {name: imatrix.Entry(np.ones((1, n), np.float32), np.ones(1, int), 1) for name, n in found.items()}
+    imatrix.write(matrix, imatrix.Imatrix(entries, 1, "text", 512), "gguf")
+    for command, out in (
+        (["convert", str(checkpoint)], checkpoint / "config.json"),
+        (["quantize", str(checkpoint), "Q8_0"], checkpoint / "tokenizer.json"),
+        (["quantize", model, "Q8_0", "--custom-q", str(rules)], rules),
+        (["quantize", model, "Q8_0", "--imatrix", str(matrix)], matrix),
+        (["prune", model, "--prune-layers", "1"], rules),
+    ):
+        before = out.read_bytes()
+        assert main([*command[:2], str(out), *command[2:]]) == 1, out
+        said = capsys.readouterr().err
+        assert f"{out}: exists and is no GGUF file" in said or f"{out}: this is the input" in said
+        assert out.read_bytes() == before
+    (empty := tmp_path / "m.gguf").touch()  # as mktemp makes it
+    assert main(["convert", str(checkpoint), str(empty)]) == 0
+    assert main(["convert", str(checkpoint), str(empty)]) == 0
+    assert not list(tmp_path.rglob("*.partial*"))

@@ -72,6 +72,10 @@ GGUF_CASES = {
     ),
     "alignment 0": (raw.gguf([pair("general.alignment", "u32", 0)], []), "alignment is 0; it must be a power of two"),
     "alignment 48": (raw.gguf([pair("general.alignment", "u32", 48)], []), "alignment is 48"),
+    "alignment 2^62": (
+        raw.gguf([pair("general.alignment", "u64", 1 << 62)], []),
+        f"alignment is {1 << 62}, quantkit reads up to {1 << 24}",
+    ),
     "alignment str": (raw.gguf([pair("general.alignment", "str", "32")], []), "alignment is '32'"),
     "name length": (raw.gguf([], [string("a", BIG) + bytes(40)]), f"{BIG} bytes long, at most 1024"),
     "name not UTF-8": (

@@ -95,7 +95,8 @@ def test_integers_of_compressed_tensors(
     groups = 1 if size < 0 else -(-n // size)
     codes, zero = (rng.integers(-half, half, shape).astype(np.int8) for shape in ((rows, n), (rows, groups)))
     scales = rng.uniform(0.5, 2, (rows, groups)).astype("<f4").view("<u4") >> 16  # bf16
-    of_column = rng.integers(0, groups, n) if ordered else np.arange(n) // (n if size < 0 else size)
+    runs = np.arange(n) // (n if size < 0 else size)
+    of_column = rng.permutation(runs) if ordered else runs
     tensors: dict[str, Any] = {
         "a__weight_packed": ("I32", packed(codes, bits)),
         "a__weight_shape": ("I64", np.array([rows, n], "<i8")),
@@ -145,6 +146,10 @@ def test_bitnets_packed_and_online(tmp_path: Path, rng: np.random.Generator) -> 
     found = read["b.up_proj.weight"].rows(3, 20)
     np.testing.assert_allclose(found, (np.rint(x * mean).clip(-1, 1) / mean)[3:20], rtol=1e-6)
     np.testing.assert_array_equal(read["lm_head.weight"].dequantize(), x)
+    for pattern, stays in (("b.up_proj", True), ("up_proj", True), ("b.*", True), ("b.up", False), ("lm_head", False)):
+        left = unscaled(stored, {"quantization_config": settings | {"modules_to_not_convert": [pattern]}}).tensors
+        assert np.array_equal(left["b.up_proj.weight"].dequantize(), x) == stays, pattern
+        np.testing.assert_array_equal(left["a.up_proj.weight"].dequantize(), codes.numpy() * scale)
     divided = unscaled(stored, {"quantization_config": settings | {"linear_class": "bitlinear"}}).tensors
     np.testing.assert_array_equal(divided["a.up_proj.weight"].dequantize(), codes.numpy() / scale)
     with pytest.raises(FormatError, match="has to be a matrix with one scale"):

@@ -61,6 +61,7 @@ def test_dtypes_and_views(tmp_path: Path) -> None:
     ("state", "options", "error", "message"),
     [
         ({"x": torch.ones(3, 4).t()}, {}, UnsupportedError, r"'x' .* strides \(1, 4\)"),
+        ({"x": torch._neg_view(torch.ones(3, 4))}, {}, UnsupportedError, r"'x' .* strides \(4, 1\), and negated"),
         ({"x": torch.ones(3, dtype=torch.complex64)}, {}, UnsupportedError, "complex64"),
         ({"x": torch.ones(3)}, {"_use_new_zipfile_serialization": False}, UnsupportedError, "before 1.6"),
         ([torch.ones(3)], {}, FormatError, "holds a list"),

@@ -49,6 +49,7 @@ MAX_KEYS = 1 << 16
 MAX_TENSORS = 1 << 17  # 61 layers of 256 separate experts are 46848
 MAX_KEY_BYTES = 65535
 MAX_NAME_BYTES = 1024
+MAX_ALIGNMENT = 1 << 24  # bytes; 32 is usual, and a header is padded to a multiple
 
 _KEY_MIN = 8 + 4 + 1  # bytes that a key takes at least
 _TENSOR_MIN = 8 + 4 + 8 + 4 + 8  # bytes that a tensor info takes at least
@@ -197,8 +198,13 @@ class GGUF:
 def _attach_scales(tensors: dict[str, Tensor], is_whole: bool) -> None:
     """Give NVFP4 tensors the tensors of their scales. FormatError for one that does not fit."""
     for tensor in [t for t in tensors.values() if t.type.name == scales.SCALED]:
-        names = scales.companions(tensor.name)[::2]
-        tensor.scale = next((tensors[name] for name in names if name in tensors), None)
+        present = [tensors[name] for name in scales.companions(tensor.name)[::2] if name in tensors]
+        if present[1:]:
+            raise FormatError(
+                f"{tensor.path}: tensor {tensor.name} has two tensors of scales, {present[0].name} and "
+                f"{present[1].name}; it is multiplied by one: get the file again"
+            )
+        tensor.scale = present[0] if present else None
         tensor.is_complete = is_whole or tensor.scale is not None
         found, count = tensor.scale, scales.matrices(tensor.shape)
         if found is not None and (found.type.name != "f32" or found.shape not in ((1,), (count,))):
@@ -312,6 +318,8 @@ class Shard:
         value = self.metadata.get("general.alignment", ALIGNMENT)
         if not isinstance(value, int) or isinstance(value, bool) or value <= 0 or value & (value - 1):
             raise FormatError(f"{self.path}: general.alignment is {value!r}; it must be a power of two")
+        if value > MAX_ALIGNMENT:
+            raise FormatError(f"{self.path}: general.alignment is {value}, quantkit reads up to {MAX_ALIGNMENT}")
         return value
 
     def split_key(self, key: str, default: int | None = None) -> int:

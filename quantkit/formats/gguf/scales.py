@@ -83,7 +83,8 @@ def decode(tensor: Scaled, data: np.ndarray, start: int, threads: int | None = N
     """float32[rows, n]: the values of rows from `start` on, given their bytes."""
     x = tensor.type.dequantize(data, tensor.shape[-1], threads=threads)
     if tensor.scales is not None:
-        x *= tensor.scales[np.arange(start, start + len(x)) // _rows_of_matrix(tensor), None]
+        with np.errstate(over="ignore"):  # values beyond float32 become Inf, which callers refuse
+            x *= tensor.scales[np.arange(start, start + len(x)) // _rows_of_matrix(tensor), None]
     return x
 
 

@@ -17,10 +17,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from quantkit.errors import DataError, FormatError
-from quantkit.formats.atomic import refuse_inputs
 from quantkit.formats.gguf.metadata import Metadata
 from quantkit.formats.gguf.reader import GGUF, Tensor, TensorSpec, Writer
-from quantkit.formats.gguf.writer import ALIGNMENT
+from quantkit.formats.gguf.writer import ALIGNMENT, refuse_outputs
 from quantkit.formats.mapping import release
 from quantkit.formats.pipeline import Progress, spread
 
@@ -133,7 +132,7 @@ def _copy_tensors(
 ) -> list[Path]:
     specs = [TensorSpec(t.name, t.shape, t.type) for t in tensors]
     with Writer(out, metadata, specs, shards=counts, numbered=numbered) as writer:
-        refuse_inputs(writer.paths, inputs)
+        refuse_outputs(writer.paths, inputs)
         tasks = (task for tensor in tensors for task in _tasks(tensor, writer))
         spread(tasks, sum(t.nbytes for t in tensors), threads=threads, progress=progress)
         return list(writer.paths)

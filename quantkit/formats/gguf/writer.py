@@ -17,11 +17,13 @@ from typing import NamedTuple
 import numpy as np
 
 from quantkit import types
-from quantkit.errors import DataError
+from quantkit.errors import DataError, QuantkitError
+from quantkit.formats.atomic import os_errors, refuse_inputs
 from quantkit.formats.gguf.metadata import ARRAY, DTYPES, IDS, Metadata, Value
 from quantkit.formats.stream import Layout, Slot, StreamWriter
 from quantkit.types import QuantType
 
+MAGIC = b"GGUF"
 VERSION = 3
 ALIGNMENT = 32  # the default, which every reader takes; so general.alignment is never written
 MAX_DIMS = 4
@@ -212,6 +214,21 @@ def _counts(
     return list(shards)
 
 
+def refuse_outputs(outputs: Iterable[Path], inputs: Sequence[Path]) -> None:
+    """QuantkitError if an existing output is one of the inputs, or of another format: then its name is a slip."""
+    for path in outputs:
+        refuse_inputs([path], inputs)
+        if not path.is_file():
+            continue
+        with os_errors(path, "read what would be replaced"), open(path, "rb") as stream:
+            magic = stream.read(len(MAGIC))
+        if magic not in (MAGIC, b""):
+            raise QuantkitError(
+                f"{path}: exists and is no GGUF file (it begins with {magic!r}), so it is not replaced; write to "
+                "another name, or remove it"
+            )
+
+
 # --------------------------------------------------------------------------------------------------------------- layout
 
 
@@ -269,7 +286,7 @@ def _headers(
 
 
 def _header(metadata: Metadata, specs: Sequence[TensorSpec]) -> bytes:
-    parts = [b"GGUF", struct.pack("<IQQ", VERSION, len(specs), len(metadata))]
+    parts = [MAGIC, struct.pack("<IQQ", VERSION, len(specs), len(metadata))]
     parts += [pair_bytes(metadata, key) for key in metadata]
     offset = 0
     for spec in specs:

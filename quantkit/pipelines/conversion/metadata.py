@@ -66,10 +66,8 @@ def general_keys(
     """
     import gguf
 
-    writer = gguf.GGUFWriter(None, architecture)  # collects keys; it never opens a file
-    for spec in specs:
-        writer.add_tensor_info(spec.name, spec.shape, np.dtype(np.float32), spec.nbytes)
-    total, *shared_and_experts = writer.get_total_parameter_count()
+    writer = _with_tensors(architecture, specs)
+    total, *_ = writer.get_total_parameter_count()
     exported = json_input.read_object(directory / vocab.METADATA_FILE)
     found = _described(directory, config, total, "general.name" in exported, warnings)
     others = _override(found, exported, directory / vocab.METADATA_FILE)
@@ -82,7 +80,7 @@ def general_keys(
     if found.name is None:
         found.name = directory.resolve().name.encode("utf-8", "replace").decode()  # a name may be any bytes
     if found.size_label is None and total:
-        found.size_label = gguf.size_label(total, *shared_and_experts)
+        found.size_label = gguf.size_label(*writer.get_total_parameter_count())
     writer.add_type(gguf.GGUFType.MODEL)
     found.set_gguf_meta_model(writer)
     writer.add_file_type(outtype.file_type or 0)
@@ -91,6 +89,23 @@ def general_keys(
     array = gguf.GGUFValueType.ARRAY  # all of them are of text
     kinds = {key: "str" if entry.type is array else KINDS[entry.type] for key, entry in collected.items()}
     return {key: (entry.value, kinds[key]) for key, entry in collected.items()} | others
+
+
+def size_label(architecture: str, specs: Sequence[TensorSpec]) -> str:
+    """What `general.size_label` says of a model with these tensors, such as 7B or 128x3.4B."""
+    import gguf
+
+    return str(gguf.size_label(*_with_tensors(architecture, specs).get_total_parameter_count()))
+
+
+def _with_tensors(architecture: str, specs: Sequence[TensorSpec]) -> gguf.GGUFWriter:
+    """A writer that counts parameters and collects keys; it never opens a file."""
+    import gguf
+
+    writer = gguf.GGUFWriter(None, architecture)
+    for spec in specs:
+        writer.add_tensor_info(spec.name, spec.shape, np.dtype(np.float32), spec.nbytes)
+    return writer
 
 
 # ------------------------------------------------------------------------------------------- what the checkpoint states

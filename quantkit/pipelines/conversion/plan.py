@@ -218,7 +218,7 @@ def plan_conversion(
     automatic = {"auto": "f16", STORED: "f32", VALUES: "f32"}  # for a checkpoint that is all float32
     chosen = types.get(_first_16_bit(checkpoint) or automatic[outtype] if outtype in automatic else outtype)
     adapter = None if merge_lora is None else open_adapter(merge_lora)
-    names = [arch.canonical(name) for name in checkpoint.tensors]
+    names = _canonical_names(arch, checkpoint)
     warnings: list[str] = []
     with errors_name(directory):
         config = arch.with_mtp(config, mtp, names)
@@ -264,6 +264,19 @@ def plan_conversion(
         conversion.metadata.set(key, value, kind)
     validate.check_planned(conversion.metadata, {spec.name: spec for spec in specs}, directory)
     return conversion
+
+
+def _canonical_names(arch: Arch, checkpoint: Checkpoint) -> list[str]:
+    """The names of the tensors as the rules spell them. FormatError for one name in two spellings."""
+    found: dict[str, str] = {}
+    for name, tensor in checkpoint.tensors.items():
+        if (other := found.setdefault(arch.canonical(name), name)) != name:
+            raise FormatError(
+                f"{tensor.path}: tensor {name} is another spelling of {other}, which is in "
+                f"{checkpoint.tensors[other].path}; the directory holds two checkpoints, or one that was saved twice: "
+                "remove one of them"
+            )
+    return list(found)
 
 
 def _without_added_biases(checkpoint: Checkpoint, arch: Arch, config: Mapping[str, Any]) -> Checkpoint:

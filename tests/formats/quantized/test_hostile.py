@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quantkit.errors import FormatError
+from quantkit.errors import FormatError, UnsupportedError
 from quantkit.formats.safetensors.quantized import unscaled
 from tests.formats.checkpoints import Stored, written_in_shards
 from tests.formats.quantized import test_awq, test_bitsandbytes, test_fp4, test_gptq
@@ -148,16 +148,42 @@ def weights_of(**weights: Any) -> dict[str, Any]:
         ("packed", {}, {"config_groups": weights_of(group_size=-16)}, "groups of group_size -16"),
         ("packed", {"a.weight_g_idx": None}, {}, "has no a.weight_g_idx, .* says actorder group"),
         ("gptq", {"a.g_idx": None}, {"desc_act": True}, "has no a.g_idx, .* with 2 groups"),
+        ("packed", {"a.weight_g_idx": ("I32", np.zeros(32, "<i4"))}, {}, "puts 32 of 32 columns into group 0"),
+        ("gptq", {"a.g_idx": ("I32", np.zeros(64, "<i4"))}, {}, "puts 64 of 64 columns into group 0, which has 32"),
+        ("gptq", {"a.weight": ("F16", np.ones((32, 64), "<f2"))}, {}, "a.weight, which is there already: INT4"),
+        ("nvfp4", {"a.weight": ("F32", np.ones((2, 3), "<f4"))}, {}, "a.weight, which is there already: NVFP4"),
+        ("fp8", {"a.weight": ("F8_E4M3", np.ones((32, 32), np.uint8)),
+                 "a.weight_scale_inv": ("F32", np.ones((1, 32), "<f4"))}, {}, r"scale_inv is \(1, 32\); a.weight"),
         ("bitnet", {"a.q_proj.weight": ("U8", np.full((2, 16), 0xC0, np.uint8))}, {}, "code 3 at row 6, column 0"),
         ("bitnet", {"a.q_proj.weight_scale": ("BF16", np.zeros(1, "<u2"))}, {}, "weight_scale is 0"),
         ("bitnet", {"a.q_proj.weight_scale": ("BF16", np.full(1, 0x7FC0, "<u2"))}, {}, "has the scale nan"),
     ],
-)
+)  # fmt: skip
 def test_what_would_be_silently_wrong_is_refused(
     kind: str, tensors: dict[str, Any], settings: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(FormatError, match=rf"model.*safetensors: tensor .*{message}"):
         _ = [tensor.dequantize() for tensor in changed(kind, tmp_path, tensors, **settings).values()]
+
+
+def test_rotations_of_running_layers_are_refused(tmp_path: Path) -> None:
+    """compressed-tensors has those of weights in the weights; others are not in the file."""
+
+    def rotated(*places: str) -> dict[str, Any]:
+        apply = [{"targets": ["Linear"], "location": place} for place in places]
+        return {"transform_config": {"config_groups": {"R4": {"type": "hadamard", "apply": apply}}}}
+
+    (tmp_path / "0").mkdir()
+    assert "a.weight" in changed("packed", tmp_path / "0", {}, **rotated("weight_input", "weight_output"))
+    with pytest.raises(UnsupportedError, match=r"/c: transform_config of compressed-tensors has R4, .* the input of"):
+        changed("packed", tmp_path, {}, **rotated("weight_input", "input"))
+
+
+@pytest.mark.parametrize("settings", [{"linear_class": "other"}, {"quantization_mode": "ONLINE"}])
+def test_other_layers_of_bitnet_are_refused(tmp_path: Path, settings: dict[str, Any]) -> None:
+    (key, value) = next(iter(settings.items()))
+    with pytest.raises(UnsupportedError, match=rf"/c: quantization_config has {key} '{value}'; of bitnet"):
+        changed("bitnet", tmp_path, {}, **settings)
 
 
 @pytest.mark.parametrize(("kind", "name"), [("fp8", "a.weight"), ("packed", "a.weight"), ("gptq", "a.weight")])

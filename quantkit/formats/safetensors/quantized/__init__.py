@@ -62,7 +62,7 @@ METHODS = {
     "modelopt": _MODELOPT,
     "modelopt_fp4": _MODELOPT,
     "bitsandbytes": Method((bitsandbytes.matrix,), bitsandbytes.check, bitsandbytes.PARTS),
-    "bitnet": Method((bitnet.matrix,)),
+    "bitnet": Method((bitnet.matrix,), bitnet.check),
 }
 
 # Read when the checkpoint is opened, or scales of activations and caches, which decoding weights does not need.
@@ -97,10 +97,20 @@ def unscaled(checkpoint: Checkpoint, config: Json) -> Checkpoint:
     for tensor in checkpoint.tensors.values():
         if tensor.name.endswith(method.parts) and tensor.name not in used:
             raise FormatError(f"{tensor.path}: {tensor.name} has no codes that it scales; a shard is missing")
+    return replace(checkpoint, tensors=_shown(checkpoint, made, used))
+
+
+def _shown(checkpoint: Checkpoint, made: dict[str, ScaledTensor], used: set[str]) -> dict[str, Any]:
+    """The matrices by name, and the tensors that no matrix needs. FormatError for two tensors of one name."""
     shown: dict[str, Any] = {}
-    for tensor in checkpoint.tensors.values():
-        if tensor.name in made:
-            shown[made[tensor.name].name] = made[tensor.name]
-        elif not (tensor.name in used or tensor.name.endswith(_DROPPED) or bitsandbytes.state_of(tensor.name)):
-            shown[tensor.name] = tensor
-    return replace(checkpoint, tensors=shown)
+    for stored in checkpoint.tensors.values():
+        is_part = stored.name in used or stored.name.endswith(_DROPPED) or bitsandbytes.state_of(stored.name)
+        if is_part and stored.name not in made:
+            continue
+        found = made.get(stored.name, stored)
+        if (other := shown.setdefault(found.name, found)) is not found:
+            raise FormatError(
+                f"{stored.path}: tensor {stored.name} is {found.name}, which is there already: {other.dtype} of shape "
+                f"{other.shape} in {other.path}; codes and floats of one matrix may differ: remove one of them"
+            )
+    return shown

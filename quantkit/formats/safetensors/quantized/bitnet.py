@@ -1,7 +1,7 @@
 """BitNet: ternary matrices, packed, or floats that the layers round to ternary values when they run.
 
     NAME.weight    U8[rows / 4, n], packed, with NAME.weight_scale of one number
-    NAME.weight    floats: rounded if config.json says quantization_mode "online"
+    NAME.weight    floats: rounded if config.json says quantization_mode "online", except `modules_to_not_convert`
 
 `weight_bits` 1 in config.json without further settings means the second: the first BitNets have it.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import threading
+from pathlib import Path
 
 import numpy as np
 
@@ -18,8 +19,12 @@ from quantkit.formats.mapping import release
 from quantkit.formats.safetensors.quantized.matrix import ScaledTensor, finite
 from quantkit.formats.safetensors.reader import Checkpoint, CheckpointTensor
 from quantkit.inputs.json_input import Json
+from quantkit.inputs.safe_regex import compile
+from quantkit.inputs.settings import sequence
 
 _NO_CODE = 3
+_LEFT = "modules_to_not_convert"
+_KINDS = {"linear_class": ("bitlinear", "autobitlinear"), "quantization_mode": ("offline", "online")}
 
 
 class TernaryTensor(ScaledTensor):
@@ -81,6 +86,16 @@ class Ternarized(ScaledTensor):
         return max(total / math.prod(self.shape), 1e-5)
 
 
+def check(settings: Json, where: Path) -> None:
+    """UnsupportedError for another kind of layer than transformers has: its scale may mean something else."""
+    for key, known in _KINDS.items():
+        if (value := settings.get(key, known[0])) not in known:
+            raise UnsupportedError(
+                f"{where}: quantization_config has {key} {value!r}; of bitnet quantkit reads {' and '.join(known)}: "
+                "correct it in config.json, or convert the model with the program that wrote it"
+            )
+
+
 def matrix(checkpoint: Checkpoint, tensor: CheckpointTensor, settings: Json) -> ScaledTensor | None:
     """A projection's ternary matrix: packed, or floats that the layers round ("online"). None for other tensors."""
     if not tensor.name.endswith("_proj.weight"):
@@ -92,9 +107,21 @@ def matrix(checkpoint: Checkpoint, tensor: CheckpointTensor, settings: Json) -> 
             raise UnsupportedError(
                 f"{tensor.path}: tensor {tensor.name} is {tensor.dtype} with a scale; U8 can have one"
             )
-        return Ternarized(tensor) if settings.get("quantization_mode") == "online" else None
+        online = settings.get("quantization_mode") == "online"
+        return Ternarized(tensor) if online and not _stays(tensor.name.removesuffix(".weight"), settings) else None
     if scales is None or math.prod(scales.shape) != 1 or len(tensor.shape) != 2:
         raise FormatError(
             f"{tensor.path}: tensor {tensor.name} is packed and has to be a matrix with one scale, {name}"
         )
     return TernaryTensor(tensor, scales, settings.get("linear_class", "bitlinear") != "autobitlinear")
+
+
+def _stays(module: str, settings: Json) -> bool:
+    """Whether config.json says that a module is not converted: patterns of names, or of their ends, as transformers."""
+    for pattern in sequence(settings, _LEFT):
+        if not isinstance(pattern, str):
+            raise FormatError(f"config.json: {_LEFT} has {pattern!r}; it lists names of modules, or patterns of them")
+        regex = compile(rf"(?:{pattern})(?:(?<=\.)|(?=\.|$))", f"config.json: {_LEFT}", error=FormatError)
+        if module.endswith(pattern) or regex.match(module) is not None:
+            return True
+    return False

@@ -21,7 +21,14 @@ import numpy as np
 
 from quantkit.errors import FormatError, UnsupportedError
 from quantkit.formats.safetensors.quantized import fp8, mxfp4, nvfp4
-from quantkit.formats.safetensors.quantized.matrix import ScaledTensor, Shape, by_group, finite, float_type_of
+from quantkit.formats.safetensors.quantized.matrix import (
+    ScaledTensor,
+    Shape,
+    by_group,
+    finite,
+    float_type_of,
+    require_group_sizes,
+)
 from quantkit.formats.safetensors.quantized.packing import in_words
 from quantkit.formats.safetensors.reader import Checkpoint, CheckpointTensor
 from quantkit.inputs.json_input import Json
@@ -32,6 +39,7 @@ PACKED = ".weight_packed"
 _TARGETS = "config.json: quantization_config.config_groups, targets"
 _NVFP4, _MXFP4 = "nvfp4-pack-quantized", "mxfp4-pack-quantized"
 _SIZES = {_NVFP4: nvfp4.BLOCK, _MXFP4: 32}  # columns to a scale
+_OFFLINE = ("weight_input", "weight_output")  # places of rotations that weights are stored with
 _FORMATS = (None, "dense", "pack-quantized", "int-quantized", "naive-quantized", "float-quantized", "mixed-precision")
 
 
@@ -54,6 +62,21 @@ def check(settings: Json, where: Path) -> None:
             raise FormatError(
                 f"{where}: a group of config_groups, {form or 'no format'}, has group_size {size}; blocks of "
                 f"{_NVFP4} have {_SIZES[_NVFP4]} columns, those of {_MXFP4} {_SIZES[_MXFP4]}"
+            )
+    _check_transforms(settings, where)
+
+
+def _check_transforms(settings: Json, where: Path) -> None:
+    """UnsupportedError for rotations that a layer applies when it runs. Those of weights are in the weights already."""
+    schemes = mapping(mapping(settings, "transform_config"), "config_groups")
+    for name in schemes:
+        steps: Json = {str(i): step for i, step in enumerate(sequence(mapping(schemes, name), "apply"))}
+        places = [mapping(steps, i).get("location") for i in steps]
+        if online := [place for place in places if place not in _OFFLINE]:
+            raise UnsupportedError(
+                f"{where}: transform_config of compressed-tensors has {name}, which rotates the {online[0]} of layers "
+                f"when they run; a GGUF file cannot say that. quantkit reads rotations of {' and '.join(_OFFLINE)} "
+                "alone: quantize the model without the others"
             )
 
 
@@ -172,7 +195,7 @@ def _integers(checkpoint: Checkpoint, codes: CheckpointTensor, module: str, weig
             f"{codes.path}: tensor {codes.name} has no {module}.weight_g_idx, the group of each column; config.json "
             f"says actorder {weights['actorder']}, with which it is needed: a shard is missing, or actorder is wrong"
         )
-    order = _order(parts["g_idx"], n, count)
+    order = _order(parts["g_idx"], n, size)
     made = IntegerTensor(f"{module}.weight", shape, codes, scales, bits, size, zero_points, order)
     if parts["zero_point"] is not None:
         made.inputs.append(parts["zero_point"])
@@ -239,7 +262,7 @@ def _zero_points(stored: CheckpointTensor, scales: CheckpointTensor, bits: int) 
     return read
 
 
-def _order(stored: CheckpointTensor | None, n: int, count: int) -> np.ndarray | None:
+def _order(stored: CheckpointTensor | None, n: int, size: int) -> np.ndarray | None:
     """int[n]: the group of each column; None if groups are runs of neighbouring columns."""
     if stored is None:
         return None
@@ -247,9 +270,12 @@ def _order(stored: CheckpointTensor | None, n: int, count: int) -> np.ndarray | 
     found = stored.raw().view("<i8" if wide else "<i4") if wide or stored.dtype == "I32" else np.zeros(0, int)
     if found.size == n and (found == -1).all():
         return None
+    count = -(-n // size)
     if found.size != n or found.min() < 0 or found.max() >= count:
         raise FormatError(
             f"{stored.path}: tensor {stored.name} is {stored.dtype} of shape {stored.shape}; it should name one of "
             f"{count} groups for each of {n} columns"
         )
-    return found.astype(np.intp)
+    groups = found.astype(np.intp)
+    require_group_sizes(stored, groups, size)
+    return groups

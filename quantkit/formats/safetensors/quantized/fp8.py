@@ -117,7 +117,7 @@ def matrix(checkpoint: Checkpoint, codes: CheckpointTensor, settings: Json) -> F
         return FP8Tensor(codes, scales, block)
     if math.prod(scales.shape) == stack:  # one a matrix
         return FP8Tensor(codes, scales, (rows, n))
-    if math.prod(scales.shape) == stack * rows:  # one a row
+    if scales.shape in ((*lead, rows), (*lead, rows, 1), (stack * rows,), (stack * rows, 1)):  # one a row
         return FP8Tensor(codes, scales, (1, n))
     raise FormatError(
         f"{scales.path}: tensor {scales.name} is {scales.shape}; {codes.name} is {codes.shape}, whose blocks of "

@@ -34,6 +34,7 @@ from quantkit.formats.safetensors.quantized.matrix import (
     by_group,
     finite,
     float_type_of,
+    require_group_sizes,
     require_shape,
     required,
     words,
@@ -127,7 +128,7 @@ class GPTQTensor(ColumnTensor):
 
     @cached_property
     def _groups(self) -> np.ndarray | None:
-        """int[n]: the group of each column; None if they are runs. FormatError for a group that does not exist."""
+        """int[n]: the group of each column; None if they are runs. FormatError for groups of other sizes."""
         if self.order is None:
             return None
         count, n = self.scales.shape[0], self.shape[1]
@@ -139,6 +140,7 @@ class GPTQTensor(ColumnTensor):
                 f"{self.scales.name} has {count} groups, 0 to {count - 1}: fetch the file again or quantize the "
                 "model anew"
             )
+        require_group_sizes(self.order, found, self.size)
         return None if (found == np.arange(n) // self.size).all() else found
 
 

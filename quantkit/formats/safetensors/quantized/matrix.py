@@ -137,6 +137,19 @@ def require_shape(tensor: CheckpointTensor, shape: Shape, why: str) -> None:
         raise FormatError(f"{tensor.path}: tensor {tensor.name} is {tensor.shape}; {why} needs {shape}")
 
 
+def require_group_sizes(order: CheckpointTensor, groups: np.ndarray, size: int) -> None:
+    """FormatError unless each group, int[n] names that of each column, has `size` columns, the last one the rest."""
+    n = len(groups)
+    expected = np.bincount(np.arange(n) // size)
+    found = np.bincount(groups, minlength=len(expected))
+    if (found != expected).any():
+        group = int(np.argmax(found != expected))
+        raise FormatError(
+            f"{order.path}: tensor {order.name} puts {found[group]} of {n} columns into group {group}, which has "
+            f"{expected[group]}: fetch the file again, or remove the tensor if groups are runs of columns"
+        )
+
+
 def words(tensor: CheckpointTensor) -> np.ndarray:
     """uint32[shape]: a view of a tensor of words."""
     return tensor.raw().view("<u4").reshape(tensor.shape)

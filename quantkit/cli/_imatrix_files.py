@@ -175,11 +175,13 @@ def convert(
     """
     from quantkit.evaluate.imatrix.coverage import split_by_matrix
     from quantkit.formats import imatrix as formats
+    from quantkit.formats.atomic import check_outputs
 
     found = formats.read(file)
     if model is not None:
         import quantkit
 
+        check_outputs([output], quantkit.open(model).paths)
         found = split_by_matrix(found, {t.name: t.shape for t in quantkit.open(model).tensors.values()})
     formats.write(output, _for_format(found, output))
     print(f"{output}: {_summary(found)}")

@@ -140,7 +140,8 @@ class Collector:
             if not np.isfinite(sums).all():
                 raise DataError(f"{name}: NaN or Inf entered it within {self.chunks} chunks")
             counts = self.counts[name]
-            values = np.asarray(sums / np.maximum(counts, 1)[:, None], np.float32)
+            stored = sums.astype(np.float32).astype(np.float64)  # as in a GGUF file, whose readers divide these
+            values = np.asarray(stored / np.maximum(counts, 1)[:, None], np.float32)
             entries[name] = Entry(values, counts.copy(), max(1, self.chunks))
         moments = self.moments.result(entries, dataset) if self.moments is not None else {}
         return Imatrix(

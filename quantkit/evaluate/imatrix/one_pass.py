@@ -4,8 +4,8 @@
 
 The output matrix, or the embedding that serves as output, comes behind the last layer if second moments are measured.
 With `propagate="original"` the original layer makes the hidden states of the next one, and the file has the bytes that
-`imatrix` and `quantize` in turn give. With "quantized" the encoded layer makes them, so that later layers are measured
-on the inputs that they will get, as GPTQ does.
+`imatrix`, of one text and to a GGUF file, and `quantize` in turn give. With "quantized" the encoded layer makes them,
+so that later layers are measured on the inputs that they will get, as GPTQ does.
 
 Memory: the sums of one layer, and the states of all chunks (`layer_by_layer`), in temporary files if they are large. A
 checkpoint's tensors are computed when they are read; its files are fetched then, if it is on the Hub. An interrupted

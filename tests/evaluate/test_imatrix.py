@@ -403,7 +403,7 @@ def test_a_matrix_of_another_model_is_refused_before_the_run(run, model, text, t
     imatrix.write(tmp_path / "o.gguf", Imatrix({"blk.0.attn_q.weight": entry}, 1, "x", 32))
     args = ("imatrix", model, "-f", text, "-c", CTX, "-o", tmp_path / "x.gguf")
     said = run(*args, "--in-file", tmp_path / "o.gguf", status=1)
-    assert "o.gguf: blk.0.attn_q.weight: the importance matrix has 7 values" in said
+    assert "o.gguf: blk.0.attn_q.weight: the importance matrix has 1 x 7 values" in said
     assert "importance matrix over" not in said
 
 
@@ -492,8 +492,10 @@ def test_coverage(rng) -> None:
     assert (output.layer, output.effective_experts, output.few) == (None, None, [])
     legacy = Imatrix({"blk.0.x_exps.weight": Entry(np.ones((1, 32), np.float32), np.array([3]), 3)}, 3)
     assert split_by_matrix(legacy, {"blk.0.x_exps.weight": (4, 2, 8)})["blk.0.x_exps.weight"].values.shape == (4, 8)
-    with pytest.raises(DataError, match=r"32 values, the model's tensor needs 4 x 9 = 36"):
+    with pytest.raises(DataError, match=r"1 x 32 values, the model's tensor needs 4 x 9 = 36"):
         split_by_matrix(legacy, {"blk.0.x_exps.weight": (4, 2, 9)})
+    with pytest.raises(DataError, match=r"4 x 8 values, the model's tensor needs 2 x 16 = 32"):
+        split_by_matrix(Imatrix(entries), {"blk.0.x_exps.weight": (2, 2, 16)})
 
 
 @pytest.mark.parametrize("stacked", [True, False])

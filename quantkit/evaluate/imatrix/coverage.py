@@ -81,7 +81,7 @@ def coverage(imatrix: Imatrix, threshold: int) -> list[Coverage]:
 def split_by_matrix(imatrix: Imatrix, shapes: Mapping[str, tuple[int, ...]]) -> Imatrix:
     """Split the entries of a legacy file into their matrices (experts), by the shapes of a model's tensors.
 
-    Raises DataError if an entry's number of values does not fit its tensor, or no entry has a tensor.
+    Raises DataError if an entry's values do not fit its tensor, or no entry has a tensor.
     """
     if shapes.keys().isdisjoint(imatrix.entries):
         raise DataError(
@@ -95,9 +95,9 @@ def split_by_matrix(imatrix: Imatrix, shapes: Mapping[str, tuple[int, ...]]) -> 
             entries[name] = entry
             continue
         matrices = int(np.prod(shape[:-2]))
-        if entry.values.size != matrices * shape[-1]:
+        if not entry.fits(matrices, shape[-1]):
             raise DataError(
-                f"{name}: the importance matrix has {entry.values.size} values, the model's tensor needs {matrices} x "
+                f"{name}: the importance matrix has {entry.size} values, the model's tensor needs {matrices} x "
                 f"{shape[-1]} = {matrices * shape[-1]}; it was measured on another model"
             )
         counts = np.broadcast_to(entry.counts, (matrices,)).copy()

@@ -185,6 +185,8 @@ def imatrix(
     from quantkit.evaluate.imatrix import run
 
     limit = parse_size(second_moments_size, "--second-moments-size") if second_moments_size else None
+    if second_moments_size is not None and second_moments is None:
+        raise OptionError("--second-moments-size limits second moments: add --second-moments auto")
     check_cluster(cluster)
     if dry_run:
         _print_sizes(model, second_moments, limit, process_output, json)
@@ -192,8 +194,6 @@ def imatrix(
     texts = list(file or [])
     if not texts:
         raise OptionError("imatrix needs a text: pass it with -f FILE")
-    if second_moments_size is not None and second_moments is None:
-        raise OptionError("--second-moments-size limits second moments: add --second-moments auto")
     options = run.ImatrixOptions(
         shares=numbers("--shares", shares, len(texts)), chat=chat, parse_special=parse_special,
         ctx_size=context_size(ctx_size, model), chunks=chunks,

@@ -13,10 +13,18 @@ from quantkit.errors import QuantkitError
 from quantkit.evaluate.imatrix import collect as collecting
 from quantkit.evaluate.imatrix import saved_run
 from quantkit.evaluate.imatrix.input_sums import ProductSketch, random_matrix
-from quantkit.evaluate.imatrix.second_moments import InputForm, MomentsCollector, MomentsForm, plan_forms, sizes
+from quantkit.evaluate.imatrix.second_moments import (
+    InputForm,
+    MomentsCollector,
+    MomentsForm,
+    measured_shapes,
+    plan_forms,
+    sizes,
+)
 from quantkit.formats import gguf, imatrix, provenance
 from quantkit.formats.imatrix import factors
 from quantkit.runtime.loading import load
+from tests.archs.files import written
 from tests.evaluate import test_imatrix
 from tests.recipe.configs import DEEPSEEK_V3
 from tests.runtime.test_experts import moe  # noqa: F401
@@ -74,6 +82,21 @@ def test_sums_are_those_of_what_enters(moe: Path, form: str) -> None:  # noqa: F
         expected = np.where(places[:, None] == places, c, 0)
         np.fill_diagonal(expected, 1)
         np.testing.assert_allclose(moments[name].correlation(number), expected, atol=2**-10)
+
+
+@pytest.mark.parametrize("arch", ["glm4moe", "qwen35", "kimi-linear", "deepseek4", "minimax-m3", "nemotron_h"])
+def test_predicted_sizes_are_those_of_what_is_measured(tmp_path: Path, arch: str) -> None:
+    """Weights that share an input count once; convolutions, tables and norms do not count."""
+    runner = load(written(tmp_path / "m.gguf", arch))
+    shapes = measured_shapes(runner.weights.values(), process_output=True)
+    forms = plan_forms(shapes, MomentsForm.parse("full"), None)
+    collector = collecting.Collector(True, MomentsCollector(forms), "attention")
+    runner.weighs_tokens, runner.observer = True, collector.observe
+    tokens = np.random.default_rng(1).integers(0, 200, (8, 16))
+    runner.project(runner.hidden_sequences(tokens, slice(0, 16)).reshape(128, -1))
+    found = {id(m): m.nbytes for m in collector.result("t", 16).second_moments.values()}
+    sums = [block for m in collector.moments.sums.values() for blocks in m.blocks for block in blocks]
+    assert sizes(shapes, forms) == (sum(block.nbytes for block in sums), sum(found.values()))
 
 
 @pytest.mark.parametrize("form", ["blocks:128", "rank:40"])
@@ -336,8 +359,10 @@ def test_sizes_are_known_before(run, model, text, tmp_path) -> None:
                                     "file_bytes": sum(stored.values())}]  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_V3))
     said = run("imatrix", tmp_path / "config.json", "--dry-run")
-    assert "full                 382.02 GB     95.54 GB" in said
+    assert "full                 357.56 GB     89.42 GB" in said
     assert "rank:32 " in said
+    sized = ("imatrix", tmp_path / "config.json", "--dry-run", "--second-moments-size", "1G")
+    assert "add --second-moments auto" in run(*sized, status=2)
     assert "is 1,000,000,000" in run("imatrix", tmp_path / "config.json", "--dry-run", "--second-moments", "full",
                                      "--second-moments-size", "1G", status=1)  # fmt: skip
 

@@ -26,8 +26,22 @@ from quantkit.repack.eligible import EMBEDDING, OUTPUT
 
 FORMS = "full, rank, rank:N, blocks, blocks:N or auto"
 OUTPUT_NAMES = (OUTPUT, EMBEDDING)  # the second where a model has no matrix for the output alone
-_NOT_MEASURED = re.compile(r"\.(ffn_gate_inp(_shexp)?|nextn\.embed_tokens)\.")
-_SAME_INPUT = ("attn_q", "attn_k", "attn_v"), ("ffn_gate", "ffn_up"), ("ffn_gate_exps", "ffn_up_exps")
+_NOT_MEASURED = re.compile(
+    r"\.(ffn_gate_inp(_shexp)?|nextn\.embed_tokens"  # routers, and what is only looked up
+    r"|ffn_gate_tid2eid|\w+_ape|\w*conv1d(_[qkv])?|ssm_norm|shortconv\.conv|altup_\w+_coef)\."  # no products
+)
+# Kinds of weights that get one array after another in a layer that has them.
+_SAME_INPUT = (
+    ("attn_q", "attn_q_a", "attn_k", "attn_v", "ssm_f_a", "attn_kv_a_mqa"),
+    ("attn_qkv", "attn_gate", "ssm_beta", "ssm_alpha", "ssm_ba"),
+    ("ssm_beta", "ssm_g_a"),
+    ("attn_kv", "attn_compressor_kv", "attn_compressor_gate", "indexer_compressor_kv", "indexer_compressor_gate"),
+    ("indexer.k_proj", "indexer.q_proj"),
+    ("ple_key", "ple_value"),
+    ("ffn_gate", "ffn_up"),
+    ("ffn_gate_exps", "ffn_up_exps"),
+    ("ffn_gate_shexp", "ffn_up_shexp"),
+)
 
 
 class HasShape(Protocol):
@@ -273,9 +287,12 @@ def output_matrix(names: Container[str]) -> str | None:
 
 
 def measured_shapes(tensors: Iterable[HasShape], process_output: bool = False) -> dict[str, tuple[int, ...]]:
-    """Shapes of the weights whose inputs are measured: matrices of the blocks, except routers, which stay f32, and the
-    embeddings of MTP layers, which are only looked up; with `process_output` the output matrix, which may be the
-    embedding."""
+    """Shapes of the weights whose inputs are measured: matrices of the blocks; with `process_output` the output matrix,
+    which may be the embedding.
+
+    Not measured: routers, which stay f32; convolutions, tables and the like, which are not multiplied as matrices. Of
+    attn_kv_b and attn_k_b, attn_v_b, which may be in one file, `-mla` decides which are: all are here.
+    """
     shapes = {t.name: t.shape for t in tensors if len(t.shape) > 1 and t.name.endswith(".weight")}
     output = output_matrix(shapes) if process_output else None
     return {

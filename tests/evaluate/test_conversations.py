@@ -263,6 +263,7 @@ def test_options_that_do_not_fit(tmp_path, rng) -> None:
         ({"score": "half", "chat": True}, "--score half is for plain text"),
         ({"score": "some"}, "some"),
         ({"ppl_stride": 4, "score": "all"}, "--ppl-stride"),
+        ({"ppl_stride": 4, "by_category": True}, "--ppl-stride .* remove --chat, --score and --by-category"),
     ):
         with pytest.raises(QuantkitError, match=said):
             perplexity(model, path, PerplexityOptions(ctx_size=16, **options))

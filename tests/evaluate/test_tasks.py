@@ -220,3 +220,6 @@ def test_compare_counts_answers(capsys, smollm2_q4_1, tmp_path):
     assert [record["models"][0][name] for name in ("lost", "gained", "changed", "p_value")] == [0, 0, 0, 1.0]
     assert cli.main([*args, "--by-position"]) == 2
     assert "remove --by-position" in capsys.readouterr().err
+    for flags in (["--jsonl", "x"], ["--kl-divergence-base", "b"], ["--by-layer"], ["--chunks", "2"]):
+        assert cli.main(["perplexity", str(smollm2_q4_1), "--hellaswag", "-f", str(path), *flags]) == 2
+        assert f"remove {flags[0]}" in capsys.readouterr().err

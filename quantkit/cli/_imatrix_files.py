@@ -98,8 +98,9 @@ def _print_rows(rows: Sequence[Coverage]) -> None:
     header = ("weight", "matrices", "columns", "tokens", "covered", "experts", "columns", "similar", "mean", "top 1 %")
     cells = []
     for r in rows:
-        lowest, highest, median = int(r.counts.min()), int(r.counts.max()), int(sorted(r.counts)[len(r.counts) // 2])
-        tokens = "" if not r.counted else str(highest) if lowest == highest else f"{lowest} / {median} / {highest}"
+        lowest, highest = int(r.counts.min()), int(r.counts.max())
+        between = f"{lowest} / {r.median_count:.12g} / {highest}"
+        tokens = "" if not r.counted else str(highest) if lowest == highest else between
         stacked = len(r.counts) > 1
         cells.append((
             r.name, len(r.counts), r.columns, tokens, f"{100 * r.covered:.1f} %" if stacked else "",

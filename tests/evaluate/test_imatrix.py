@@ -476,6 +476,12 @@ def test_lines_that_are_no_conversation(tmp_path, line) -> None:
 # ------------------------------------------------------------------------------------------------------- what they tell
 
 
+def test_the_table_has_the_median_of_the_record(run, tmp_path) -> None:
+    entry = Entry(np.ones((4, 8), np.float32), np.array([1, 2, 5, 90]), 2)
+    imatrix.write(tmp_path / "x.gguf", Imatrix({"blk.0.x_exps.weight": entry}, 2, "t", 24))
+    assert "1 / 3.5 / 90" in run("imatrix", "show", tmp_path / "x.gguf")
+
+
 def test_coverage(rng) -> None:
     one = np.zeros((4, 8), np.float32)
     one[:, 3] = 2.0
@@ -490,6 +496,7 @@ def test_coverage(rng) -> None:
     assert (second.few, second.effective_columns) == ([1, 3], pytest.approx(1 / 8))
     assert second.similarity == pytest.approx(1 / np.sqrt(8))  # layer 1 has none, so with layer 0
     assert (output.layer, output.effective_experts, output.few) == (None, None, [])
+    assert (second.median_count, second.record()["tokens"]["median"]) == (3.5, 3.5)
     legacy = Imatrix({"blk.0.x_exps.weight": Entry(np.ones((1, 32), np.float32), np.array([3]), 3)}, 3)
     assert split_by_matrix(legacy, {"blk.0.x_exps.weight": (4, 2, 8)})["blk.0.x_exps.weight"].values.shape == (4, 8)
     with pytest.raises(DataError, match=r"1 x 32 values, the model's tensor needs 4 x 9 = 36"):

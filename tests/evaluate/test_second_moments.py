@@ -17,12 +17,13 @@ from quantkit.evaluate.imatrix.second_moments import (
     InputForm,
     MomentsCollector,
     MomentsForm,
+    describe,
     measured_shapes,
     plan_forms,
     sizes,
 )
 from quantkit.formats import gguf, imatrix, provenance
-from quantkit.formats.imatrix import factors
+from quantkit.formats.imatrix import factors, second_moments
 from quantkit.runtime.loading import load
 from tests.archs.files import written
 from tests.evaluate import test_imatrix
@@ -365,6 +366,18 @@ def test_sizes_are_known_before(run, model, text, tmp_path) -> None:
     assert "add --second-moments auto" in run(*sized, status=2)
     assert "is 1,000,000,000" in run("imatrix", tmp_path / "config.json", "--dry-run", "--second-moments", "full",
                                      "--second-moments-size", "1G", status=1)  # fmt: skip
+
+
+def test_shared_moments_are_shown_with_the_importance_of_all_experts(rng) -> None:
+    """Expert 0 saw nothing: its importance of 1 is none."""
+    values = np.vstack([np.ones(8), rng.gamma(0.3, 1, (2, 8))]).astype(np.float32)
+    x = rng.standard_normal((64, 8))
+    packed = second_moments.pack([(x.T @ x).astype(np.float32)])[None]
+    moments = imatrix.SecondMoments(8, 8, packed, np.array([64]))
+    entry = imatrix.Entry(values, np.array([0, 10, 54]), 1)
+    (row,) = describe(imatrix.Imatrix({"a": entry}, 1, "t", 64, second_moments={"a": moments}))
+    h = moments.dense((10 * values[1] + 54 * values[2]) / np.float32(64)).astype(np.float64)
+    assert row.effective_rank == pytest.approx(np.trace(h) ** 2 / (h * h).sum(), rel=1e-4)
 
 
 def test_bad_options(run, model, text, tmp_path) -> None:

@@ -18,6 +18,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from quantkit.errors import DataError, OptionError, QuantkitError
+from quantkit.evaluate.imatrix.coverage import mean_importance
 from quantkit.evaluate.imatrix.input_sums import InputSums, ProductSketch, ProductSums, sketch_columns
 from quantkit.formats.imatrix import Entry, Imatrix, SecondMoments
 from quantkit.formats.imatrix.factors import RANK
@@ -332,7 +333,7 @@ def _first_with_input(name: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
 
 @dataclass(frozen=True)
 class InputMoments:
-    """Statistics of the second moments of one input, of its matrix that saw most tokens.
+    """Statistics of the second moments of one input: of its matrix that saw most tokens, or of all that share them.
 
     name              the first weight that has this input; `shared_with`: the others
     effective_rank    (sum of the eigenvalues)^2 / (sum of their squares)
@@ -360,7 +361,9 @@ def describe(imatrix: Imatrix) -> list[InputMoments]:
     for name, *others in weights.values():
         moments = imatrix.second_moments[name]
         matrix = int(np.argmax(moments.tokens))
-        h = moments.dense(imatrix[name].columns(moments.columns)[matrix], matrix).astype(np.float64)
+        entry = imatrix[name]
+        own = entry.values[matrix] if len(moments.tokens) > 1 else mean_importance(entry)
+        h = moments.dense(own, matrix).astype(np.float64)
         trace = float(np.trace(h)) or 1.0
         rows.append(InputMoments(
             name, others, moments.form, moments.columns, len(moments.correlations), int(moments.tokens[matrix]),

@@ -398,6 +398,14 @@ def test_what_was_measured_is_kept_where_experts_are_missing(run, model, text, t
     assert not (tmp_path / "x.gguf.resume").exists()
 
 
+def test_what_cannot_be_meant_is_refused_before_the_run(run, model, text, tmp_path) -> None:
+    args = ("imatrix", model, "-f", text, "-c", CTX, "-o", tmp_path / "x.gguf")
+    assert "short.txt: given twice" in run(*args, "-f", text, status=1)
+    for flags in (["--numerics", "fast"], ["--devices", "cpu:2"]):
+        assert "--layer-similarity is measured on the CPU with exact" in run(*args, "-lsim", *flags, status=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["short.txt"]
+
+
 def test_a_matrix_of_another_model_is_refused_before_the_run(run, model, text, tmp_path) -> None:
     entry = Entry(np.ones((1, 7), np.float32), np.array([32]), 1)
     imatrix.write(tmp_path / "o.gguf", Imatrix({"blk.0.attn_q.weight": entry}, 1, "x", 32))

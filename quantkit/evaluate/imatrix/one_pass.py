@@ -26,6 +26,7 @@ import numpy as np
 
 from quantkit.errors import OptionError, UnknownNameError
 from quantkit.evaluate.chunk_runs import check_context
+from quantkit.evaluate.corpus import require_different
 from quantkit.evaluate.imatrix.collect import Collector, chosen_weights, collects_output
 from quantkit.evaluate.imatrix.mtp import mtp_head, observe_batches
 from quantkit.evaluate.imatrix.second_moments import (
@@ -135,6 +136,7 @@ def prepare(
     o = replace(o, token_weights=chosen_weights(o.token_weights, form is not None))
     model.weighs_tokens = o.token_weights == "attention"
     paths = [Path(text) for text in ([texts] if isinstance(texts, (str, os.PathLike)) else texts)]
+    require_different(paths)
     chunks = _joined([chunked(model.tokenizer, path, o.ctx_size, o.chunks) for path in paths])
     check_context(model, o.ctx_size)
     head = mtp_head(model, on_message)

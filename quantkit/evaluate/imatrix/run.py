@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from quantkit.errors import OptionError, QuantkitError
 from quantkit.evaluate.conditions import Conditions, evaluation_conditions, result_conditions
+from quantkit.evaluate.corpus import require_different
 from quantkit.evaluate.fingerprint import fingerprint
 from quantkit.evaluate.imatrix.by_layer import CollectByLayer, LayerSaves, describe_memory
 from quantkit.evaluate.imatrix.collect import (
@@ -205,6 +206,7 @@ def _check_options(o: ImatrixOptions, output: Path, texts: Sequence[Path]) -> No
     """QuantkitError or OptionError for options that are wrong or do not go together."""
     if not texts:
         raise QuantkitError("imatrix needs a text: pass it with -f FILE")
+    require_different(texts)
     files.check_policy(o.missing_experts)
     if o.second_moments and files.form_of(output) != "gguf":
         raise QuantkitError(f"{output}: only the GGUF form holds second moments; give the output a name in .gguf")

@@ -284,6 +284,8 @@ def _log(
         settings |= {"base": options.kl_divergence_base.suffix, "bound": options.kl_divergence_bound}
     if chunks.choice is not None:
         settings |= {"score": chunks.choice.what, "chat": chunks.choice.chat}
+        if chunks.choice.labels:  # categories decide the order of chunks
+            settings["categories"] = list(chunks.choice.labels)
     counts = chunks.counts.tolist()
     positions = counts[0] if chunks.choice is None else counts
     return run_log(path, model.path, text, positions, options.batch_size, conditions, settings)

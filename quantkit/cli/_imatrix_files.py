@@ -158,6 +158,11 @@ def merge(
     if formats.loses_counts(read):
         on_message(UNCOUNTED)
     merged = formats.merge(read, numbers("--weights", weights, len(files)))
+    if lost := {name for matrix in read for name in matrix.second_moments} - merged.second_moments.keys():
+        on_message(
+            f"note: {len(lost)} weights, such as {min(lost)}, have second moments in some of the files only; the merge "
+            "has none of them"
+        )
     merged = _for_format(formats.fill_missing(merged, missing_experts), output)
     formats.write(output, merged)
     print(f"{output}: {len(merged)} entries, {merged.chunks} chunks from {len(files)} files")

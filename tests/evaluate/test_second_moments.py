@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from quantkit.cli import main
 from quantkit.codegen import blas, thread_pool
 from quantkit.errors import QuantkitError
 from quantkit.evaluate.imatrix import collect as collecting
@@ -378,6 +379,36 @@ def test_shared_moments_are_shown_with_the_importance_of_all_experts(rng) -> Non
     (row,) = describe(imatrix.Imatrix({"a": entry}, 1, "t", 64, second_moments={"a": moments}))
     h = moments.dense((10 * values[1] + 54 * values[2]) / np.float32(64)).astype(np.float64)
     assert row.effective_rank == pytest.approx(np.trace(h) ** 2 / (h * h).sum(), rel=1e-4)
+
+
+def test_matrices_that_are_measured_otherwise_are_not_added_to(run, model, text, tmp_path) -> None:
+    """Before the run: what it measures would be lost, or could not be merged."""
+    plain, moments, out = (tmp_path / f"{name}.gguf" for name in ("plain", "moments", "o"))
+    command = ("imatrix", model, "-f", text, "-c", CTX, "--chunks", 1, "--no-ppl", "-o")
+    run(*command, plain)
+    measured = ("--second-moments", "blocks:64", "--token-weights", "none", "--no-process-output")
+    run(*command, moments, *measured)
+    said = run(*command, out, "--second-moments", "blocks:64", "--in-file", plain, status=1)
+    assert "plain.gguf: measured with --token-weights none, this run has attention; add --token-weights none" in said
+    for more, needle in (
+        ((*measured, "--in-file", plain), "blk.0.attn_q.weight: none in the file, blocks:64 in this run"),
+        (("--in-file", moments), "blk.0.attn_q.weight: blocks:64 in the file, none in this run"),
+        ((*measured, "--second-moments", "full", "--in-file", moments), "blocks:64 in the file, full in this run"),
+    ):
+        assert needle in run(*command, out, *more, status=1)
+    assert not list(tmp_path.glob("o.gguf*"))
+    run(*command, out, *measured, "--in-file", moments)
+    assert imatrix.read(out).second_moments.keys() == imatrix.read(moments).second_moments.keys()
+
+
+def test_a_merge_that_loses_second_moments_says_so(tmp_path, capsys) -> None:
+    entry, paths = imatrix.Entry(np.ones((1, 32), np.float32), np.array([9]), 1), []
+    moments = imatrix.SecondMoments(32, 32, np.ones((1, 528), np.float16), np.array([9]))
+    for name, found in (("a", {"w": moments}), ("b", {})):
+        paths.append(str(tmp_path / f"{name}.gguf"))
+        imatrix.write(paths[-1], imatrix.Imatrix({"w": entry}, 1, "t", 9, second_moments=found))
+    assert main(["imatrix", "merge", *paths, "-o", str(tmp_path / "c.gguf")]) == 0
+    assert "note: 1 weights, such as w, have second moments in some of the files only" in capsys.readouterr().err
 
 
 def test_bad_options(run, model, text, tmp_path) -> None:

@@ -63,7 +63,8 @@ class Observation(NamedTuple):
     tokens: int
 
 
-def _is_collected(name: str, process_output: bool) -> bool:
+def is_collected(name: str, process_output: bool) -> bool:
+    """Whether what enters a weight is recorded."""
     return name.startswith("blk.") or (process_output and name in OUTPUT_NAMES)
 
 
@@ -101,7 +102,7 @@ class Collector:
 
     def observe(self, name: str, x: np.ndarray, number: int = 0, matrices: int = 1) -> None:
         """Add float32[tokens, n] that enters the weight `name`: matrix `number` of a stack of `matrices`."""
-        if not _is_collected(name, self.process_output):
+        if not is_collected(name, self.process_output):
             return
         if self.moments is not None:
             self.moments.observe(name, x, number, matrices)
@@ -163,7 +164,7 @@ class Recorder:
 
     def observe(self, name: str, x: np.ndarray, number: int = 0, matrices: int = 1) -> None:
         """Keep the sums of float32[tokens, n] that enters the weight `name`."""
-        if not _is_collected(name, self._process_output):
+        if not is_collected(name, self._process_output):
             return
         if self.moments is not None:
             self.moments.observe(name, x, number, matrices)

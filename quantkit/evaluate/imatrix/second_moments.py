@@ -73,6 +73,12 @@ class InputForm:
         """What stands for it in JSON and in hashes of settings: the columns of a block, or "rank:N"."""
         return f"rank:{self.rank}" if self.rank else self.block
 
+    def named(self, columns: int) -> str:
+        """As `SecondMoments.form`: "full", "blocks:N" or "rank:N"."""
+        if self.rank:
+            return f"rank:{self.rank}"
+        return "full" if self.block >= columns else f"blocks:{self.block}"
+
     def zeros(self, stored: int, columns: int) -> InputSums:
         """Sums of nothing."""
         if self.rank:

@@ -287,8 +287,9 @@ def prose(tmp_path: Path) -> Path:
 
 def test_the_output_appears_when_the_run_is_complete(run, model, prose, tmp_path, monkeypatch, capsys) -> None:
     """On the way the matrix has names of its own: one that is replaced, and copies that stay."""
-    out = tmp_path / "x.gguf"
-    args = ["imatrix", model, "-f", prose, "-f", prose, "-c", CTX, "-b", CTX, "--chunks", 3, "--no-ppl"]
+    out, other = tmp_path / "x.gguf", tmp_path / "other.txt"
+    other.write_text(prose.read_text())
+    args = ["imatrix", model, "-f", prose, "-f", other, "-c", CTX, "-b", CTX, "--chunks", 3, "--no-ppl"]
     options = ["-ofreq", 1, "--save-frequency", 2, "-o", out]
     seen = []
     real = imatrix.write

@@ -211,6 +211,11 @@ def test_commands(moe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
         assert main(["prune", str(moe), str(tmp_path / "x.gguf"), *wrong]) == status
         assert message in capsys.readouterr().err
     assert not (tmp_path / "x.gguf").exists()
+    for kept in (moe, text):
+        before = kept.read_bytes()
+        assert main(["saliency", "-m", str(moe), "-f", str(text), "-o", str(kept), "-c", "64"]) == 1
+        assert "this is the input; write to another name" in capsys.readouterr().err
+        assert kept.read_bytes() == before
     dense = written(tmp_path / "dense.gguf", "llama")
     assert main(["prune", str(dense), str(tmp_path / "x.gguf"), "--prune-experts", "4", "--saliency", str(scores)]) == 1
     assert "dense.gguf: the file has no experts to prune" in capsys.readouterr().err

@@ -98,8 +98,9 @@ def _print_rows(rows: Sequence[Coverage]) -> None:
     header = ("weight", "matrices", "columns", "tokens", "covered", "experts", "columns", "similar", "mean", "top 1 %")
     cells = []
     for r in rows:
-        lowest, highest, median = int(r.counts.min()), int(r.counts.max()), int(sorted(r.counts)[len(r.counts) // 2])
-        tokens = "" if not r.counted else str(highest) if lowest == highest else f"{lowest} / {median} / {highest}"
+        lowest, highest = int(r.counts.min()), int(r.counts.max())
+        between = f"{lowest} / {r.median_count:.12g} / {highest}"
+        tokens = "" if not r.counted else str(highest) if lowest == highest else between
         stacked = len(r.counts) > 1
         cells.append((
             r.name, len(r.counts), r.columns, tokens, f"{100 * r.covered:.1f} %" if stacked else "",
@@ -157,6 +158,11 @@ def merge(
     if formats.loses_counts(read):
         on_message(UNCOUNTED)
     merged = formats.merge(read, numbers("--weights", weights, len(files)))
+    if lost := {name for matrix in read for name in matrix.second_moments} - merged.second_moments.keys():
+        on_message(
+            f"note: {len(lost)} weights, such as {min(lost)}, have second moments in some of the files only; the merge "
+            "has none of them"
+        )
     merged = _for_format(formats.fill_missing(merged, missing_experts), output)
     formats.write(output, merged)
     print(f"{output}: {len(merged)} entries, {merged.chunks} chunks from {len(files)} files")
@@ -175,11 +181,13 @@ def convert(
     """
     from quantkit.evaluate.imatrix.coverage import split_by_matrix
     from quantkit.formats import imatrix as formats
+    from quantkit.formats.atomic import check_outputs
 
     found = formats.read(file)
     if model is not None:
         import quantkit
 
+        check_outputs([output], quantkit.open(model).paths)
         found = split_by_matrix(found, {t.name: t.shape for t in quantkit.open(model).tensors.values()})
     formats.write(output, _for_format(found, output))
     print(f"{output}: {_summary(found)}")

@@ -131,7 +131,7 @@ def compare(
 
     if tasks:
         others = {"--chat": chat, "--score": score, "--by-category": by_category, "--by-position": by_position,
-                  "--layers": layers, "--speed": speed, "--plot": plot, "--html": html,
+                  "--chunks": chunks, "--layers": layers, "--speed": speed, "--plot": plot, "--html": html,
                   "--cluster": cluster}  # fmt: skip
         if unused := [name for name, value in others.items() if value]:
             raise typer.BadParameter(f"--{tasks.kind} compares answers; remove {', '.join(unused)}")

@@ -73,7 +73,7 @@ def _weights(path: Path) -> Weights:
 
     def find(name: str, matrices: int, columns: int) -> np.ndarray | None:
         entry = importance_entry(name, matrix)
-        fits = entry is not None and matrix[entry].values.size == matrices * columns
+        fits = entry is not None and matrix[entry].fits(matrices, columns)
         return matrix[entry].columns(columns) if entry is not None and fits else None
 
     return find

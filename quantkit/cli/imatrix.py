@@ -20,7 +20,7 @@ from quantkit.cli.common.cluster import Cluster, check_cluster, connected
 from quantkit.cli.common.command import in_sections, takes_model
 from quantkit.cli.common.evaluation import Batch, ChunkBar, ChunkLimit, Context, Numerics, ThreadsBatch, on_message
 from quantkit.cli.common.hub import from_hub
-from quantkit.cli.common.launch import Launch, context_size, runs_a_model
+from quantkit.cli.common.launch import Launch, context_size, device_text, runs_a_model
 from quantkit.cli.common.options import Json, Threads, parse_size
 from quantkit.cli.common.output import print_json, print_table
 from quantkit.cli.common.progress_options import shows_progress
@@ -185,15 +185,20 @@ def imatrix(
     from quantkit.evaluate.imatrix import run
 
     limit = parse_size(second_moments_size, "--second-moments-size") if second_moments_size else None
+    if second_moments_size is not None and second_moments is None:
+        raise OptionError("--second-moments-size limits second moments: add --second-moments auto")
     check_cluster(cluster)
+    if layer_similarity and (numerics != "exact" or device_text(launch.given)):
+        raise OptionError(
+            "--layer-similarity is measured on the CPU with exact numerics; remove --numerics fast and the devices, or "
+            "measure it in a run of its own"
+        )
     if dry_run:
         _print_sizes(model, second_moments, limit, process_output, json)
         return
     texts = list(file or [])
     if not texts:
         raise OptionError("imatrix needs a text: pass it with -f FILE")
-    if second_moments_size is not None and second_moments is None:
-        raise OptionError("--second-moments-size limits second moments: add --second-moments auto")
     options = run.ImatrixOptions(
         shares=numbers("--shares", shares, len(texts)), chat=chat, parse_special=parse_special,
         ctx_size=context_size(ctx_size, model), chunks=chunks,

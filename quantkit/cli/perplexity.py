@@ -133,8 +133,12 @@ def perplexity(
         raise typer.BadParameter(f"--{tasks.kind} and --kl-divergence: pass only one")
     if tasks and cluster:
         raise typer.BadParameter(f"--{tasks.kind} runs on this machine; remove --cluster")
-    if tasks and (chat or score or by_category):
-        raise typer.BadParameter(f"--{tasks.kind} has its own format; remove --chat, --score and --by-category")
+    if tasks:
+        others = {"--chat": chat, "--score": score, "--by-category": by_category, "--chunks": chunks,
+                  "--ppl-stride": ppl_stride, "--jsonl": jsonl, "--kl-divergence-base": kl_divergence_base,
+                  "--by-layer": by_layer}  # fmt: skip
+        if unused := [name for name, value in others.items() if value]:
+            raise typer.BadParameter(f"--{tasks.kind} scores the tasks of its file; remove {', '.join(unused)}")
     if by_position and not kl_divergence:
         raise typer.BadParameter("--by-position shows a divergence: add --kl-divergence")
     threads, ctx_size = threads_batch or threads, context_size(ctx_size, model)
@@ -147,7 +151,7 @@ def perplexity(
         schema = "quantkit.perplexity-kl-divergence/1"
         if kl_divergence_base is None:
             raise OptionError("--kl-divergence needs the base to compare with: --kl-divergence-base FILE")
-        others = {"--chunks": chunks, "--ppl-stride": ppl_stride, "--by-category": by_category}
+        others = {"-f": file, "--chunks": chunks, "--ppl-stride": ppl_stride, "--by-category": by_category}
         for name in [name for name, value in others.items() if value]:
             on_message(f"warning: {name} has no effect: the chunks are those of the base file")
         compared = DivergenceOptions(

@@ -34,8 +34,11 @@ def saliency(
     """
     from quantkit.evaluate.saliency import measure
     from quantkit.evaluate.text import chunked
+    from quantkit.formats import gguf
+    from quantkit.formats.atomic import check_outputs
     from quantkit.runtime.loading import load
 
+    check_outputs([output], [*gguf.open(model).paths, file])
     opened = load(model, threads=threads, n_ctx=ctx_size)
     text = chunked(opened.tokenizer, file, ctx_size, chunks)
     with ProgressBar("saliency") as bar:

@@ -26,7 +26,7 @@ from quantkit.evaluate.bench import Case, bench
 from quantkit.evaluate.chunk_runs import Here, MeasureChunks
 from quantkit.evaluate.comparison import Candidate, Comparison, Domain, NoiseFloor, Paired, Throughput
 from quantkit.evaluate.conditions import evaluation_conditions
-from quantkit.evaluate.corpus import read_text
+from quantkit.evaluate.corpus import read_text, require_different
 from quantkit.evaluate.divergence import Divergence, Estimate, divergence_from_base
 from quantkit.evaluate.layers.tensor_errors import TensorError, tensor_errors
 from quantkit.evaluate.models import ChunkModel, OnMessage, OpenModel, no_message, open_model
@@ -390,6 +390,7 @@ def _chunks_of_texts(
     """The chunks of all texts in order, and the range of each text, or of each category."""
     if not texts:
         raise DataError("no text to compare models on; name at least one")
+    require_different(texts)
     parts = [chunks_of(tokenizer, text, o.ctx_size, o.chunks, o.chat, score, o.by_category) for text in texts]
     names = unique_names(texts, lambda path: path.name)
     domains, first = [], 0

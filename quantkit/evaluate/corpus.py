@@ -6,6 +6,7 @@ import functools
 import os
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -32,6 +33,15 @@ def text_bytes(path: str | os.PathLike[str]) -> bytes:
         return _read_stream(sys.stdin)
     with os_errors(Path(path), "read"):
         return Path(path).read_bytes()
+
+
+def require_different(texts: Sequence[Path]) -> None:
+    """DataError for a text that is given twice: its tokens would count as those of two texts."""
+    seen: set[Path] = set()
+    for text in texts:
+        if text.resolve() in seen:
+            raise DataError(f"{text}: given twice, so each of its tokens would count as two; name it once")
+        seen.add(text.resolve())
 
 
 @functools.lru_cache(maxsize=1)

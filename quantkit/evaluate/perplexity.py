@@ -191,8 +191,10 @@ def perplexity(
         raise OptionError(
             "--ppl-stride and --kl-divergence-base exclude each other: base files contain second halves of chunks"
         )
-    if o.ppl_stride and (o.chat or o.score is not None):
-        raise OptionError("--ppl-stride scores the ends of windows of plain text; remove --chat and --score")
+    if o.ppl_stride and (o.chat or o.score is not None or o.by_category):
+        raise OptionError(
+            "--ppl-stride scores the ends of windows of plain text; remove --chat, --score and --by-category"
+        )
     if isinstance(model, (str, os.PathLike)):
         longest = o.ctx_size + o.ppl_stride // 2
         model = open_model(path, numerics=o.numerics, threads=o.threads, n_ctx=longest)
@@ -282,6 +284,8 @@ def _log(
         settings |= {"base": options.kl_divergence_base.suffix, "bound": options.kl_divergence_bound}
     if chunks.choice is not None:
         settings |= {"score": chunks.choice.what, "chat": chunks.choice.chat}
+        if chunks.choice.labels:  # categories decide the order of chunks
+            settings["categories"] = list(chunks.choice.labels)
     counts = chunks.counts.tolist()
     positions = counts[0] if chunks.choice is None else counts
     return run_log(path, model.path, text, positions, options.batch_size, conditions, settings)

@@ -85,7 +85,7 @@ def hellaswag(path: str | os.PathLike[str], limit: int = 400) -> list[Task]:
 
     At most `limit` tasks, sampled as in llama-perplexity.
     """
-    lines = read_text(path).splitlines()
+    lines = _lines(path)
     if not lines or len(lines) % 6:
         raise FormatError(f"{path}: {len(lines)} lines; HellaSwag tasks have six lines each")
     tasks = []
@@ -100,7 +100,7 @@ def hellaswag(path: str | os.PathLike[str], limit: int = 400) -> list[Task]:
 def winogrande(path: str | os.PathLike[str], limit: int = 0) -> list[Task]:
     """Read the first `limit` Winogrande tasks (0: all): CSV, index, sentence with _, choice, choice, answer 1 or 2."""
     tasks = []
-    for number, row in enumerate(csv.reader(read_text(path).splitlines()), 1):
+    for number, row in enumerate(csv.reader(_lines(path)), 1):
         if len(row) < 5 or row[-1].strip() not in ("1", "2"):
             raise FormatError(f"{path}: line {number}: not index,sentence,choice,choice,answer with the answer 1 or 2")
         sentence, choices = ",".join(row[1:-3]), row[-3:-1]
@@ -110,6 +110,12 @@ def winogrande(path: str | os.PathLike[str], limit: int = 0) -> list[Task]:
         heads = tuple(before + choice for choice in choices)
         tasks.append(Task(tuple(head + after for head in heads), int(row[-1]) - 1, heads))
     return tasks[: limit or None]
+
+
+def _lines(path: str | os.PathLike[str]) -> list[str]:
+    """The lines of a text, which LF or CR LF ends: other characters at which `splitlines` cuts are text."""
+    lines = [line.removesuffix("\r") for line in read_text(path).split("\n")]
+    return lines if lines[-1] else lines[:-1]
 
 
 def multiple_choice(path: str | os.PathLike[str], limit: int = 0) -> list[Task]:

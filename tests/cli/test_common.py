@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
+from quantkit.cli.common.launch import context_size
 from quantkit.cli.common.options import parse_size
 from quantkit.cli.common.output import gib, table
 from quantkit.errors import QuantkitError
+from tests.recipe.configs import QWEN3_30B
 
 
 @pytest.mark.parametrize(
@@ -42,3 +47,8 @@ def test_published_form() -> None:
 
 def test_table() -> None:
     assert table(("a", "number"), [("x", 1), ("long", 22)]) == "a     number\n----  ------\nx          1\nlong      22"
+
+
+def test_a_context_of_0_is_that_of_the_model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_30B))
+    assert (context_size(0, tmp_path), context_size(7, tmp_path)) == (QWEN3_30B["max_position_embeddings"], 7)

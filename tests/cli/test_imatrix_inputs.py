@@ -44,6 +44,11 @@ def test_a_matrix_of_another_model(capsys, model, tmp_path) -> None:
         )
 
 
+def test_the_model_is_not_replaced_by_a_matrix(capsys, model, tmp_path) -> None:
+    matrix = written(tmp_path / "i.gguf", dict.fromkeys(NAMES, 1))
+    assert "this is the input" in refused(capsys, "imatrix", "convert", matrix, model, "--model", model)
+
+
 def test_an_entry_of_zeros(capsys, model, tmp_path) -> None:
     zeros, out = written(tmp_path / "z.dat", dict(zip(NAMES, (0, 1)))), tmp_path / "q.gguf"
     said = refused(capsys, "quantize", model, out, "Q4_0", "--imatrix", zeros)

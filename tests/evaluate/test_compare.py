@@ -12,7 +12,7 @@ import pytest
 
 from quantkit import types
 from quantkit.cli import compare as command
-from quantkit.errors import QuantkitError
+from quantkit.errors import DataError, QuantkitError
 from quantkit.evaluate import compare
 from quantkit.evaluate.bench import Case, MeasuredSpeed
 from quantkit.evaluate.comparison import Comparison
@@ -49,15 +49,24 @@ def files(tmp_path):
 def compared(files, tmp_path):
     text = tmp_path / "letters.txt"
     text.write_text("pack my box with five dozen liquor jugs " * 12)
+    (again := tmp_path / "again.txt").write_text(text.read_text())
     noise = {"ref.gguf": 0.0, "near.gguf": 0.02, "far.gguf": 0.3}
     said = []
     found = compare.compare(
-        files["ref"], [files["near"], files["far"]], [text, text], SHORT, on_message=said.append,
+        files["ref"], [files["near"], files["far"]], [text, again], SHORT, on_message=said.append,
         open_model=lambda path, numerics, **_: FakeModel(noise=0.05 if numerics == "fast" else noise[path.name]),
         read_vocabulary=fake_vocabulary,
     )  # fmt: skip
     assert len(said) == 4
     return found
+
+
+def test_a_text_twice_is_refused(files, tmp_path):
+    (text := tmp_path / "letters.txt").write_text("pack my box with five dozen liquor jugs " * 12)
+    (linked := tmp_path / "linked.txt").symlink_to(text)
+    for twice in ([text, text], [text, linked]):
+        with pytest.raises(DataError, match="given twice, so each of its tokens would count as two"):
+            compare.compare(files["ref"], [files["near"]], twice, SHORT, read_vocabulary=fake_vocabulary)
 
 
 def test_progress_is_told_of_every_chunk_of_every_run(files, tmp_path):
@@ -154,7 +163,8 @@ def test_records_and_rows_say_the_same(compared):
 def test_texts_are_domains_of_their_own(compared):
     header, rows = tables.domain_rows(compared)
     assert [len(row) for row in rows] == [len(header)] * 4
-    assert rows[0] == rows[2]  # the same text twice
+    assert rows[0][1:] == rows[2][1:]  # the same text under two names
+    assert [rows[0][0], rows[2][0]] == ["letters.txt", "again.txt"]
     record = compared.record()
     near = record["models"][1]
     assert near["domains"]["letters.txt"]["kld"] == pytest.approx(near["kld"])

@@ -25,6 +25,7 @@ from quantkit.formats.kld.bounded_file import MAGIC, MAGIC_SCORED, BoundedReader
 from quantkit.formats.kld.chunk_file import digest
 from quantkit.formats.kld.scored_tokens import ScoredTokens
 from quantkit.tokenizers.tokenizer import Tokenizer
+from tests.archs.files import written
 from tests.evaluate.fake import FakeModel
 
 SHORT = [{"role": "user", "content": "Where is Ulm?"}, {"role": "assistant", "content": "On the Danube."}]
@@ -263,6 +264,7 @@ def test_options_that_do_not_fit(tmp_path, rng) -> None:
         ({"score": "half", "chat": True}, "--score half is for plain text"),
         ({"score": "some"}, "some"),
         ({"ppl_stride": 4, "score": "all"}, "--ppl-stride"),
+        ({"ppl_stride": 4, "by_category": True}, "--ppl-stride .* remove --chat, --score and --by-category"),
     ):
         with pytest.raises(QuantkitError, match=said):
             perplexity(model, path, PerplexityOptions(ctx_size=16, **options))
@@ -337,6 +339,16 @@ def test_errors_of_chunks_of_different_lengths(rng) -> None:
         found = Sample.of(counts).mean(values)
         covered += found.low <= truth <= found.high
     assert 0.91 < covered / 400 < 0.985
+
+
+def test_a_log_without_categories_is_not_taken_up(tmp_path) -> None:
+    """Categories decide which chunks there are, and their order."""
+    model, path = written(tmp_path / "m.gguf", "llama", tokenizer=True), tmp_path / "t.jsonl"
+    path.write_text(json.dumps({"text": "the quick brown fox jumps over the lazy dog", "category": "prose"}))
+    options = PerplexityOptions(ctx_size=16, chunks=2, score="all", jsonl=tmp_path / "log.jsonl", batch_size=16)
+    perplexity(model, path, options)
+    with pytest.raises(DataError, match="belongs to another run"):
+        perplexity(model, path, dataclasses.replace(options, by_category=True))
 
 
 def test_compare_by_category(tmp_path) -> None:

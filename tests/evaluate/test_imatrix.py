@@ -287,8 +287,9 @@ def prose(tmp_path: Path) -> Path:
 
 def test_the_output_appears_when_the_run_is_complete(run, model, prose, tmp_path, monkeypatch, capsys) -> None:
     """On the way the matrix has names of its own: one that is replaced, and copies that stay."""
-    out = tmp_path / "x.gguf"
-    args = ["imatrix", model, "-f", prose, "-f", prose, "-c", CTX, "-b", CTX, "--chunks", 3, "--no-ppl"]
+    out, other = tmp_path / "x.gguf", tmp_path / "other.txt"
+    other.write_text(prose.read_text())
+    args = ["imatrix", model, "-f", prose, "-f", other, "-c", CTX, "-b", CTX, "--chunks", 3, "--no-ppl"]
     options = ["-ofreq", 1, "--save-frequency", 2, "-o", out]
     seen = []
     real = imatrix.write
@@ -398,12 +399,20 @@ def test_what_was_measured_is_kept_where_experts_are_missing(run, model, text, t
     assert not (tmp_path / "x.gguf.resume").exists()
 
 
+def test_what_cannot_be_meant_is_refused_before_the_run(run, model, text, tmp_path) -> None:
+    args = ("imatrix", model, "-f", text, "-c", CTX, "-o", tmp_path / "x.gguf")
+    assert "short.txt: given twice" in run(*args, "-f", text, status=1)
+    for flags in (["--numerics", "fast"], ["--devices", "cpu:2"]):
+        assert "--layer-similarity is measured on the CPU with exact" in run(*args, "-lsim", *flags, status=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["short.txt"]
+
+
 def test_a_matrix_of_another_model_is_refused_before_the_run(run, model, text, tmp_path) -> None:
     entry = Entry(np.ones((1, 7), np.float32), np.array([32]), 1)
     imatrix.write(tmp_path / "o.gguf", Imatrix({"blk.0.attn_q.weight": entry}, 1, "x", 32))
     args = ("imatrix", model, "-f", text, "-c", CTX, "-o", tmp_path / "x.gguf")
     said = run(*args, "--in-file", tmp_path / "o.gguf", status=1)
-    assert "o.gguf: blk.0.attn_q.weight: the importance matrix has 7 values" in said
+    assert "o.gguf: blk.0.attn_q.weight: the importance matrix has 1 x 7 values" in said
     assert "importance matrix over" not in said
 
 
@@ -476,6 +485,12 @@ def test_lines_that_are_no_conversation(tmp_path, line) -> None:
 # ------------------------------------------------------------------------------------------------------- what they tell
 
 
+def test_the_table_has_the_median_of_the_record(run, tmp_path) -> None:
+    entry = Entry(np.ones((4, 8), np.float32), np.array([1, 2, 5, 90]), 2)
+    imatrix.write(tmp_path / "x.gguf", Imatrix({"blk.0.x_exps.weight": entry}, 2, "t", 24))
+    assert "1 / 3.5 / 90" in run("imatrix", "show", tmp_path / "x.gguf")
+
+
 def test_coverage(rng) -> None:
     one = np.zeros((4, 8), np.float32)
     one[:, 3] = 2.0
@@ -490,10 +505,13 @@ def test_coverage(rng) -> None:
     assert (second.few, second.effective_columns) == ([1, 3], pytest.approx(1 / 8))
     assert second.similarity == pytest.approx(1 / np.sqrt(8))  # layer 1 has none, so with layer 0
     assert (output.layer, output.effective_experts, output.few) == (None, None, [])
+    assert (second.median_count, second.record()["tokens"]["median"]) == (3.5, 3.5)
     legacy = Imatrix({"blk.0.x_exps.weight": Entry(np.ones((1, 32), np.float32), np.array([3]), 3)}, 3)
     assert split_by_matrix(legacy, {"blk.0.x_exps.weight": (4, 2, 8)})["blk.0.x_exps.weight"].values.shape == (4, 8)
-    with pytest.raises(DataError, match=r"32 values, the model's tensor needs 4 x 9 = 36"):
+    with pytest.raises(DataError, match=r"1 x 32 values, the model's tensor needs 4 x 9 = 36"):
         split_by_matrix(legacy, {"blk.0.x_exps.weight": (4, 2, 9)})
+    with pytest.raises(DataError, match=r"4 x 8 values, the model's tensor needs 2 x 16 = 32"):
+        split_by_matrix(Imatrix(entries), {"blk.0.x_exps.weight": (2, 2, 16)})
 
 
 @pytest.mark.parametrize("stacked", [True, False])

@@ -65,6 +65,14 @@ def test_the_same_bytes_as_in_two_steps(model: Path, text: Path, two_steps: Path
     assert tensors(plain) != tensors(two_steps)
 
 
+def test_a_file_has_the_values_in_memory(model: Path, text: Path, tmp_path: Path) -> None:
+    """So calibration gives the bytes that a file gives. Counts are 160, and any number for experts."""
+    found = measured(load(model), text)
+    imatrix.write(tmp_path / "i.gguf", found)
+    read = imatrix.read(tmp_path / "i.gguf")
+    assert all(np.array_equal(read[name].values, entry.values) for name, entry in found.entries.items())
+
+
 def test_factors_are_those_of_two_steps(model: Path, text: Path, tmp_path: Path) -> None:
     settings = replace(SETTINGS, second_moments="rank:24")
     quantize_calibrated(model, tmp_path / "o.gguf", "IQ4_K", text, SMALLER, settings)

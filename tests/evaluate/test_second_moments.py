@@ -8,15 +8,25 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from quantkit.cli import main
 from quantkit.codegen import blas, thread_pool
 from quantkit.errors import QuantkitError
 from quantkit.evaluate.imatrix import collect as collecting
 from quantkit.evaluate.imatrix import saved_run
 from quantkit.evaluate.imatrix.input_sums import ProductSketch, random_matrix
-from quantkit.evaluate.imatrix.second_moments import InputForm, MomentsCollector, MomentsForm, plan_forms, sizes
+from quantkit.evaluate.imatrix.second_moments import (
+    InputForm,
+    MomentsCollector,
+    MomentsForm,
+    describe,
+    measured_shapes,
+    plan_forms,
+    sizes,
+)
 from quantkit.formats import gguf, imatrix, provenance
-from quantkit.formats.imatrix import factors
+from quantkit.formats.imatrix import factors, second_moments
 from quantkit.runtime.loading import load
+from tests.archs.files import written
 from tests.evaluate import test_imatrix
 from tests.recipe.configs import DEEPSEEK_V3
 from tests.runtime.test_experts import moe  # noqa: F401
@@ -74,6 +84,21 @@ def test_sums_are_those_of_what_enters(moe: Path, form: str) -> None:  # noqa: F
         expected = np.where(places[:, None] == places, c, 0)
         np.fill_diagonal(expected, 1)
         np.testing.assert_allclose(moments[name].correlation(number), expected, atol=2**-10)
+
+
+@pytest.mark.parametrize("arch", ["glm4moe", "qwen35", "kimi-linear", "deepseek4", "minimax-m3", "nemotron_h"])
+def test_predicted_sizes_are_those_of_what_is_measured(tmp_path: Path, arch: str) -> None:
+    """Weights that share an input count once; convolutions, tables and norms do not count."""
+    runner = load(written(tmp_path / "m.gguf", arch))
+    shapes = measured_shapes(runner.weights.values(), process_output=True)
+    forms = plan_forms(shapes, MomentsForm.parse("full"), None)
+    collector = collecting.Collector(True, MomentsCollector(forms), "attention")
+    runner.weighs_tokens, runner.observer = True, collector.observe
+    tokens = np.random.default_rng(1).integers(0, 200, (8, 16))
+    runner.project(runner.hidden_sequences(tokens, slice(0, 16)).reshape(128, -1))
+    found = {id(m): m.nbytes for m in collector.result("t", 16).second_moments.values()}
+    sums = [block for m in collector.moments.sums.values() for blocks in m.blocks for block in blocks]
+    assert sizes(shapes, forms) == (sum(block.nbytes for block in sums), sum(found.values()))
 
 
 @pytest.mark.parametrize("form", ["blocks:128", "rank:40"])
@@ -336,10 +361,54 @@ def test_sizes_are_known_before(run, model, text, tmp_path) -> None:
                                     "file_bytes": sum(stored.values())}]  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_V3))
     said = run("imatrix", tmp_path / "config.json", "--dry-run")
-    assert "full                 382.02 GB     95.54 GB" in said
+    assert "full                 357.56 GB     89.42 GB" in said
     assert "rank:32 " in said
+    sized = ("imatrix", tmp_path / "config.json", "--dry-run", "--second-moments-size", "1G")
+    assert "add --second-moments auto" in run(*sized, status=2)
     assert "is 1,000,000,000" in run("imatrix", tmp_path / "config.json", "--dry-run", "--second-moments", "full",
                                      "--second-moments-size", "1G", status=1)  # fmt: skip
+
+
+def test_shared_moments_are_shown_with_the_importance_of_all_experts(rng) -> None:
+    """Expert 0 saw nothing: its importance of 1 is none."""
+    values = np.vstack([np.ones(8), rng.gamma(0.3, 1, (2, 8))]).astype(np.float32)
+    x = rng.standard_normal((64, 8))
+    packed = second_moments.pack([(x.T @ x).astype(np.float32)])[None]
+    moments = imatrix.SecondMoments(8, 8, packed, np.array([64]))
+    entry = imatrix.Entry(values, np.array([0, 10, 54]), 1)
+    (row,) = describe(imatrix.Imatrix({"a": entry}, 1, "t", 64, second_moments={"a": moments}))
+    h = moments.dense((10 * values[1] + 54 * values[2]) / np.float32(64)).astype(np.float64)
+    assert row.effective_rank == pytest.approx(np.trace(h) ** 2 / (h * h).sum(), rel=1e-4)
+
+
+def test_matrices_that_are_measured_otherwise_are_not_added_to(run, model, text, tmp_path) -> None:
+    """Before the run: what it measures would be lost, or could not be merged."""
+    plain, moments, out = (tmp_path / f"{name}.gguf" for name in ("plain", "moments", "o"))
+    command = ("imatrix", model, "-f", text, "-c", CTX, "--chunks", 1, "--no-ppl", "-o")
+    run(*command, plain)
+    measured = ("--second-moments", "blocks:64", "--token-weights", "none", "--no-process-output")
+    run(*command, moments, *measured)
+    said = run(*command, out, "--second-moments", "blocks:64", "--in-file", plain, status=1)
+    assert "plain.gguf: measured with --token-weights none, this run has attention; add --token-weights none" in said
+    for more, needle in (
+        ((*measured, "--in-file", plain), "blk.0.attn_q.weight: none in the file, blocks:64 in this run"),
+        (("--in-file", moments), "blk.0.attn_q.weight: blocks:64 in the file, none in this run"),
+        ((*measured, "--second-moments", "full", "--in-file", moments), "blocks:64 in the file, full in this run"),
+    ):
+        assert needle in run(*command, out, *more, status=1)
+    assert not list(tmp_path.glob("o.gguf*"))
+    run(*command, out, *measured, "--in-file", moments)
+    assert imatrix.read(out).second_moments.keys() == imatrix.read(moments).second_moments.keys()
+
+
+def test_a_merge_that_loses_second_moments_says_so(tmp_path, capsys) -> None:
+    entry, paths = imatrix.Entry(np.ones((1, 32), np.float32), np.array([9]), 1), []
+    moments = imatrix.SecondMoments(32, 32, np.ones((1, 528), np.float16), np.array([9]))
+    for name, found in (("a", {"w": moments}), ("b", {})):
+        paths.append(str(tmp_path / f"{name}.gguf"))
+        imatrix.write(paths[-1], imatrix.Imatrix({"w": entry}, 1, "t", 9, second_moments=found))
+    assert main(["imatrix", "merge", *paths, "-o", str(tmp_path / "c.gguf")]) == 0
+    assert "note: 1 weights, such as w, have second moments in some of the files only" in capsys.readouterr().err
 
 
 def test_bad_options(run, model, text, tmp_path) -> None:

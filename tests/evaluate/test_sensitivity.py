@@ -210,7 +210,7 @@ def test_what_cannot_be_measured(f16_model: Path, tmp_path: Path, golden: Path) 
     name, other = "blk.0.attn_q.weight", tmp_path / "other.gguf"
     write_imatrix(other, Imatrix({name: Entry(np.ones((1, 64), np.float32), np.array([9]), 1)}))
     with pytest.raises(
-        DataError, match=rf"{name}: the importance matrix has 64 values for it, the tensor needs 1 x 576"
+        DataError, match=rf"{name}: the importance matrix has 1 x 64 values for it, the tensor needs 1 x 576"
     ):
         sensitivity(f16_model, text, tmp_path / "c.json", SensitivityOptions(imatrix=other))
     assert not list(tmp_path.glob("c.json*"))

@@ -63,6 +63,8 @@ def test_hellaswag(model, tmp_path):
     *_, last = tasks.evaluate(model, found)
     assert (last.tasks, last.chance) == (2, 0.25)
     assert last.correct == 2 * (int(np.argmax(wanted)) == 2)
+    path.write_bytes("a\u2028b\x85\r\n2\r\nb\r\nc\x0c\r\nd\r\ne\r\n\r\n".encode())  # as getline reads lines
+    assert tasks.hellaswag(path) == [tasks.Task(tuple(f"a\u2028b\x85 {end}" for end in ("b", "c\x0c", "d", "e")), 2)]
     path.write_text("a\n2\nb\nc\n")
     with pytest.raises(FormatError, match="4 lines; HellaSwag tasks have six"):
         tasks.hellaswag(path)
@@ -88,6 +90,8 @@ def test_winogrande_scores_what_follows_the_choice(model, tmp_path):
     np.testing.assert_allclose(
         tasks.scores(model, two), [plain_score(model, ids[0], 3, 4), plain_score(model, ids[1], 3, 4)], rtol=1e-6
     )
+    path.write_text("0,a\u2028 _ b,c,d,1\n")
+    assert tasks.winogrande(path)[0].texts == ("a\u2028 c b", "a\u2028 d b")
     path.write_text("0,no gap,a,b,1\n")
     with pytest.raises(FormatError, match="line 1: the sentence has no _"):
         tasks.winogrande(path)
@@ -216,3 +220,6 @@ def test_compare_counts_answers(capsys, smollm2_q4_1, tmp_path):
     assert [record["models"][0][name] for name in ("lost", "gained", "changed", "p_value")] == [0, 0, 0, 1.0]
     assert cli.main([*args, "--by-position"]) == 2
     assert "remove --by-position" in capsys.readouterr().err
+    for flags in (["--jsonl", "x"], ["--kl-divergence-base", "b"], ["--by-layer"], ["--chunks", "2"]):
+        assert cli.main(["perplexity", str(smollm2_q4_1), "--hellaswag", "-f", str(path), *flags]) == 2
+        assert f"remove {flags[0]}" in capsys.readouterr().err

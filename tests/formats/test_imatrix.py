@@ -152,8 +152,10 @@ def test_merge_keeps_the_shape_that_knows_its_matrices():
 
 
 def test_merge_refuses_other_models():
-    with pytest.raises(DataError, match=r"'w' has \[2, 3\] values"):
+    with pytest.raises(DataError, match=r"'w' has 1 x 2, 1 x 3 values"):
         imatrix.merge([Imatrix({"w": entry([1, 2])}), Imatrix({"w": entry([1, 2, 3])})])
+    with pytest.raises(DataError, match=r"'w' has 1 x 4, 2 x 2, 4 x 1 values"):
+        imatrix.merge([Imatrix({"w": entry(np.ones(shape))}) for shape in ((1, 4), (2, 2), (4, 1))])
     with pytest.raises(DataError, match="finite and positive"):
         imatrix.merge([Imatrix({"w": entry([1, 2])})], weights=[-1])
 

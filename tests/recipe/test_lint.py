@@ -240,6 +240,17 @@ def test_a_matrix_that_lacks_a_tensor() -> None:
     assert not planned(tiny, "attn_k_b=q4_0", imatrix=importance(tiny)).warnings
 
 
+def test_a_matrix_of_more_layers() -> None:
+    """As of the model before `prune`, whose layers have new numbers. MTP layers may be left out: they are the last."""
+    tiny = SMALL_DEEPSEEK | {"n_routed_experts": 8, "num_hidden_layers": 4}
+    matrix = importance(tiny | {"num_hidden_layers": 6})
+    said = warned(tiny, "ffn_up=q4_0", imatrix=matrix)
+    assert "the importance matrix has entries for blk.5, the model has 4 layers" in said
+    entry = next(iter(matrix.entries.values()))
+    matrix.entries.update({f"blk.{layer}.nextn.eh_proj.weight": entry for layer in (4, 5)})
+    assert not planned(tiny, "ffn_up=q4_0", imatrix=matrix).warnings
+
+
 def test_experts_that_saw_too_few_tokens() -> None:
     matrix = importance(TINY_MOE)
     assert not planned(TINY_MOE, "", "Q4_0", matrix).warnings

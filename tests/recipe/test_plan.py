@@ -258,11 +258,19 @@ def test_importance_is_found_by_name_or_stand_in() -> None:
     assert made.tensors[0].importance == "blk.0.ffn_gate_up_exps.weight"
 
 
+def test_experts_of_another_number_and_width_are_refused() -> None:
+    """8 of 128 columns are as many values as 4 of 256."""
+    tensor = Info("blk.0.ffn_up_exps.weight", (4, 32, 256), types.get("f16"))
+    other = Imatrix({tensor.name: Entry(np.ones((8, 128), np.float32), np.ones(8, np.int64), 1)}, 1, "text")
+    with pytest.raises(DataError, match=r"has 8 x 128 values for it, the tensor needs 4 x 256 = 1024; it was measured"):
+        recipe.plan([tensor], "IQ4_NL", imatrix=other)
+
+
 def test_missing_importance_is_warned_about_and_wrong_sizes_refused() -> None:
     listed = tensors("blk.0.ffn_up.weight", "token_embd.weight", "output.weight")
     made = recipe.plan(listed, "IQ4_NL", imatrix=matrix_for(256))
     assert ["1 tensor(s) that would use one: blk.0.ffn_up.weight" in text for text in made.warnings] == [True]
-    with pytest.raises(DataError, match=r"has 512 values for it, the tensor needs 1 x 256"):
+    with pytest.raises(DataError, match=r"has 1 x 512 values for it, the tensor needs 1 x 256"):
         recipe.plan(listed, "IQ4_NL", imatrix=matrix_for(256, **{"blk.0.ffn_up.weight": 2}))
     stand_in = recipe.plan(
         tensors("blk.0.ffn_gate.weight"), "IQ4_NL", imatrix=matrix_for(256, **{"blk.0.ffn_up.weight": 2})

@@ -310,9 +310,14 @@ def warn_of_long_context(size: int, trained: int) -> None:
 
 
 def context_size(given: int, model: Path) -> int:
-    """The value of -c: for 0, the context length that the model was trained with."""
+    """The value of -c: for 0, the context length that the model, a GGUF file or a checkpoint, was trained with."""
     if given:
         return given
+    if model.is_dir():
+        from quantkit.pipelines import planning
+
+        metadata = planning.open_model(model).metadata
+        return int(metadata[f"{metadata['general.architecture']}.context_length"])
     from quantkit.formats import gguf
 
     return trained_context(gguf.require_model(gguf.open(model)))

@@ -54,7 +54,7 @@ OF_COMMANDS: dict[str, _Option] = {
         ("--prune-layers",),
         str,
         "layers are left out in a run of their own: quantkit prune MODEL PRUNED --prune-layers L0,L1,…; then quantize "
-        "PRUNED",
+        "PRUNED, with an importance matrix that was measured on it",
     ),
     "extra_output_tensor": _Option(
         ("--extra-output-tensor",),

@@ -63,7 +63,8 @@ class Observation(NamedTuple):
     tokens: int
 
 
-def _is_collected(name: str, process_output: bool) -> bool:
+def is_collected(name: str, process_output: bool) -> bool:
+    """Whether what enters a weight is recorded."""
     return name.startswith("blk.") or (process_output and name in OUTPUT_NAMES)
 
 
@@ -101,7 +102,7 @@ class Collector:
 
     def observe(self, name: str, x: np.ndarray, number: int = 0, matrices: int = 1) -> None:
         """Add float32[tokens, n] that enters the weight `name`: matrix `number` of a stack of `matrices`."""
-        if not _is_collected(name, self.process_output):
+        if not is_collected(name, self.process_output):
             return
         if self.moments is not None:
             self.moments.observe(name, x, number, matrices)
@@ -140,7 +141,8 @@ class Collector:
             if not np.isfinite(sums).all():
                 raise DataError(f"{name}: NaN or Inf entered it within {self.chunks} chunks")
             counts = self.counts[name]
-            values = np.asarray(sums / np.maximum(counts, 1)[:, None], np.float32)
+            stored = sums.astype(np.float32).astype(np.float64)  # as in a GGUF file, whose readers divide these
+            values = np.asarray(stored / np.maximum(counts, 1)[:, None], np.float32)
             entries[name] = Entry(values, counts.copy(), max(1, self.chunks))
         moments = self.moments.result(entries, dataset) if self.moments is not None else {}
         return Imatrix(
@@ -162,7 +164,7 @@ class Recorder:
 
     def observe(self, name: str, x: np.ndarray, number: int = 0, matrices: int = 1) -> None:
         """Keep the sums of float32[tokens, n] that enters the weight `name`."""
-        if not _is_collected(name, self._process_output):
+        if not is_collected(name, self._process_output):
             return
         if self.moments is not None:
             self.moments.observe(name, x, number, matrices)

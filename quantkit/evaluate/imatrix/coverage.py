@@ -46,13 +46,18 @@ class Coverage:
     share_of_top: float  # share of the importance in the top 1 % of the columns
 
     @property
+    def median_count(self) -> float:
+        """Median of the vectors that each matrix saw."""
+        return float(np.median(self.counts))
+
+    @property
     def covered(self) -> float:
         """Share of the matrices (experts) with enough vectors."""
         return 1 - len(self.few) / len(self.counts)
 
     def record(self) -> dict[str, Any]:
         """The statistics by name, for JSON."""
-        tokens = {"min": int(self.counts.min()), "median": float(np.median(self.counts)), "max": int(self.counts.max())}
+        tokens = {"min": int(self.counts.min()), "median": self.median_count, "max": int(self.counts.max())}
         return {
             "name": self.name,
             "matrices": len(self.counts),
@@ -74,14 +79,14 @@ class Coverage:
 
 def coverage(imatrix: Imatrix, threshold: int) -> list[Coverage]:
     """One row per entry, in their order. `few` lists the matrices with fewer than `threshold` vectors."""
-    means = {name: _mean(entry) for name, entry in imatrix.entries.items()}
+    means = {name: mean_importance(entry) for name, entry in imatrix.entries.items()}
     return [_row(imatrix, name, entry, means, threshold) for name, entry in imatrix.entries.items()]
 
 
 def split_by_matrix(imatrix: Imatrix, shapes: Mapping[str, tuple[int, ...]]) -> Imatrix:
     """Split the entries of a legacy file into their matrices (experts), by the shapes of a model's tensors.
 
-    Raises DataError if an entry's number of values does not fit its tensor, or no entry has a tensor.
+    Raises DataError if an entry's values do not fit its tensor, or no entry has a tensor.
     """
     if shapes.keys().isdisjoint(imatrix.entries):
         raise DataError(
@@ -95,9 +100,9 @@ def split_by_matrix(imatrix: Imatrix, shapes: Mapping[str, tuple[int, ...]]) -> 
             entries[name] = entry
             continue
         matrices = int(np.prod(shape[:-2]))
-        if entry.values.size != matrices * shape[-1]:
+        if not entry.fits(matrices, shape[-1]):
             raise DataError(
-                f"{name}: the importance matrix has {entry.values.size} values, the model's tensor needs {matrices} x "
+                f"{name}: the importance matrix has {entry.size} values, the model's tensor needs {matrices} x "
                 f"{shape[-1]} = {matrices * shape[-1]}; it was measured on another model"
             )
         counts = np.broadcast_to(entry.counts, (matrices,)).copy()
@@ -127,7 +132,7 @@ def _place(name: str) -> tuple[int | None, str]:
     return (int(found[1]), found[2]) if found else (None, name.removesuffix(".weight"))
 
 
-def _mean(entry: Entry) -> np.ndarray:
+def mean_importance(entry: Entry) -> np.ndarray:
     """float64[n]: mean over the matrices, weighted by their counts, or unweighted if all counts are 0."""
     weights = np.broadcast_to(entry.counts, len(entry.values)).astype(np.float64)
     return np.average(entry.values.astype(np.float64), axis=0, weights=weights if weights.any() else None)

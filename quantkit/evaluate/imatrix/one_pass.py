@@ -4,8 +4,8 @@
 
 The output matrix, or the embedding that serves as output, comes behind the last layer if second moments are measured.
 With `propagate="original"` the original layer makes the hidden states of the next one, and the file has the bytes that
-`imatrix` and `quantize` in turn give. With "quantized" the encoded layer makes them, so that later layers are measured
-on the inputs that they will get, as GPTQ does.
+`imatrix`, of one text and to a GGUF file, and `quantize` in turn give. With "quantized" the encoded layer makes them,
+so that later layers are measured on the inputs that they will get, as GPTQ does.
 
 Memory: the sums of one layer, and the states of all chunks (`layer_by_layer`), in temporary files if they are large. A
 checkpoint's tensors are computed when they are read; its files are fetched then, if it is on the Hub. An interrupted
@@ -26,6 +26,7 @@ import numpy as np
 
 from quantkit.errors import OptionError, UnknownNameError
 from quantkit.evaluate.chunk_runs import check_context
+from quantkit.evaluate.corpus import require_different
 from quantkit.evaluate.imatrix.collect import Collector, chosen_weights, collects_output
 from quantkit.evaluate.imatrix.mtp import mtp_head, observe_batches
 from quantkit.evaluate.imatrix.second_moments import (
@@ -135,6 +136,7 @@ def prepare(
     o = replace(o, token_weights=chosen_weights(o.token_weights, form is not None))
     model.weighs_tokens = o.token_weights == "attention"
     paths = [Path(text) for text in ([texts] if isinstance(texts, (str, os.PathLike)) else texts)]
+    require_different(paths)
     chunks = _joined([chunked(model.tokenizer, path, o.ctx_size, o.chunks) for path in paths])
     check_context(model, o.ctx_size)
     head = mtp_head(model, on_message)

@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quantkit.errors import OptionError, QuantkitError
+from quantkit.errors import DataError, OptionError, QuantkitError
 from quantkit.evaluate.conditions import Conditions, evaluation_conditions, result_conditions
+from quantkit.evaluate.corpus import require_different
 from quantkit.evaluate.fingerprint import fingerprint
 from quantkit.evaluate.imatrix.by_layer import CollectByLayer, LayerSaves, describe_memory
 from quantkit.evaluate.imatrix.collect import (
@@ -24,6 +25,7 @@ from quantkit.evaluate.imatrix.collect import (
     chosen_weights,
     collect,
     collects_output,
+    is_collected,
     pooled,
 )
 from quantkit.evaluate.imatrix.coverage import split_by_matrix
@@ -165,7 +167,7 @@ def imatrix(
     opened = gguf.open(path)
     forms = None if form is None else _plan_moments(opened, form, o, on_message)
     _check_names(output, [*opened.paths, *paths], o.in_file, o.save_frequency)
-    before = _matrices_before(o.in_file, path, on_message)
+    before = _matrices_before(o, forms, path, on_message)
     if isinstance(model, (str, os.PathLike)):
         model = open_model(path, numerics=o.numerics, threads=o.threads, n_ctx=o.ctx_size)
     if _weighs(o) and not model.placement.is_cpu_only:
@@ -205,6 +207,7 @@ def _check_options(o: ImatrixOptions, output: Path, texts: Sequence[Path]) -> No
     """QuantkitError or OptionError for options that are wrong or do not go together."""
     if not texts:
         raise QuantkitError("imatrix needs a text: pass it with -f FILE")
+    require_different(texts)
     files.check_policy(o.missing_experts)
     if o.second_moments and files.form_of(output) != "gguf":
         raise QuantkitError(f"{output}: only the GGUF form holds second moments; give the output a name in .gguf")
@@ -221,14 +224,37 @@ def _weighs(o: ImatrixOptions) -> bool:
     return o.token_weights == "attention"
 
 
-def _matrices_before(paths: Sequence[Path], model: Path, on_message: OnMessage) -> list[Imatrix]:
+def _matrices_before(
+    o: ImatrixOptions, forms: Mapping[str, InputForm] | None, model: Path, on_message: OnMessage
+) -> list[Imatrix]:
     """The importance matrices to add to, checked before the run, not after it."""
-    found = [files.read(path) for path in paths]
+    found = [files.read(path) for path in o.in_file]
     if any(matrix.chunk_size == 0 for matrix in found):
         on_message(UNCOUNTED)
-    for path, matrix in zip(paths, found):
+    for path, matrix in zip(o.in_file, found):
         _require_fit(path, matrix, model)
+        _require_same_measures(path, matrix, o, forms or {})
     return found
+
+
+def _require_same_measures(path: Path, matrix: Imatrix, o: ImatrixOptions, forms: Mapping[str, InputForm]) -> None:
+    """DataError for a matrix that cannot be merged with this run's, or without losing second moments."""
+    if matrix.token_weights != o.token_weights:
+        raise DataError(
+            f"{path}: measured with --token-weights {matrix.token_weights}, this run has {o.token_weights}; add "
+            f"--token-weights {matrix.token_weights}"
+        )
+    for name, entry in matrix.entries.items():
+        if not is_collected(name, bool(o.process_output)):
+            continue
+        theirs, mine = matrix.second_moments.get(name), forms.get(name)
+        has = "none" if theirs is None else theirs.form
+        gets = "none" if mine is None else mine.named(entry.values.shape[-1])
+        if has != gets:
+            raise DataError(
+                f"{path}: second moments of {name}: {has} in the file, {gets} in this run, so the sum would have none; "
+                "measure both with the same --second-moments, or leave out --in-file"
+            )
 
 
 def _settings(

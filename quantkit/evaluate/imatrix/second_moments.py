@@ -18,6 +18,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from quantkit.errors import DataError, OptionError, QuantkitError
+from quantkit.evaluate.imatrix.coverage import mean_importance
 from quantkit.evaluate.imatrix.input_sums import InputSums, ProductSketch, ProductSums, sketch_columns
 from quantkit.formats.imatrix import Entry, Imatrix, SecondMoments
 from quantkit.formats.imatrix.factors import RANK
@@ -26,8 +27,22 @@ from quantkit.repack.eligible import EMBEDDING, OUTPUT
 
 FORMS = "full, rank, rank:N, blocks, blocks:N or auto"
 OUTPUT_NAMES = (OUTPUT, EMBEDDING)  # the second where a model has no matrix for the output alone
-_NOT_MEASURED = re.compile(r"\.(ffn_gate_inp(_shexp)?|nextn\.embed_tokens)\.")
-_SAME_INPUT = ("attn_q", "attn_k", "attn_v"), ("ffn_gate", "ffn_up"), ("ffn_gate_exps", "ffn_up_exps")
+_NOT_MEASURED = re.compile(
+    r"\.(ffn_gate_inp(_shexp)?|nextn\.embed_tokens"  # routers, and what is only looked up
+    r"|ffn_gate_tid2eid|\w+_ape|\w*conv1d(_[qkv])?|ssm_norm|shortconv\.conv|altup_\w+_coef)\."  # no products
+)
+# Kinds of weights that get one array after another in a layer that has them.
+_SAME_INPUT = (
+    ("attn_q", "attn_q_a", "attn_k", "attn_v", "ssm_f_a", "attn_kv_a_mqa"),
+    ("attn_qkv", "attn_gate", "ssm_beta", "ssm_alpha", "ssm_ba"),
+    ("ssm_beta", "ssm_g_a"),
+    ("attn_kv", "attn_compressor_kv", "attn_compressor_gate", "indexer_compressor_kv", "indexer_compressor_gate"),
+    ("indexer.k_proj", "indexer.q_proj"),
+    ("ple_key", "ple_value"),
+    ("ffn_gate", "ffn_up"),
+    ("ffn_gate_exps", "ffn_up_exps"),
+    ("ffn_gate_shexp", "ffn_up_shexp"),
+)
 
 
 class HasShape(Protocol):
@@ -57,6 +72,12 @@ class InputForm:
     def key(self) -> int | str:
         """What stands for it in JSON and in hashes of settings: the columns of a block, or "rank:N"."""
         return f"rank:{self.rank}" if self.rank else self.block
+
+    def named(self, columns: int) -> str:
+        """As `SecondMoments.form`: "full", "blocks:N" or "rank:N"."""
+        if self.rank:
+            return f"rank:{self.rank}"
+        return "full" if self.block >= columns else f"blocks:{self.block}"
 
     def zeros(self, stored: int, columns: int) -> InputSums:
         """Sums of nothing."""
@@ -273,9 +294,12 @@ def output_matrix(names: Container[str]) -> str | None:
 
 
 def measured_shapes(tensors: Iterable[HasShape], process_output: bool = False) -> dict[str, tuple[int, ...]]:
-    """Shapes of the weights whose inputs are measured: matrices of the blocks, except routers, which stay f32, and the
-    embeddings of MTP layers, which are only looked up; with `process_output` the output matrix, which may be the
-    embedding."""
+    """Shapes of the weights whose inputs are measured: matrices of the blocks; with `process_output` the output matrix,
+    which may be the embedding.
+
+    Not measured: routers, which stay f32; convolutions, tables and the like, which are not multiplied as matrices. Of
+    attn_kv_b and attn_k_b, attn_v_b, which may be in one file, `-mla` decides which are: all are here.
+    """
     shapes = {t.name: t.shape for t in tensors if len(t.shape) > 1 and t.name.endswith(".weight")}
     output = output_matrix(shapes) if process_output else None
     return {
@@ -315,7 +339,7 @@ def _first_with_input(name: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
 
 @dataclass(frozen=True)
 class InputMoments:
-    """Statistics of the second moments of one input, of its matrix that saw most tokens.
+    """Statistics of the second moments of one input: of its matrix that saw most tokens, or of all that share them.
 
     name              the first weight that has this input; `shared_with`: the others
     effective_rank    (sum of the eigenvalues)^2 / (sum of their squares)
@@ -343,7 +367,9 @@ def describe(imatrix: Imatrix) -> list[InputMoments]:
     for name, *others in weights.values():
         moments = imatrix.second_moments[name]
         matrix = int(np.argmax(moments.tokens))
-        h = moments.dense(imatrix[name].columns(moments.columns)[matrix], matrix).astype(np.float64)
+        entry = imatrix[name]
+        own = entry.values[matrix] if len(moments.tokens) > 1 else mean_importance(entry)
+        h = moments.dense(own, matrix).astype(np.float64)
         trace = float(np.trace(h)) or 1.0
         rows.append(InputMoments(
             name, others, moments.form, moments.columns, len(moments.correlations), int(moments.tokens[matrix]),

@@ -41,6 +41,15 @@ class Entry:
         """Numbers of the matrices that saw no vectors."""
         return np.flatnonzero(self.counts == 0).tolist()
 
+    def fits(self, matrices: int, columns: int) -> bool:
+        """Whether the values are those of so many matrices; one row may hold all, as in legacy files."""
+        return self.values.shape in ((matrices, columns), (1, matrices * columns))
+
+    @property
+    def size(self) -> str:
+        """The numbers of matrices and columns, for errors."""
+        return " x ".join(map(str, self.values.shape))
+
     def columns(self, n: int) -> np.ndarray:
         """The values as float32[matrices, n]; DataError unless they are a multiple of `n` columns."""
         if n <= 0 or self.values.size % n:
@@ -144,10 +153,10 @@ def loses_counts(imatrices: Iterable[Imatrix]) -> bool:
 
 def _mean(name: str, parts: list[tuple[float, Entry]], counted: bool) -> Entry:
     """The weighted mean of one weight's entries, with as many matrices as the entry that has most."""
-    sizes = {entry.values.size for _, entry in parts}
-    if len(sizes) > 1:
-        raise DataError(f"entry {name!r} has {sorted(sizes)} values: these matrices are of different models")
     shape = max((entry.values.shape for _, entry in parts), key=lambda s: s[0])
+    if not all(entry.fits(*shape) for _, entry in parts):
+        sizes = ", ".join(dict.fromkeys(entry.size for _, entry in parts))
+        raise DataError(f"entry {name!r} has {sizes} values: these matrices are of different models")
     total = np.zeros(shape[0])
     values = np.zeros(shape)
     for share, entry in parts:

@@ -3,7 +3,7 @@
 rules        that match nothing, are shadowed or overruled, name absent layers, or match more than intended
 flags        for types of tensors that the model does not have, or that something else decides
 rows         that do not fit the type of a rule
-importance   that is missing, or of experts with too few tokens
+importance   that is missing, of layers that the model lacks, or of experts with too few tokens
 
 Notes: what looks like a mistake and has no effect, such as rules for norms, which are never quantized.
 """
@@ -61,7 +61,8 @@ def check(
     found += [text for flag in flags if (text := _unused(flag, linter.of_name))]
     if imatrix is not None:
         found += [text for text in (
-            _missing_importance(planned), _unseen_experts(planned, imatrix), _uncertain_moments(planned, imatrix)
+            _other_layers(planned, imatrix), _missing_importance(planned), _unseen_experts(planned, imatrix),
+            _uncertain_moments(planned, imatrix),
         ) if text]  # fmt: skip
     return Findings(tuple(found), tuple(linter.notes))
 
@@ -253,6 +254,19 @@ def _stem(name: str) -> str:
 def _layer_number(name: str) -> int:
     found = re.match(r"blk\.(\d+)\.", name)
     return int(found[1]) if found else -1
+
+
+def _other_layers(planned: Sequence[PlannedTensor], imatrix: Imatrix) -> str:
+    """Message about entries for more layers than the model has, but for MTP layers; "" if there are none."""
+    count = 1 + max((_layer_number(t.name) for t in planned), default=-1)
+    beyond = {number for name in imatrix.entries if (number := _layer_number(name)) >= count}
+    beyond -= {_layer_number(name) for name in imatrix.entries if ".nextn." in name}
+    if not beyond or not count:
+        return ""
+    return (
+        f"the importance matrix has entries for blk.{max(beyond)}, the model has {count} layers: it was measured on "
+        "another model, or before layers were left out and the others got new numbers; measure again on this model"
+    )
 
 
 def _missing_importance(planned: Sequence[PlannedTensor]) -> str:

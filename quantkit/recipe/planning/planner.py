@@ -417,11 +417,11 @@ class _Planner:
             return None
         entry = importance_entry(t.name, self.imatrix)
         matrices, columns = math.prod(t.shape[:-2]), t.shape[-1]
-        if entry is not None and (size := self.imatrix[entry].values.size) != matrices * columns:
+        if entry is not None and not self.imatrix[entry].fits(matrices, columns):
             if entry == t.name != EMBEDDING:
                 raise DataError(
-                    f"{t.name}: the importance matrix has {size} values for it, the tensor needs {matrices} x "
-                    f"{columns} = {matrices * columns}; it was measured on another model"
+                    f"{t.name}: the importance matrix has {self.imatrix[entry].size} values for it, the tensor needs "
+                    f"{matrices} x {columns} = {matrices * columns}; it was measured on another model"
                 )
             entry = None  # a stand-in of another shape, or an embedding, whose entry is not measured by design
         if entry is None and chosen.requires_imatrix:

@@ -174,16 +174,22 @@ def _check_importance(t: PlannedTensor, imatrix: Imatrix | None, where: str) -> 
     if imatrix is None or t.importance not in imatrix:
         lacks = "none is given; pass --imatrix FILE" if imatrix is None else "it has no such entry"
         raise DataError(f"{where}: {t.name} is planned with the importance matrix's {t.importance}, and {lacks}")
-    size, needed = imatrix[t.importance].values.size, t.elements // t.shape[-2]
-    if size != needed:
-        raise DataError(f"{t.name}: the importance matrix has {size} values for it, the tensor needs {needed}")
+    if not _fits(t, t.importance, imatrix):
+        needed = f"{t.elements // t.shape[-2] // t.shape[-1]} x {t.shape[-1]}"
+        raise DataError(
+            f"{t.name}: the importance matrix has {imatrix[t.importance].size} values for it, the tensor needs {needed}"
+        )
     require_usable(t.name, t.importance, imatrix)
+
+
+def _fits(t: PlannedTensor, entry: str, imatrix: Imatrix) -> bool:
+    return imatrix[entry].fits(t.elements // t.shape[-2] // t.shape[-1], t.shape[-1])
 
 
 def _check_no_importance(t: PlannedTensor, imatrix: Imatrix | None, where: str, very_low: bool) -> None:
     """DataError for a tensor that is planned without importance, if the matrix has an entry for it or it needs one."""
     entry = importance_entry(t.name, imatrix) if imatrix is not None and t.row_type.uses_imatrix else None
-    if imatrix is not None and entry is not None and imatrix[entry].values.size == t.elements // t.shape[-2]:
+    if imatrix is not None and entry is not None and _fits(t, entry, imatrix):
         raise DataError(
             f"{where}: {t.name} is planned without importance, and the importance matrix has an entry for it; plan "
             f'with --imatrix, write "importance": "{entry}", or leave it out with --exclude-weights {entry}'

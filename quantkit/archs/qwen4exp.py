@@ -389,18 +389,19 @@ class Qwen4Exp(HybridMoE):
 
     def attention(self, hp: HParams, i: int) -> Attention:
         assert isinstance(hp, Qwen4ExpHParams)
-        stem = f"blk.{i}.indexer"
+        stem, part = f"blk.{i}.indexer", super().attention(hp, i)
         indexer = PooledIndexer(
             q=hp.linear(f"{stem}.q_proj"),
             k=hp.linear(f"{stem}.k_proj"),
             q_norm=hp.norm(f"{stem}.q_norm"),
             k_norm=hp.norm(f"{stem}.k_norm"),
+            rope=part.rope,
             heads=hp.index_heads,
             dim=hp.index_dim,
             rate=hp.index_rate,
             top_blocks=hp.index_top_k // hp.index_rate,
         )
-        return replace(super().attention(hp, i), norm=None, indexer=indexer)
+        return replace(part, norm=None, indexer=indexer)
 
     def feed_forward(self, hp: HParams, i: int) -> Part:
         part = routed(hp, i)

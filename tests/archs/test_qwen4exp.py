@@ -259,11 +259,11 @@ def test_selected_blocks(files: Path) -> None:
             expected[p, 4 * i : 4 * i + 4] = True
         expected[p, 4 * whole : p + 1] = True
     cache = model.new_cache(75)
-    first = pooled_indexer.select(model, indexer, part.rope, 3, y[:34], [Span(0, 34, cache)])
+    first = pooled_indexer.select(model, indexer, 3, y[:34], [Span(0, 34, cache)])
     assert first[0].selected is None
     cache.states.clear()  # of other layers, which are not run
     cache.length = 34
-    then = pooled_indexer.select(model, indexer, part.rope, 3, y[34:], [Span(0, 41, cache)])
+    then = pooled_indexer.select(model, indexer, 3, y[34:], [Span(0, 41, cache)])
     assert then[0].selected is not None
     np.testing.assert_array_equal(then[0].selected, expected[34:])
 
@@ -319,9 +319,27 @@ def test_layers_and_experts_are_pruned(tmp_path: Path) -> None:
         plan_prune(gguf.open(path), None, [2, 3])
 
 
-def test_devices_are_refused(files: Path) -> None:
-    with pytest.raises(UnsupportedError, match=r"residual streams .* run on one device"):
-        quantkit.load(files / "m.gguf", devices="cpu:0,cpu:1")
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"profile": True},
+        {"devices": "cpu:0=1GiB,cpu:1=1GiB", "tensor_split": (1, 1), "numerics": "fast"},
+        {"devices": "cpu:0=1GiB", "gpu_layers": 2, "override_tensor": "ple_|hc_ffn|indexer=CPU"},
+        {"devices": "cpu:0=1GiB", "kv_on_cpu": True, "override_tensor": "exps=CPU"},
+    ],
+)
+def test_several_devices(files: Path, how: dict[str, Any]) -> None:
+    """States of n-grams are with their layer, keys of indexers with the cache."""
+    whole = quantkit.load(files / "m.gguf", cache_type="f32").logits(TOKENS[:120])
+    model = quantkit.load(files / "m.gguf", cache_type="f32", **how)
+    cache = model.new_cache(120)
+    assert cache.nbytes == quantkit.load(files / "m.gguf", cache_type="f32").new_cache(120).nbytes
+    found = [model.forward(TOKENS[start:stop], cache) for start, stop in ((0, 70), (70, 71), (71, 72))]
+    state = cache.save()
+    model.forward(TOKENS[:9], cache)
+    cache.restore(state)
+    found.append(model.forward(TOKENS[72:120], cache))
+    assert np.abs(log_probabilities(np.concatenate(found)) - log_probabilities(whole)).max() < 1e-3
 
 
 # ---------------------------------------------------------------------------------------------------------- checkpoints

@@ -118,7 +118,7 @@ class BlockRunner:
         if isinstance(part, blocks.LayerInput):
             return layer_input.layer_input(self, part, x, spans)
         if isinstance(part, blocks.NGrams):
-            return ngrams.ngrams(self, part, layer, x, spans)
+            return self.ngrams(part, layer, x, spans)
         if isinstance(part, blocks.Experts):
             return self._experts(part, x, spans)
         if isinstance(part, blocks.Laurel):
@@ -133,7 +133,7 @@ class BlockRunner:
         k, v = self._keys_and_values(part, y, *key_value) if own else (None, None)
         gates = None if part.head_gate is None else self.linear(part.head_gate, y)
         if isinstance(part.indexer, blocks.PooledIndexer):
-            spans = pooled_indexer.select(self, part.indexer, part.rope, layer, y, spans)
+            spans = pooled_indexer.select(self, part.indexer, layer, y, spans)
         elif isinstance(part.indexer, blocks.BlockIndexer):
             spans = block_indexer.select(self, part.indexer, part.rope, layer, y, spans)
         q = self.without_gates(projected, part.heads) if part.gated else projected
@@ -196,6 +196,8 @@ class BlockRunner:
         """Append an indexer's keys to the caches, and keep what it selects; see `indexer.selections`."""
         if isinstance(part, blocks.BlockIndexer):
             self.selections = block_indexer.selections(part, layer, index, spans, self.threads)
+        elif isinstance(part, blocks.PooledIndexer):
+            self.selections = pooled_indexer.selections(self, part, layer, index, spans)
         else:
             self.selections = indexer.selections(part, layer, index, spans, self.threads)
 
@@ -363,6 +365,10 @@ class BlockRunner:
     ) -> np.ndarray:
         """What a latent attention block adds; see `latent.attention`."""
         return latent.attention(self, part, layer, x, spans)
+
+    def ngrams(self, part: blocks.NGrams, number: int, x: np.ndarray, spans: list[Span]) -> np.ndarray:
+        """What embeddings of n-grams add to all streams; see `ngrams.ngrams`."""
+        return ngrams.ngrams(self, part, number, x, spans)
 
     def delta_net(self, part: blocks.DeltaNet, layer: int, x: np.ndarray, spans: list[Span]) -> np.ndarray:
         """What a recurrent block adds; see `recurrent.delta_net`."""

@@ -20,7 +20,7 @@ from quantkit.runtime.blocks.spans import Span
 from quantkit.runtime.kernels import kv_rounding
 from quantkit.runtime.kv.cache import Cache
 
-AnyIndexer = blocks.Indexer | blocks.BlockIndexer
+AnyIndexer = blocks.Indexer | blocks.BlockIndexer | blocks.PooledIndexer
 
 
 class IndexerRun(Protocol):

@@ -17,7 +17,7 @@ from quantkit.runtime.blocks.float_linear import Weights
 from quantkit.runtime.blocks.float_ops import ignore_nonfinite, sigmoid
 from quantkit.runtime.blocks.spans import Span
 
-_LEAST = 1e-6  # of the scores whose roots are taken
+LEAST = 1e-6  # of the scores whose roots are taken
 
 
 class NGramRun(Protocol):
@@ -98,7 +98,7 @@ def _gated(run: NGramRun, part: blocks.NGrams, embedded: np.ndarray, x: np.ndarr
     value = run.linear(part.value, embedded)
     with ignore_nonfinite():
         scores = (keys * queries).reshape(len(x), part.streams, -1).sum(2) * np.float32(value.shape[1] ** -0.5)
-        gates = sigmoid(np.sign(scores) * np.sqrt(np.maximum(np.abs(scores), np.float32(_LEAST))))
+        gates = sigmoid(np.sign(scores) * np.sqrt(np.maximum(np.abs(scores), np.float32(LEAST))))
         gated: np.ndarray = (gates[:, :, None] * value[:, None]).reshape(x.shape)
     return gated
 

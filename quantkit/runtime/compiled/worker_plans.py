@@ -54,7 +54,7 @@ class WorkerPlans:
         """What in a block has no operation, or needs the tokens' numbers; None where nothing has to be left out."""
         if block.hyper or block.altup is not None:
             return f"blk.{block.layer} reads residual streams, which a part of a model does not get"
-        if tables := [part.table for part in block.parts if isinstance(part, blocks.LayerInput)]:
+        if tables := [part.table for part in block.parts if isinstance(part, (blocks.LayerInput, blocks.NGrams))]:
             return f"embeddings by tokens ({tables[0]}), which a part of a model does not know"
         tables = [part.table for part in block.parts if isinstance(part, blocks.Experts) and part.table]
         if tables:

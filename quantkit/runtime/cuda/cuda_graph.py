@@ -34,10 +34,11 @@ def can_capture(part: blocks.Part, exact: bool) -> bool:
     """Whether a block whose tensors and cache are on the GPU can be captured.
 
     Not captured are: recurrent layers, whose two states swap; soft-capped scores and chunks of positions, which torch
-    computes; and experts whose tokens are grouped on the host, which float32 products and routing on the CPU need.
+    computes; blocks of positions, whose keys are made when they are whole; and experts whose tokens are grouped on the
+    host, which float32 products and routing on the CPU need.
     """
     if isinstance(part, blocks.Attention):
-        return part.softcap is None and part.chunk is None
+        return part.softcap is None and part.chunk is None and not isinstance(part.indexer, blocks.PooledIndexer)
     if isinstance(part, blocks.LatentAttention):
         return not exact
     if isinstance(part, blocks.Experts):

@@ -86,6 +86,9 @@ def attend_selected(
     worker: GpuContext, heads: Heads, layer: int, q: torch.Tensor, cache: Cache, selection: Selection
 ) -> torch.Tensor:
     """As `attend`, to the positions that are selected for each token: their rows are gathered for each KV head."""
+    if selection.positions.ndim == 2:  # the same for all KV heads
+        of_heads = selection.positions[:, None].expand(-1, heads.kv_heads, -1)
+        selection = selection._replace(positions=of_heads)
     kinds = cache.type.k, cache.type.k if heads.values_in_keys else cache.type.v
     if len(q) > cuda_device.MAX_PACKED_VECTORS and heads.sinks is None and TORCH_DTYPES.keys() >= {*kinds}:
         return _attend_selected_with_torch(worker, heads, layer, q, cache, selection)
@@ -99,13 +102,12 @@ def attend_selected(
 
 
 def _gathered(heads: Heads, layer: int, cache: Cache, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """uint8[tokens, kv heads, n, row bytes] of keys and of values, of `Selection.positions`."""
+    """uint8[tokens, kv heads, n, row bytes] of keys and of values, of positions int64[tokens, kv heads, n]."""
     sides: list[Any] = [cache.k[layer]] if heads.values_in_keys else [cache.k[layer], cache.v[layer]]
-    places = positions.view(len(positions), -1, positions.shape[-1])  # latents have one KV head
     found = []
     for rows in sides:
         of_tokens = rows.expand(len(positions), *rows.shape)
-        found.append(of_tokens.gather(2, places[..., None].expand(-1, -1, -1, rows.shape[-1])))
+        found.append(of_tokens.gather(2, positions[..., None].expand(-1, -1, -1, rows.shape[-1])))
     return found[0], found[-1]
 
 

@@ -40,7 +40,8 @@ class RopeTable(NamedTuple):
 class Selection(NamedTuple):
     """The positions that each token of a sequence attends to, in sparse attention.
 
-    positions   int64[tokens, top_k], different ones in each row; of a BlockIndexer int64[tokens, kv_heads, top_k]
+    positions   int64[tokens, n], different ones in each row up to its count; of a BlockIndexer
+                int64[tokens, kv_heads, n]
     counts      int32[tokens]: so many of the first ones are selected
     """
 

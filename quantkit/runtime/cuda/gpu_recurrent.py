@@ -25,7 +25,7 @@ def delta_net(run: GpuContext, part: blocks.DeltaNet, layer: int, x: Any, spans:
     for span in spans:
         rows = slice(span.start, span.stop)
         before, after = span.cache.advance(layer, span.stop - span.start)
-        mixed = _mixed(part.sizes, _convolved(entering[rows], before, after, taps, torch), torch)
+        mixed = _mixed(part.sizes, convolved(entering[rows], before, after, taps, torch), torch)
         after.heads.copy_(before.heads)  # type: ignore[attr-defined]
         outputs.append(_attended(run, sizes, part.tiled, mixed, g[rows], beta[rows], after.heads))
     out = torch.cat(outputs)
@@ -56,7 +56,7 @@ def kimi_delta(run: GpuContext, part: blocks.KimiDelta, layer: int, x: Any, span
     for span in spans:
         rows = slice(span.start, span.stop)
         before, after = span.cache.advance(layer, span.stop - span.start)
-        mixed = _mixed(sizes, _convolved(entering[rows], before, after, taps, torch), torch)
+        mixed = _mixed(sizes, convolved(entering[rows], before, after, taps, torch), torch)
         after.heads.copy_(before.heads)  # type: ignore[attr-defined]
         outputs.append(_attended(run, sizes, False, mixed, g[rows], beta[rows], after.heads))
     out = torch.cat(outputs)
@@ -74,7 +74,7 @@ def short_conv(run: GpuContext, part: blocks.ShortConv, layer: int, x: Any, span
     outputs = []
     for span in spans:
         before, after = span.cache.advance(layer, span.stop - span.start)
-        outputs.append(_convolved(entering[span.start : span.stop], before, after, taps, torch))
+        outputs.append(convolved(entering[span.start : span.stop], before, after, taps, torch))
     out = torch.cat(outputs) * gates
     run.check(f"convolution of blk.{layer}", out)
     return run.linear(part.out, out)
@@ -104,7 +104,7 @@ def _rates(run: GpuContext, part: blocks.DeltaNet, y: Any) -> tuple[Any, Any]:
     return run.vector(part.a) * run.gpu.torch.nn.functional.softplus(a + run.vector(part.dt)), run.sigmoid(b)
 
 
-def _convolved(x: Any, before: Any, after: Any, taps: Any, torch: Any) -> Any:
+def convolved(x: Any, before: Any, after: Any, taps: Any, torch: Any) -> Any:
     """The convolution of x float32[tokens, channels] with taps [channels, kernel]; the last inputs are kept."""
     tokens, inputs = len(x), torch.cat([before.inputs, x])
     after.inputs.copy_(inputs[tokens:])

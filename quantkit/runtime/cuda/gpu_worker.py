@@ -560,12 +560,14 @@ class CudaWorker(Worker):
         gpu_compressed.require_cache(self.device.name, kind, part)
 
     def require_index_cache(self, kind: CacheType, part: AnyIndexer) -> None:
-        """As `gpu_indexer.require_cache`, or that of `gpu_block_indexer`."""
+        """As `gpu_indexer.require_cache`, or those of `gpu_block_indexer` and `gpu_pooled_indexer`."""
 
-        from quantkit.runtime.cuda import gpu_block_indexer, gpu_indexer
+        from quantkit.runtime.cuda import gpu_block_indexer, gpu_indexer, gpu_pooled_indexer
 
         if isinstance(part, blocks.BlockIndexer):
             gpu_block_indexer.require_cache(self.device.name, kind, part)
+        elif isinstance(part, blocks.PooledIndexer):
+            gpu_pooled_indexer.require_cache(self.device.name, kind, part)
         else:
             gpu_indexer.require_cache(self.device.name, kind, part)
 
@@ -631,15 +633,18 @@ class CudaWorker(Worker):
         return gpu_latent.attention(self, part, layer, x, spans)
 
     def select_positions(self, part: AnyIndexer, layer: int, index: Index, spans: list[Span]) -> None:
-        """As `gpu_indexer.selections`, or those of `gpu_block_indexer`, on the device of the layer's cache."""
+        """As `gpu_indexer.selections`, or those of `gpu_block_indexer` and `gpu_pooled_indexer`, on the device of the
+        layer's cache."""
 
-        from quantkit.runtime.cuda import gpu_block_indexer, gpu_indexer
+        from quantkit.runtime.cuda import gpu_block_indexer, gpu_indexer, gpu_pooled_indexer
 
         if self._split.attends(layer, self) is not self:
             super().select_positions(part, layer, index, spans)
             return
         if isinstance(part, blocks.BlockIndexer):
             self.selections = gpu_block_indexer.selections(self, part, layer, index, spans)
+        elif isinstance(part, blocks.PooledIndexer):
+            self.selections = gpu_pooled_indexer.selections(self, part, layer, index, spans)
         else:
             self.selections = gpu_indexer.selections(self, part, layer, index, spans)
         self._split.selector = self
@@ -689,6 +694,13 @@ class CudaWorker(Worker):
         with self._timed("attention"):
             return gpu_compressed.attend(self, part, layer, given, spans)
 
+    def ngrams(self, part: blocks.NGrams, number: int, x: Any, spans: list[Span]) -> Any:
+        """As `gpu_ngrams.ngrams`."""
+
+        from quantkit.runtime.cuda import gpu_ngrams
+
+        return gpu_ngrams.ngrams(self, part, number, x, spans)
+
     # -------------------------------------------------------------------------------------------------------- streams
 
     def spread(self, head: blocks.Head, x: Any) -> Any:
@@ -707,7 +719,7 @@ class CudaWorker(Worker):
 
         if isinstance(head.streams, blocks.AltUpHead):
             return gpu_altup.merge(self, head.streams, x)
-        return gpu_streams.collapse(self, head.streams, x) if isinstance(head.streams, blocks.StreamHead) else x
+        return x if head.streams is None else gpu_streams.collapse(self, head.streams, x)
 
     def run_altup(self, block: blocks.Block, x: Any, spans: list[Span]) -> Any:
         """As `gpu_altup.run`."""

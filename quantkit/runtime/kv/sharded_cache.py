@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from quantkit import types
-from quantkit.archs.common.blocks import HParams, Recurrence
+from quantkit.archs.common.blocks import HParams, Recurrence, StateShapes
 from quantkit.errors import DataError, UnsupportedError
 from quantkit.inputs import arguments
 from quantkit.runtime.kv.cache import Cache, CacheShape
@@ -27,17 +27,22 @@ class DeviceShare:
 
     zeros   makes its arrays
     index   elements of a key of an indexer of blocks, by layer
+    states  shapes of the states of other parts, by their number
     """
 
     zeros: Zeros = np.zeros
     heads: dict[int, int] = field(default_factory=dict)
     index: dict[int, int] = field(default_factory=dict)
     recurrent: dict[int, Recurrence] = field(default_factory=dict)
+    states: dict[int, StateShapes] = field(default_factory=dict)
 
 
 def sharded_shape(hparams: HParams, shares: Mapping[str, DeviceShare]) -> CacheShape:
     """The shape of a cache over devices, each with what it holds."""
-    devices = [(name, sorted(share.heads.items()), sorted(share.recurrent.items())) for name, share in shares.items()]
+    devices = [
+        (name, sorted(share.heads.items()), sorted(share.recurrent.items()), sorted(share.states.items()))
+        for name, share in shares.items()
+    ]
     return CacheShape.of(hparams, tuple(devices))
 
 
@@ -161,7 +166,8 @@ class _DeviceCache(Cache):
                 "--max-gpu gives a device other heads of each recurrent layer, which have one size of state here; "
                 "leave it out, or take -sm layer"
             )
-        self._make_states({i: sizes.state_shapes for i, sizes in sorted(share.recurrent.items())}, self._zeros)
+        recurrent = {i: sizes.state_shapes for i, sizes in sorted(share.recurrent.items())}
+        self._make_states(recurrent | dict(sorted(share.states.items())), self._zeros)
         self.state_bytes = sum(x.nbytes for x in {id(x): x for x in self.states.values()}.values())
         self.nbytes = self.state_bytes + sum(k.nbytes + v.nbytes for k, v in arrays.values())
         self.nbytes += sum(x.nbytes for x in indexed.values())

@@ -35,6 +35,12 @@ class CacheLayout:
     ):
         self._parts, self._hparams, self._mla = parts, hparams, mla
         self._placement, self._workers, self._ranks = placement, workers, ranks
+        self._layers = {
+            number: block.layer
+            for block in parts
+            for number, part in block.numbered_parts
+            if isinstance(part, blocks.NGrams)
+        }
 
     def new(self, n_ctx: int, kind: CacheType, one_layer: bool = False) -> ShardedCache:
         """An empty cache of `n_ctx` tokens. UnsupportedError as `require`."""
@@ -51,7 +57,7 @@ class CacheLayout:
         for _, worker, part in self._holders():
             if isinstance(part, blocks.Attention):
                 worker.require_cache(kind, part.kv_heads, part.head_dim_k, part.head_dim_v)
-                if isinstance(part.indexer, blocks.BlockIndexer):
+                if part.indexer is not None:
                     worker.require_index_cache(kind, part.indexer)
             elif isinstance(part, blocks.LatentAttention) and self._mla:
                 worker.require_cache(kind, 1, part.latent, 0)
@@ -69,8 +75,12 @@ class CacheLayout:
 
     def device_of_part(self, part: blocks.Part, layer: int) -> Device:
         """`device_of` of one part, as which layer it is computed: a block may have parts of several layers."""
-        recurrent = isinstance(part, blocks.RECURRENT)
-        return self._placement.of_activations(layer) if recurrent else self._placement.of_cache(layer)
+        with_layer = isinstance(part, (*blocks.RECURRENT, blocks.NGrams))
+        return self._placement.of_activations(self.layer_of(layer)) if with_layer else self._placement.of_cache(layer)
+
+    def layer_of(self, number: int) -> int:
+        """The layer whose device computes a part: its number, but for parts whose states have numbers of their own."""
+        return self._layers.get(number, number)
 
     def _device_shares(self) -> dict[str, DeviceShare]:
         """What each device has of a cache."""
@@ -80,7 +90,7 @@ class CacheLayout:
             share = shares[worker.device.name]
             if isinstance(part, blocks.Attention) and part.source is None:
                 share.heads[layer] = part.kv_heads
-                if isinstance(part.indexer, blocks.BlockIndexer):
+                if part.indexer is not None:
                     share.index[layer] = part.indexer.dim
             elif isinstance(part, blocks.LatentAttention):
                 share.heads[layer] = 1 if self._mla else part.heads
@@ -88,6 +98,8 @@ class CacheLayout:
                 share.heads[layer] = 1
             elif isinstance(part, blocks.RECURRENT):
                 share.recurrent[layer] = part.sizes
+            elif isinstance(part, blocks.NGrams):
+                share.states[layer] = self._hparams.further_states()[layer]
         return shares
 
     def _holders(self) -> Iterator[tuple[int, Worker, blocks.Part]]:

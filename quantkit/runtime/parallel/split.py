@@ -75,7 +75,7 @@ class Split:
         self.placement, self.ledger = placement, Ledger()
         self._owner, self._parts, self.head, self._cached = owner, parts, head, cached
         used = {device.name: device for device in (CPU, *placement.devices.values(), *placement.of_layer.values())}
-        split_checks.require_known(parts, placement)
+        split_checks.require_scaled_here(parts, placement)
         self.cuts: dict[str, Sharding] = {}
         self._workers = {name: new_worker(device, self, owner, owner.threads) for name, device in used.items()}
         self.ranks: list[Rank] = []
@@ -153,7 +153,7 @@ class Split:
 
     def computes(self, layer: int, worker: Worker) -> Worker:
         """The worker that computes the parts of a layer, in a block that `worker` runs."""
-        return worker if self.ranks else self.worker(self.placement.of_activations(layer))
+        return worker if self.ranks else self.worker(self.placement.of_activations(self.caches.layer_of(layer)))
 
     def spans_of(self, part: blocks.Part, layer: int, spans: list[Span]) -> list[Span]:
         """The spans with the caches that a part of a layer uses, of the spans that another device has."""

@@ -1,4 +1,4 @@
-"""Checks of a model over several devices: kinds of blocks, and placements that `-sm graph` cannot follow."""
+"""Checks of a model over several devices: scales of matrices, and placements that `-sm graph` cannot follow."""
 
 from __future__ import annotations
 
@@ -63,23 +63,10 @@ def tensor_names(block: blocks.Block) -> Iterator[str]:
                 pending.append(value)
 
 
-def require_known(parts: Sequence[blocks.Block], placement: Placement) -> None:
-    """UnsupportedError for a kind of block that only a model on one device can run."""
-    attentions = blocks.Attention, blocks.LatentAttention, blocks.CompressedAttention
-    others = blocks.FeedForward, blocks.Experts, blocks.LayerInput, blocks.Laurel
-    known = (*attentions, *blocks.RECURRENT, *others)
+def require_scaled_here(parts: Sequence[blocks.Block], placement: Placement) -> None:
+    """UnsupportedError for scales of matrices that no device applies."""
     for block in parts:
-        if any(isinstance(mixer, blocks.StreamMixer) for mixer in block.hyper):
-            raise UnsupportedError(
-                f"blk.{block.layer}: residual streams that gates of low rank mix run on one device in this version; "
-                "leave out --devices, -sm, --profile and rules for other devices"
-            )
         for part in block.parts:
-            if not isinstance(part, known):
-                raise UnsupportedError(
-                    f"blk.{block.layer}: {type(part).__name__} layers run on one device in this version; leave out "
-                    "--devices, -sm and rules for other devices"
-                )
             if scaled := _scaled_apart(part, block.layer in placement.shares):
                 raise UnsupportedError(
                     f"blk.{block.layer}: {scaled} scales matrices of latent attention, or of experts that devices "

@@ -67,6 +67,7 @@ class PooledIndexer:
     k: Linear  # [dim, n_embd]
     q_norm: Norm  # of each head; weight float32[dim]
     k_norm: Norm  # weight float32[dim]
+    rope: Rope
     heads: int
     dim: int
     rate: int

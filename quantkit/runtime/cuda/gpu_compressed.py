@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     import torch
 
 
+_TOKENS = 4096  # whose entries are made at a time; more are missing after `Cache.restore` only
+
+
 def require_cache(device: str, kind: CacheType, part: blocks.CompressedAttention) -> None:
     """UnsupportedError where keys, and what compressors read, are not stored as floats."""
     if not {kind.k, kind.v} <= TORCH_DTYPES.keys() or any(kind.rotations(part.dim, part.kept)):
@@ -91,19 +94,24 @@ def _entries(
     length, rate = cache.length + tokens, part.compressor.rate
     stored: Any = cache.entries.arrays(layer)
     windows = cache.entries.extend(layer, cache.length, length)
-    if windows:
-        overlap = int(part.compressor.overlapping)
-        first, stop = (windows.start - overlap) * rate, windows.stop * rate
-        kept = _floats(worker, cache, layer, 1)[max(first, 0) : stop].float()
-        if first < 0:  # of no token: entries leave them out
-            kept = worker.gpu.torch.nn.functional.pad(kept, (0, 0, -first, 0))
-        kept = kept.view(len(windows) + overlap, rate, -1)
-        at = 0
+    step = max(1, _TOKENS // rate)
+    for first in range(windows.start, windows.stop, step):
+        stop, at = min(first + step, windows.stop), 0
+        kept = _windows(worker, part.compressor, _floats(worker, cache, layer, 1), first, stop)
         for each, into in zip(part.compressors, stored):
-            into[windows.start : windows.stop] = entries(worker, each, table, kept[..., at:], windows.start)
+            into[first:stop] = entries(worker, each, table, kept[..., at:], first)
             at += 2 * each.columns
     made: torch.Tensor = stored[0][: length // rate]
     return made
+
+
+def _windows(worker: GpuContext, part: blocks.Compressor, rows: torch.Tensor, first: int, stop: int) -> torch.Tensor:
+    """float32[windows, rate, kept] of rows [n_ctx, kept], as `entries` takes them."""
+    before = first - int(part.overlapping)
+    kept = rows[max(before, 0) * part.rate : stop * part.rate].float()
+    if before < 0:  # a window of no token, which entries leave out
+        kept = worker.gpu.torch.nn.functional.pad(kept, (0, 0, part.rate, 0))
+    return kept.view(stop - before, part.rate, -1)
 
 
 def _chosen(

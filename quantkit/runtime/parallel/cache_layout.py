@@ -74,9 +74,14 @@ class CacheLayout:
         return self._placement.of_activations(block.layer) if recurrent else self._placement.of_cache(block.layer)
 
     def device_of_part(self, part: blocks.Part, layer: int) -> Device:
-        """`device_of` of one part, as which layer it is computed: a block may have parts of several layers."""
-        with_layer = isinstance(part, (*blocks.RECURRENT, blocks.NGrams))
-        return self._placement.of_activations(self.layer_of(layer)) if with_layer else self._placement.of_cache(layer)
+        """`device_of` of one part, as which layer it is computed: a block may have parts of several layers.
+
+        Attention to an earlier layer's keys is where that has its cache.
+        """
+        if isinstance(part, (*blocks.RECURRENT, blocks.NGrams)):
+            return self._placement.of_activations(self.layer_of(layer))
+        source = part.source if isinstance(part, blocks.Attention) else None
+        return self._placement.of_cache(layer if source is None else source)
 
     def layer_of(self, number: int) -> int:
         """The layer whose device computes a part: its number, but for parts whose states have numbers of their own."""

@@ -29,7 +29,6 @@ from quantkit.runtime.blocks import compressed_attention, experts, float_linear,
 from quantkit.runtime.blocks.block_runner import BlockRunner
 from quantkit.runtime.blocks.float_attention import AttentionOptions, Heads
 from quantkit.runtime.blocks.spans import Span
-from quantkit.runtime.kv import sharded_cache
 from quantkit.runtime.kv.cache_type import CacheType
 from quantkit.runtime.parallel.ledger import Ledger
 from quantkit.runtime.parallel.split_checks import tensor_names
@@ -281,8 +280,6 @@ class Worker(BlockRunner):
     ) -> np.ndarray:
         """As `BlockRunner.append_and_attend`, on the device of the layer's cache."""
         other = self._split.attends(layer, self)
-        if part.source is not None:  # its cache may be on another device than that of the block
-            spans = [span._replace(cache=sharded_cache.on_device(span.cache, other.device.name)) for span in spans]
         if other is self:
             return super().append_and_attend(part, layer, q, k, v, spans)
         if k is None or v is None:

@@ -79,10 +79,10 @@ def test_pruned_experts_are_never_selected(tmp_path: Path, arch: str, kind: str)
     assert pruned.hparams.n_expert == 4
     route = whole.route
 
-    def without(part: Any, logits: np.ndarray) -> Any:
+    def without(part: Any, logits: np.ndarray, given: np.ndarray | None = None) -> Any:
         others = np.setdiff1d(np.arange(part.count), keep[int(part.router.weight.split(".")[1])])
         logits[:, others] = -1e9
-        return route(part, logits)
+        return route(part, logits, given)
 
     whole.route = without  # type: ignore[method-assign]
     np.testing.assert_allclose(pruned.logits(TOKENS), whole.logits(TOKENS), atol=1e-5)

@@ -14,7 +14,7 @@ import quantkit
 from quantkit import archs, types
 from quantkit.archs.common import validate
 from quantkit.archs.common.blocks import Attention, LayerInput
-from quantkit.errors import QuantkitError, UnsupportedError
+from quantkit.errors import QuantkitError
 from quantkit.formats import gguf
 from quantkit.formats.safetensors import open_checkpoint
 from quantkit.pipelines.conversion.convert import convert_checkpoint
@@ -157,9 +157,3 @@ def test_settings_that_are_refused(change: dict[str, Any], message: str, tmp_pat
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(QuantkitError, match=message):
         from_config(config)
-
-
-def test_what_runs_on_one_device_only(tmp_path: Path) -> None:
-    path = written(tmp_path / "m.gguf", "gemma4", **GEMMA_E)
-    with pytest.raises(UnsupportedError, match="one device in this version"):
-        quantkit.load(path, devices="cpu:0,cpu:1")

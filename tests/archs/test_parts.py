@@ -177,7 +177,8 @@ def test_which_class_a_text_config_is_of() -> None:
             "tie_word_embeddings": False, "vision_config": {}}  # fmt: skip
     found = archs.language_model(kimi | {"text_config": {"model_type": "kimi_k2", "hidden_size": 3}})
     assert found == {"architectures": ["DeepseekV3ForCausalLM"], "quantization_config": {"quant_method": "x"},
-                     "tie_word_embeddings": False, "model_type": "kimi_k2", "hidden_size": 3}  # fmt: skip
+                     "tie_word_embeddings": False, "model_type": "kimi_k2", "hidden_size": 3,
+                     "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4}  # fmt: skip
     stated = {"model_type": "deepseek_v2", "architectures": ["DeepseekV2ForCausalLM"]}
     assert archs.language_model(kimi | {"text_config": stated})["architectures"] == ["DeepseekV2ForCausalLM"]
     unknown = archs.language_model(kimi | {"text_config": {"model_type": "x"}})

@@ -361,7 +361,9 @@ def test_compare_by_category(tmp_path) -> None:
     made = compare._chunks_of_texts(FakeModel().tokenizer, [path], options, "all")
     assert made[1] == [Domain("prose", 0, 6), Domain("code", 6, 6)]
     np.testing.assert_array_equal(made[0].choice.mask, chunks.choice.mask)
-    two = compare._chunks_of_texts(FakeModel().tokenizer, [path, path.with_suffix(".jsonl")], options, "all")[1]
+    other = path.with_name("u.jsonl")
+    other.write_bytes(path.read_bytes())
+    two = compare._chunks_of_texts(FakeModel().tokenizer, [path, other], options, "all")[1]
     assert {domain.chunks for domain in two} == {6}
     path.write_text(json.dumps({"text": "short", "category": "prose"}))
     with pytest.raises(DataError, match=r"t\.jsonl: category prose: 5 tokens"):

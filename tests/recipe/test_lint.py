@@ -17,6 +17,7 @@ from quantkit.recipe.models import from_config
 from tests.recipe.configs import DEEPSEEK_V3, LLAMA_8B, QWEN3_30B, QWEN3_235B, QWEN35_27B
 
 SMALL_DEEPSEEK = DEEPSEEK_V3 | {"num_hidden_layers": 12}
+TINY_DEEPSEEK = DEEPSEEK_V3 | {"num_hidden_layers": 4, "n_routed_experts": 8, "n_group": 1, "topk_group": 1}
 
 
 def planned(config: dict[str, Any], rules: str, target: str = "Q8_0", imatrix: Imatrix | None = None) -> Plan:
@@ -232,23 +233,21 @@ TINY_MOE = QWEN3_30B | {"num_hidden_layers": 2, "vocab_size": 512, "num_experts"
 
 
 def test_a_matrix_that_lacks_a_tensor() -> None:
-    matrix = importance(SMALL_DEEPSEEK | {"n_routed_experts": 8, "num_hidden_layers": 4}, without="attn_k_b")
-    tiny = SMALL_DEEPSEEK | {"n_routed_experts": 8, "num_hidden_layers": 4}
-    said = warned(tiny, "attn_k_b=q4_0", imatrix=matrix)
+    matrix = importance(TINY_DEEPSEEK, without="attn_k_b")
+    said = warned(TINY_DEEPSEEK, "attn_k_b=q4_0", imatrix=matrix)
     assert "no entry for 4 tensor(s)" in said
     assert "-mla 1" in said
-    assert not planned(tiny, "attn_k_b=q4_0", imatrix=importance(tiny)).warnings
+    assert not planned(TINY_DEEPSEEK, "attn_k_b=q4_0", imatrix=importance(TINY_DEEPSEEK)).warnings
 
 
 def test_a_matrix_of_more_layers() -> None:
     """As of the model before `prune`, whose layers have new numbers. MTP layers may be left out: they are the last."""
-    tiny = SMALL_DEEPSEEK | {"n_routed_experts": 8, "num_hidden_layers": 4}
-    matrix = importance(tiny | {"num_hidden_layers": 6})
-    said = warned(tiny, "ffn_up=q4_0", imatrix=matrix)
+    matrix = importance(TINY_DEEPSEEK | {"num_hidden_layers": 6})
+    said = warned(TINY_DEEPSEEK, "ffn_up=q4_0", imatrix=matrix)
     assert "the importance matrix has entries for blk.5, the model has 4 layers" in said
     entry = next(iter(matrix.entries.values()))
     matrix.entries.update({f"blk.{layer}.nextn.eh_proj.weight": entry for layer in (4, 5)})
-    assert not planned(tiny, "ffn_up=q4_0", imatrix=matrix).warnings
+    assert not planned(TINY_DEEPSEEK, "ffn_up=q4_0", imatrix=matrix).warnings
 
 
 def test_experts_that_saw_too_few_tokens() -> None:

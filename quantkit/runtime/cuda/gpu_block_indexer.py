@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
 
-def require_cache(device: str, kind: CacheType, part: blocks.BlockIndexer) -> None:
+def require_cache(device: str, kind: CacheType, part: blocks.BlockIndexer | blocks.PooledIndexer) -> None:
     """UnsupportedError where the indexer's keys, which have the type of values, are not floats.
 
     They are never rotated, on the CPU neither.
@@ -33,7 +33,7 @@ def require_cache(device: str, kind: CacheType, part: blocks.BlockIndexer) -> No
             f"{device}: an indexer of blocks ({part.k.weight}) reads keys in f16, bf16 or f32 on a GPU, not in "
             f"{kind.v}; take -ctv f16, or keep the cache on the CPU (-nkvo)"
         )
-    if part.local_blocks < 1:
+    if isinstance(part, blocks.BlockIndexer) and part.local_blocks < 1:
         raise UnsupportedError(
             f"{device}: an indexer that may leave out a token's own block ({part.k.weight}) runs on the CPU in this "
             "version; keep the cache there (-nkvo)"

@@ -10,26 +10,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from quantkit.archs.common import blocks
-from quantkit.errors import UnsupportedError
 from quantkit.placement.kernel_sizes import INDEX_ELEMENTS
 from quantkit.runtime.blocks.indexer import Index
 from quantkit.runtime.blocks.spans import Span
 from quantkit.runtime.cuda import gpu_attention, gpu_indexer
 from quantkit.runtime.cuda.gpu_attention import TORCH_DTYPES
 from quantkit.runtime.cuda.gpu_context import GpuContext, Selection
-from quantkit.runtime.kv.cache_type import CacheType
 
 if TYPE_CHECKING:
     import torch
-
-
-def require_cache(device: str, kind: CacheType, part: blocks.PooledIndexer) -> None:
-    """UnsupportedError where the indexer's keys, which have the type of values, are not floats."""
-    if kind.v not in TORCH_DTYPES:
-        raise UnsupportedError(
-            f"{device}: an indexer of blocks ({part.k.weight}) reads keys in f16, bf16 or f32 on a GPU, not in "
-            f"{kind.v}; take -ctv f16, or keep the cache on the CPU (-nkvo)"
-        )
 
 
 def selections(

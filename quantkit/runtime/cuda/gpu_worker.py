@@ -560,14 +560,12 @@ class CudaWorker(Worker):
         gpu_compressed.require_cache(self.device.name, kind, part)
 
     def require_index_cache(self, kind: CacheType, part: AnyIndexer) -> None:
-        """As `gpu_indexer.require_cache`, or those of `gpu_block_indexer` and `gpu_pooled_indexer`."""
+        """As `gpu_indexer.require_cache`, or that of `gpu_block_indexer` for blocks of positions."""
 
-        from quantkit.runtime.cuda import gpu_block_indexer, gpu_indexer, gpu_pooled_indexer
+        from quantkit.runtime.cuda import gpu_block_indexer, gpu_indexer
 
-        if isinstance(part, blocks.BlockIndexer):
+        if isinstance(part, (blocks.BlockIndexer, blocks.PooledIndexer)):
             gpu_block_indexer.require_cache(self.device.name, kind, part)
-        elif isinstance(part, blocks.PooledIndexer):
-            gpu_pooled_indexer.require_cache(self.device.name, kind, part)
         else:
             gpu_indexer.require_cache(self.device.name, kind, part)
 

@@ -130,6 +130,9 @@ def test_quantizing_the_file_applies_the_scales(stored: dict[str, Path], tmp_pat
         planned = quantkit.plan(source, target, quantkit.PlanOptions(allow_requantize=True)).plan
         assert planned.bytes_after == sum(tensor.nbytes for tensor in gguf.open(path).tensors.values())
         assert written_size(gguf.open(source).metadata, planned) == path.stat().st_size
+        arguments = ["quantize", str(source), str(path), target, "--allow-requantize", "--effort", "fast"]
+        assert main(arguments) == 0
+        assert written_size(gguf.open(source).metadata, planned, effort="fast") == path.stat().st_size
         replayed = recipe.replay(planned.to_json(), gguf.open(source).tensors.values(), allow_requantize=True)
         assert [(t.name, t.type) for t in replayed.tensors] == [(t.name, t.type) for t in planned.tensors]
     before, after = gguf.open(source).tensors, gguf.open(out).tensors

@@ -109,6 +109,9 @@ def _fit(
     imatrix: ImatrixFile = None,
     no_second_moments: NoSecondMoments = False,
     allow_requantize: AllowRequantize = False,
+    effort: Annotated[
+        Literal["fast", "normal", "best"], typer.Option(help="Effort of quantize; --verify encodes with it.")
+    ] = "normal",
     seconds: Annotated[
         float, typer.Option("--seconds", metavar="X", help="Time limit of the solver for one solution.")
     ] = 60.0,
@@ -177,8 +180,8 @@ def _fit(
     options = FitOptions(
         size=parse_size(size, "--size") if size else None, bpw=bpw, vram=read_vram(vram), ram=ram, min_tg=min_tg,
         fit_margin=fit_margin, types=tuple(comma_separated(types)), min=tuple(minimum or ()), max=tuple(maximum or ()),
-        same=same, layer_group=layer_group, max_types=max_types, dialect=dialect, placement=placement,
-        bandwidth=bandwidth, runtime=runtime, ctx_size=ctx_size, cache_type_k=cache_type_k,
+        same=same, layer_group=layer_group, max_types=max_types, dialect=dialect, effort=effort,
+        placement=placement, bandwidth=bandwidth, runtime=runtime, ctx_size=ctx_size, cache_type_k=cache_type_k,
         cache_type_v=cache_type_v, mla=mla,
         allow_requantize=allow_requantize, seconds=seconds,
     )  # fmt: skip
@@ -200,7 +203,7 @@ def _fit(
     if verify is not None:
         check = _check(
             model, found, measured, verify,
-            _Verify(imatrix, no_second_moments, allow_requantize, dialect, threads, verify_ctx, verify_chunks,
+            _Verify(imatrix, no_second_moments, allow_requantize, dialect, effort, threads, verify_ctx, verify_chunks,
                     verify_folder, 1 if refine is None else refine, cluster),
             lambda costs: fit_recipe(about, costs, options, matrix, str(imatrix or "")),
         )  # fmt: skip
@@ -242,6 +245,7 @@ class _Verify:
     no_second_moments: bool
     allow_requantize: bool
     dialect: str | None
+    effort: str
     threads: int | None
     ctx_size: int
     chunks: int | None
@@ -259,7 +263,7 @@ def _check(
 
     quantizing = QuantizeOptions(
         imatrix=o.imatrix, no_second_moments=o.no_second_moments, allow_requantize=o.allow_requantize,
-        dialect=o.dialect, threads=o.threads,
+        dialect=o.dialect, effort=o.effort, threads=o.threads,
     )  # fmt: skip
     comparing = CompareOptions(ctx_size=o.ctx_size, chunks=o.chunks, noise_floor="off", threads=o.threads)
     with connected(o.cluster, on_message) as client, ProgressBar("verify") as bar:

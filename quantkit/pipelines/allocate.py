@@ -71,6 +71,8 @@ class FitOptions:
         max_types          largest number of different types
         dialect            program that the file is for, "ik" or "llama.cpp": only types that it reads are chosen
 
+    effort, the encoders' effort: "fast" and "best" are written to the header, whose bytes count
+
     Placement and cache, as of PlanOptions: placement, bandwidth, runtime, ctx_size, cache_type_k, cache_type_v, mla
 
     Solver: seconds and gap at which it ends
@@ -89,6 +91,7 @@ class FitOptions:
     layer_group: int = 1
     max_types: int | None = None
     dialect: str | None = None
+    effort: str = "normal"
     placement: Flags | str | None = None
     bandwidth: str | None = None
     runtime: str = PlanOptions.runtime
@@ -340,7 +343,7 @@ class _Fit:
             placed = budget(
                 planned, self.model.metadata, flags, self.cache, memory.vram, memory.ram, memory.margin
             )  # fmt: skip
-        size = written_size(self.model.metadata, plan, self.matrix, self.imatrix_file)
+        size = written_size(self.model.metadata, plan, self.matrix, self.imatrix_file, self.options.effort)
         return RecipeFit(recipe, plan, file_type, tuple(tensors), solution.cost, error, solution.gap, size,
                          "tokenizer.ggml.tokens" in self.model.metadata, placed, _flags_text(flags),
                          self._notes(plan))  # fmt: skip
@@ -474,6 +477,7 @@ def fit_recipe(
     `matrix` is the importance matrix that the file will be quantized with; its name is in the file's header.
     DataError if nothing fits (what, by how much, the remedy), and for costs of another model.
     """
+    types.effort_level(options.effort)
     return _Fit(model, costs, options, matrix, imatrix_file).result()
 
 

@@ -238,12 +238,16 @@ def _end_of_arrivals(arrivals: Arrivals, job: resume.ResumableJob, on_message: C
 
 
 def written_size(
-    source: Mapping[str, object], plan: Plan, imatrix: Imatrix | None = None, imatrix_file: str = ""
+    source: Mapping[str, object],
+    plan: Plan,
+    imatrix: Imatrix | None = None,
+    imatrix_file: str = "",
+    effort: str = "normal",
 ) -> int:
     """Bytes of the file that `quantize_with_plan` writes of an input with this metadata: header, tensors, padding."""
-    metadata = output_metadata(source, plan, imatrix, imatrix_file)
+    metadata = output_metadata(source, plan, imatrix, imatrix_file, effort=effort)
     if plan.file_type.number is not None:
-        _set_records(metadata, _expected_records(plan, imatrix, "normal").values(), False)
+        _set_records(metadata, _expected_records(plan, imatrix, effort).values(), False)
     specs = [TensorSpec(t.name, t.shape, t.type) for t in plan.tensors]
     return sum(layout.size for layout in layouts(Path("out.gguf"), metadata, specs))
 

@@ -15,7 +15,7 @@ import pytest
 
 from quantkit import types
 from quantkit.archs import language_model
-from quantkit.errors import DataError, FormatError, OptionError, UnsupportedError
+from quantkit.errors import DataError, FormatError, OptionError, QuantkitError, UnsupportedError
 from quantkit.pipelines.allocate import FitOptions, RecipeFit, fit_recipe
 from quantkit.pipelines.planning import PlanInput, complete_imatrix
 from quantkit.placement.allocation import costs as costs_file
@@ -372,3 +372,11 @@ def test_errors_of_costs_add_up() -> None:
     assert cost.of("q6_0") == pytest.approx(0.005)
     assert cost.error_of("q4_0") == pytest.approx(0.001)
     assert cost.error_of("q6_0") == pytest.approx(((0.001 / 2) ** 2 + (0.01 * 0.5 / 2) ** 2) ** 0.5)
+
+
+def test_the_size_counts_what_effort_adds_to_the_header() -> None:
+    normal, fast = (fitted("LLAMA_8B", types=SMALL, bpw=5.0, effort=effort) for effort in ("normal", "fast"))
+    assert [t.type for t in normal.tensors] == [t.type for t in fast.tensors]
+    assert fast.size > normal.size
+    with pytest.raises(QuantkitError, match="effort"):
+        fitted("LLAMA_8B", types=SMALL, bpw=5.0, effort="quick")

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import quantkit
+from quantkit.archs.common.checked import check_config
 from quantkit.errors import FormatError, UnsupportedError
 from quantkit.pipelines.conversion.convert import convert_checkpoint
 from tests.archs.checkpoints import loaded, log_probabilities, tiny
@@ -99,3 +100,11 @@ def test_biases_that_config_does_not_state_are_refused(tmp_path: Path) -> None:
     without(tmp_path / "hf", "glm4moe", ("attention_bias",))
     with pytest.raises(FormatError, match=r"has 9 bias.*blk\.0\.attn_q\.bias.* set attention_bias"):
         convert_checkpoint(tmp_path / "hf", tmp_path / "m.gguf", "f32")
+
+
+@pytest.mark.parametrize("key", ["routed_scaling_factor", "moe_router_scaling_factor"])
+def test_experts_scaled_by_zero_are_refused(key: str) -> None:
+    """It was taken for no scale."""
+    with pytest.raises(FormatError, match=key):
+        check_config({key: 0.0})
+    check_config({key: 2.5})

@@ -240,7 +240,7 @@ _TABLE: tuple[tuple[str, str, Bound], ...] = (
     ("full_attention_interval", "full_attention_interval", Count(1, 1 << 16)),
     ("", "attention.sliding_window_pattern", Pattern()),
     ("num_sliding_attention_heads share_expert_dim", "", Count(1, 1 << 24)),
-    ("moe_router_scaling_factor", "", _STRENGTH),
+    ("moe_router_scaling_factor", "", _FACTOR),
     ("", "swiglu_clamp_exp swiglu_clamp_shexp swiglu_limits swiglu_limits_shared", EachLayer(Real(0, 1e6))),
     ("", "rope.dimension_count_per_layer", Count(0, 1 << 16, per_layer=True)),
     ("", "rope.freq_base_per_layer", EachLayer(_BASE)),
@@ -263,7 +263,8 @@ _TABLE: tuple[tuple[str, str, Bound], ...] = (
     ("rope_theta", "", EachLayer(_BASE)),
     ("", "rope.freq_base rope.freq_base_swa", _BASE),
     ("partial_rotary_factor", "", _PART),
-    ("routed_scaling_factor", "expert_weights_scale", _STRENGTH),
+    ("routed_scaling_factor", "", _FACTOR),
+    ("", "expert_weights_scale", _STRENGTH),  # 0 stands for none
     ("", "attention.scale embedding_scale residual_scale logit_scale", _FACTOR),
     ("attn_logit_softcapping final_logit_softcapping", "attn_logit_softcapping final_logit_softcapping",
      Real(0, 1e6)),

@@ -151,9 +151,11 @@ def merge(
 
     Legacy files have no token counts. If one is among the files, entries are weighted by their calls.
     """
+    from quantkit.evaluate.corpus import require_different
     from quantkit.evaluate.imatrix.run import UNCOUNTED
     from quantkit.formats import imatrix as formats
 
+    require_different(files)
     read = [formats.read(path) for path in files]
     if formats.loses_counts(read):
         on_message(UNCOUNTED)

@@ -35,13 +35,13 @@ def text_bytes(path: str | os.PathLike[str]) -> bytes:
         return Path(path).read_bytes()
 
 
-def require_different(texts: Sequence[Path]) -> None:
-    """DataError for a text that is given twice: its tokens would count as those of two texts."""
+def require_different(files: Sequence[Path]) -> None:
+    """DataError for a text, or an importance matrix, that is given twice: its tokens would count as two."""
     seen: set[Path] = set()
-    for text in texts:
-        if text.resolve() in seen:
-            raise DataError(f"{text}: given twice, so each of its tokens would count as two; name it once")
-        seen.add(text.resolve())
+    for path in files:
+        if path.resolve() in seen:
+            raise DataError(f"{path}: given twice, so each of its tokens would count as two; name it once")
+        seen.add(path.resolve())
 
 
 @functools.lru_cache(maxsize=1)

@@ -539,6 +539,8 @@ def test_merge_with_weights(run, tmp_path) -> None:
     assert found["w"].values.tolist() == [[3] * 4]
     assert (found.dataset, found["w"].counts.tolist()) == ("a+b", [64])
     assert "2 positive numbers" in run(*args, "--weights", "1", status=2)
+    (tmp_path / "c.gguf").symlink_to(tmp_path / "a.gguf")
+    assert "c.gguf: given twice" in run(*args, tmp_path / "c.gguf", status=1)
 
 
 def test_what_a_merge_says_of_missing_experts_does_not_depend_on_the_order() -> None:

@@ -228,6 +228,7 @@ def _matrices_before(
     o: ImatrixOptions, forms: Mapping[str, InputForm] | None, model: Path, on_message: OnMessage
 ) -> list[Imatrix]:
     """The importance matrices to add to, checked before the run, not after it."""
+    require_different(o.in_file)
     found = [files.read(path) for path in o.in_file]
     if any(matrix.chunk_size == 0 for matrix in found):
         on_message(UNCOUNTED)

@@ -181,6 +181,8 @@ def verify_gguf(
     found.damage += [f"{file.path}: {sentence}" for sentence in validate.problems(file.metadata, file.tensors)]
     if name := validate.unknown_architecture(file.metadata):
         found.notes.append(f"quantkit does not know {name}, so the tensors were not compared with the metadata")
+    for path, count in file.trailing.items():
+        found.notes.append(f"{path}: {count:,} bytes after the last tensor belong to nothing in the file")
     if absent := [name for name in records if name not in file.tensors]:
         found.damage.append(f"{file.path}: {len(absent)} recorded tensors are missing, for example {absent[0]}")
 

@@ -269,6 +269,19 @@ def test_inspect_and_verify_list_them(
     assert f"damaged: {path}: tensor blk.0.ffn_gate.weight has shape (96, 64)" in capsys.readouterr().out
 
 
+def test_verify_notes_bytes_after_the_last_tensor(
+    models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They damage nothing; padding is not among them."""
+    path = tmp_path / "m.gguf"
+    path.write_bytes(models["llama"].read_bytes())
+    assert main(["verify", str(path)]) == 0
+    assert "after the last tensor" not in capsys.readouterr().out
+    path.write_bytes(models["llama"].read_bytes() + bytes(4096))
+    assert main(["verify", str(path)]) == 0
+    assert f"note: {path}: 4,096 bytes after the last tensor" in capsys.readouterr().out
+
+
 def test_heads_that_do_not_share_evenly(tmp_path: Path) -> None:
     """All shapes agree, but five query heads cannot share two KV heads evenly."""
     made = written(tmp_path / "m.gguf", "llama", num_attention_heads=5, head_dim=16)

@@ -380,3 +380,10 @@ def test_the_size_counts_what_effort_adds_to_the_header() -> None:
     assert fast.size > normal.size
     with pytest.raises(QuantkitError, match="effort"):
         fitted("LLAMA_8B", types=SMALL, bpw=5.0, effort="quick")
+
+
+def test_several_gpus_get_the_split_that_was_planned() -> None:
+    """ik_llama.cpp divides layers by the memory that is free when it starts, if -ts does not say how."""
+    found = fitted("QWEN3_30B", types=SMALL, vram=[12.0, 6.5], ram=16.0, ctx_size=4096)
+    assert "-ts 12,6.5" in found.flags
+    assert "-ts" not in fitted("QWEN3_30B", types=SMALL, vram=[12.0], ram=16.0, ctx_size=4096).flags

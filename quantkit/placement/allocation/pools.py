@@ -87,7 +87,9 @@ def pools(tensors: Mapping[str, TensorInfo], metadata: Mapping[str, Any], flags:
     bare = replace(flags, runtime=Flags().runtime)
     movable = bool(gpus) and bare == Flags()
     if movable:
-        flags = replace(flags, gpu_layers=ALL_LAYERS)
+        # Stated, because ik_llama.cpp divides layers by the memory that is free when it starts.
+        split = tuple(float(f"{size / GIB:g}") for size in memory.vram) if len(gpus) > 1 else ()
+        flags = replace(flags, gpu_layers=ALL_LAYERS, tensor_split=split)
     elif not gpus and bare == Flags():
         flags = replace(flags, gpu_layers=0)
     if gpus and not flags.devices:

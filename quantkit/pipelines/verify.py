@@ -28,7 +28,7 @@ from quantkit import __version__, types
 from quantkit.archs.common import validate
 from quantkit.errors import DataError, FormatError
 from quantkit.formats import provenance
-from quantkit.formats.gguf import GGUF, Tensor, scales
+from quantkit.formats.gguf import GGUF, Shard, Tensor, scales
 from quantkit.formats.imatrix import Imatrix
 from quantkit.formats.mapping import release
 from quantkit.formats.pipeline import Progress, spread
@@ -181,8 +181,9 @@ def verify_gguf(
     found.damage += [f"{file.path}: {sentence}" for sentence in validate.problems(file.metadata, file.tensors)]
     if name := validate.unknown_architecture(file.metadata):
         found.notes.append(f"quantkit does not know {name}, so the tensors were not compared with the metadata")
-    for path, count in file.trailing.items():
-        found.notes.append(f"{path}: {count:,} bytes after the last tensor belong to nothing in the file")
+    for path in file.paths:
+        if count := Shard(path).trailing:
+            found.notes.append(f"{path}: {count:,} bytes after the last tensor belong to nothing in the file")
     if absent := [name for name in records if name not in file.tensors]:
         found.damage.append(f"{file.path}: {len(absent)} recorded tensors are missing, for example {absent[0]}")
 

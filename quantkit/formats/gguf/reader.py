@@ -169,7 +169,6 @@ class GGUF:
     metadata  Metadata of the first shard       tensors  dict name -> Tensor, in file order
     version   of the format                     size     bytes of all files
     shards    number of tensors in each file
-    trailing  by file that has some: bytes after its last tensor and the padding, which no program reads
     """
 
     def __init__(self, path: Path, shards: list[Shard]):
@@ -179,7 +178,6 @@ class GGUF:
         self.metadata = shards[0].metadata
         self.version = shards[0].version
         self.size = sum(shard.bytes.size for shard in shards)
-        self.trailing = {shard.path: count for shard in shards if (count := shard.trailing)}
         self.tensors: dict[str, Tensor] = {}
         for shard in shards:
             for name, tensor in shard.tensors.items():
@@ -326,7 +324,7 @@ class Shard:
 
     @property
     def trailing(self) -> int:
-        """Bytes after the last tensor and its padding."""
+        """Bytes after the last tensor and its padding, which no program reads."""
         end = max((tensor.offset + tensor.nbytes for tensor in self.tensors.values()), default=self.data_start)
         return max(0, self.bytes.size - -(-end // self.alignment) * self.alignment)
 

@@ -89,7 +89,7 @@ LINES = [
     ),
     # llama-imatrix
     Line(
-        "llama-imatrix --in-file dense.dat --in-file dense.dat -o joined.dat", ("from 2 files",), files=("joined.dat",)
+        "llama-imatrix --in-file dense.dat --in-file more.dat -o joined.dat", ("from 2 files",), files=("joined.dat",)
     ),
     Line("llama-imatrix --in-file moe.dat --show-statistics", ("blk.0",)),
     Line(
@@ -298,6 +298,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = str(folder / "model-bf16.gguf")
     for words in (
         ["quantize", model, str(folder / "model-q8_0.gguf"), "Q8_0"],
+        ["quantize", model, str(folder / "ggml-model-Q4_0.gguf"), "Q4_0"],
         ["quantize", model, str(folder / "short.gguf"), "COPY", "--override-kv", "llama.context_length=int:64"],
         ["split", model, str(folder / "set"), "--split-max-tensors", "5"],
         ["imatrix", str(folder / "moe-bf16.gguf"), "-f", str(folder / "calibration.txt"), "--chunks", "1",
@@ -307,6 +308,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
          "--kl-divergence-base", str(folder / "base.kld")],
     ):  # fmt: skip
         assert cli.main([*words, "--json"]) == 0, words
+    shutil.copy(folder / "dense.dat", folder / "more.dat")
     return folder
 
 

@@ -173,10 +173,10 @@ def edited(source: Path, target: Path, name: str, edit: object) -> Path:
     specs = [gguf.TensorSpec(t.name, t.shape, t.type) for t in file.tensors.values()]
     with gguf.Writer(target, file.metadata, specs) as writer:
         for tensor in file.tensors.values():
-            rows = np.array(tensor.data).view(np.float32)
+            rows = np.array(tensor.data)
             if tensor.name == name:
-                edit(rows)  # type: ignore[operator]
-            writer.write(tensor.name, rows.view(np.uint8))
+                edit(rows.view(np.float32))  # type: ignore[operator]
+            writer.write(tensor.name, rows)
     return target
 
 

@@ -16,26 +16,10 @@ collect_ignore_glob = [] if (sys.platform, platform.machine()) == ("linux", "x86
 Run = Callable[..., None]
 
 
-def _make_simulator_fast_and_safe() -> None:
-    """A simulated thread that waits gives way after 0.1 ms rather than 5, which makes the tests several times faster.
-
-    numba's simulator finds a shared array by its line, and two threads that find none make one each.
-    """
-    from numba.cuda.simulator.kernelapi import FakeCUDAShared
-
-    def array(self: Any, shape: int, dtype: Any) -> np.ndarray:
-        frame = sys._getframe(1)
-        line = frame.f_code.co_filename, frame.f_lineno
-        found = self._allocations.get(line)
-        result: np.ndarray = self._allocations.setdefault(line, np.empty(shape, dtype)) if found is None else found
-        return result
-
-    FakeCUDAShared.array = array
-    sys.setswitchinterval(1e-4)
-
-
 if SIMULATED:
-    _make_simulator_fast_and_safe()
+    from tests.runtime.cuda import simulator
+
+    simulator.install()
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ def model_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "how",
     [
         pytest.param({"devices": "cuda:0", "override_tensor": "exps=CPU", "cache_type": "f16"}, id="hybrid"),
-        pytest.param({"devices": "cuda:0"}, id="one", marks=pytest.mark.full),
+        pytest.param({"devices": "cuda:0"}, id="one"),
         pytest.param({"devices": "cuda:0,cuda:1"}, id="two", marks=pytest.mark.full),
         pytest.param({"devices": "cuda:0", "kv_on_cpu": True}, id="nkvo", marks=pytest.mark.full),
         pytest.param({"devices": "cuda:0", "gpu_layers": 2}, id="two layers", marks=pytest.mark.full),

@@ -66,11 +66,7 @@ def check(path: Path, tolerance: float = 1e-4, tokens: np.ndarray = TOKENS, **ho
 CASES = [("llama", {}), ("qwen3moe", {}), ("qwen35moe", {}), *(("deepseek2", {"mla": mla}) for mla in range(4))]
 
 
-@pytest.mark.parametrize(
-    ("arch", "how"),
-    [pytest.param(arch, how, marks=[] if arch == "qwen3moe" else pytest.mark.full) for arch, how in CASES],
-    ids=str,
-)
+@pytest.mark.parametrize(("arch", "how"), CASES, ids=str)
 def test_layers_shared_by_gpus(arch: str, how: dict[str, Any], two: dict[str, Any], models: dict[str, Path]) -> None:
     model = check(models[arch], tokens=TOKENS[: 4 if arch == "qwen3moe" else 6], **two, **how)
     assert model.split is not None
@@ -121,7 +117,6 @@ def test_tensors_that_can_and_cannot_be_sharded(
         assert model.split.ledger.bytes["CPU", "CUDA0"] > 3 * model.weights["blk.0.ffn_up_exps.weight"].nbytes
 
 
-@pytest.mark.full
 def test_prompts_and_sequences_on_shared_layers(two: dict[str, Any], models: dict[str, Path]) -> None:
     """More tokens than a product from packed weights takes, experts left out by each GPU, and caches that go back."""
     tokens = np.random.default_rng(5).integers(0, 320, 20)
@@ -136,7 +131,7 @@ def test_prompts_and_sequences_on_shared_layers(two: dict[str, Any], models: dic
     assert np.abs(result[0] - result[1]).max() < 1e-4
 
 
-@pytest.mark.parametrize("arch", ["llama", pytest.param("qwen35moe", marks=pytest.mark.full)])
+@pytest.mark.parametrize("arch", ["llama", "qwen35moe"])
 def test_states_are_saved_and_restored_when_sliced(arch: str, two: dict[str, Any], models: dict[str, Path]) -> None:
     expected, model = load(models[arch]).logits(TOKENS[:3]), load(models[arch], **two)
     cache, other = model.new_cache(8), model.new_cache(8)
@@ -156,7 +151,6 @@ def test_a_bad_tensor_is_named_and_nobody_waits(two: dict[str, Any], models: dic
         load(path, **two).logits(TOKENS[:1])
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("arch", ["llama", "qwen3moe", "qwen35moe", "deepseek2"])
 def test_bytes_of_each_gpu_are_those_of_a_plan(arch: str, two: dict[str, Any], models: dict[str, Path]) -> None:
     how = {"tensor_split": (3, 1)} if arch == "llama" else {}

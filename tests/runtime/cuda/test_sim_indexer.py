@@ -107,7 +107,7 @@ SMALL: dict[str, dict[str, Any]] = {
     [
         ("glm-dsa", {"numerics": "fast", "cache_type": "f16"}),
         pytest.param("glm-dsa", {"numerics": "fast", "cache_type": "q8_0"}, marks=pytest.mark.full),
-        pytest.param("deepseek32", {}, marks=pytest.mark.full),
+        ("deepseek32", {}),
         pytest.param("mistral-large4", {"numerics": "fast"}, marks=pytest.mark.full),
         ("minimax-m3", {"numerics": "fast"}),
         pytest.param("minimax-m3", {"cache_type": "q8_0/f16"}, marks=pytest.mark.full),

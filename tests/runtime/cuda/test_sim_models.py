@@ -201,7 +201,7 @@ def test_shared_experts_run_while_the_cpu_has_the_others(gpus: int, make: Make) 
     assert order[-2:] == ["shared", "routed"]
 
 
-@pytest.mark.parametrize("arch", [pytest.param("qwen3moe", marks=pytest.mark.full), "gpt-oss"])
+@pytest.mark.parametrize("arch", ["qwen3moe", "gpt-oss"])
 def test_fused_experts_on_a_gpu(gpus: int, make: Make, tmp_path: Path, arch: str) -> None:
     """Gate and up in one tensor give the logits of two: on the GPU, offloaded, and with down elsewhere."""
     from quantkit.pipelines.fuse_experts import plan_fuse
@@ -249,10 +249,11 @@ def check_replayed(path: Path, turns: int, **how: Any) -> None:
     assert model.split is not None
     assert sum(worker is not None for worker, _ in model.split.runs) == 1
     worker: Any = model.split._workers["CUDA0"]
-    assert not SIMULATED or worker.gpu.captured == min(2, turns)
+    embeds = not model.placement.on_cpu("blk.0.attn_norm.weight")  # the embedding is decoded where layer 0 begins
+    assert not SIMULATED or worker.gpu.captured == min(2, turns) + embeds
 
 
-@pytest.mark.parametrize("arch", ["llama", pytest.param("mistral3", marks=pytest.mark.full)])
+@pytest.mark.parametrize("arch", ["llama", "mistral3"])
 def test_steps_are_replayed(arch: str, gpus: int, make: Make) -> None:
     """A replayed graph must not use values of the host from the token that was recorded; mistral3's queries are scaled
     by position."""
@@ -289,7 +290,7 @@ def test_steps_are_fused(gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert any(name.startswith("rope_append") for name in worker.gpu.launched)
 
 
-@pytest.mark.parametrize("arch", [pytest.param("qwen3moe", marks=pytest.mark.full), "deepseek2"])
+@pytest.mark.parametrize("arch", ["qwen3moe", "deepseek2"])
 def test_steps_with_experts_on_the_cpu(arch: str, gpus: int, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """They compute between two graphs, with shared experts beside them (deepseek2): as by launches."""
     if SIMULATED:
@@ -318,7 +319,6 @@ def test_steps_with_experts_on_the_cpu(arch: str, gpus: int, make: Make, monkeyp
     assert not SIMULATED or worker.gpu.captured == graphs + 2  # before the first experts, and the embedding
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("arch", ["llama", "qwen3moe", "deepseek2", "gpt-oss", "qwen35moe"])
 def test_steps_of_architectures_are_replayed(arch: str, gpus: int, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     if SIMULATED:
@@ -327,59 +327,50 @@ def test_steps_of_architectures_are_replayed(arch: str, gpus: int, make: Make, m
     check_replayed(make(arch), 4, numerics="fast", override_tensor=rule)
 
 
-@pytest.mark.full
+PLACES: list[tuple[str, dict[str, Any]]] = [
+    ("qwen3moe", {"kv_on_cpu": True, "cache_type": "q8_0/q4_0 khad"}),
+    ("deepseek2", {"override_tensor": "attn_v_b=CPU,shexp=CPU"}),
+    ("glm-dsa", {"override_tensor": "_exps=CPU"}),
+    *((arch, {}) for arch in (
+        "qwen3moe", "deepseek2", "deepseek32", "qwen35moe", "kimi-linear", "lfm2", "gpt-oss", "cohere2_moe", "gemma2",
+        "gemma4", "step35", "llama4", "phi3", "apertus", "nemotron_h_moe", "mistral-large4",
+    )),
+]  # fmt: skip
+MORE_PLACES: list[tuple[str, dict[str, Any]]] = [
+    ("qwen3moe", {"n_cpu_moe": 1}),
+    ("qwen3moe", {"expert_reduction": (1, 0.5)}),
+    ("qwen3moe", {"override_tensor": "down_exps=CPU"}),
+    ("qwen3moe", {"gpu_layers": 0, "override_tensor": "exps=CUDA0,attn_q=CUDA0"}),
+    ("qwen3moe", {"cache_type": "bf16/q8_0"}),
+    ("llama", {"gpu_layers": 1, "cache_type": "f16"}),
+    ("llama", {"split_mode": "none"}),
+    *(("deepseek2", {"mla": mla}) for mla in range(3)),
+    ("deepseek2", {"kv_on_cpu": True}),
+    ("deepseek2", {"override_tensor": "_exps=CPU"}),
+    ("deepseek32", {"mla": 1, "cache_type": "q8_0/f16"}),
+    ("glm-dsa", {"gpu_layers": 2}),
+    ("glm-dsa", {"kv_on_cpu": True}),
+    ("qwen3next", {"gpu_layers": 2}),
+    ("kimi-linear", {"gpu_layers": 2, "mla": 0}),
+    ("lfm2moe", {"gpu_layers": 2}),
+    ("cohere2", {}),
+    ("gemma4", {"n_cpu_moe": 4}),
+    ("llama4", {"n_cpu_moe": 5}),
+    ("nemotron_h", {}),
+    ("nemotron_h", {"gpu_layers": 2}),
+    ("nemotron_h_moe", {"override_tensor": "_exps=CPU"}),
+]
+
+
 @pytest.mark.parametrize(
-    ("arch", "how"),
-    [
-        ("qwen3moe", {}),
-        ("qwen3moe", {"n_cpu_moe": 1}),
-        ("qwen3moe", {"expert_reduction": (1, 0.5)}),
-        ("qwen3moe", {"override_tensor": "down_exps=CPU"}),
-        ("qwen3moe", {"gpu_layers": 0, "override_tensor": "exps=CUDA0,attn_q=CUDA0"}),
-        ("qwen3moe", {"kv_on_cpu": True, "cache_type": "q8_0/q4_0 khad"}),
-        ("qwen3moe", {"cache_type": "bf16/q8_0"}),
-        ("llama", {"gpu_layers": 1, "cache_type": "f16"}),
-        ("llama", {"split_mode": "none"}),
-        *(("deepseek2", {"mla": mla}) for mla in range(4)),
-        ("deepseek2", {"kv_on_cpu": True}),
-        ("deepseek2", {"override_tensor": "attn_v_b=CPU,shexp=CPU"}),
-        ("qwen35moe", {}),
-        ("qwen3next", {"gpu_layers": 2}),
-        ("kimi-linear", {}),
-        ("kimi-linear", {"gpu_layers": 2, "mla": 0}),
-        ("lfm2", {}),
-        ("lfm2moe", {"gpu_layers": 2}),
-        ("gpt-oss", {}),
-        ("cohere2", {}),
-        ("cohere2_moe", {}),
-        ("gemma2", {}),
-        ("gemma4", {}),
-        ("gemma4", {"n_cpu_moe": 4}),
-        ("step35", {}),
-        ("llama4", {}),
-        ("llama4", {"n_cpu_moe": 5}),
-        ("phi3", {}),
-        ("apertus", {}),
-        ("nemotron_h", {}),
-        ("nemotron_h", {"gpu_layers": 2}),
-        ("nemotron_h_moe", {}),
-        ("nemotron_h_moe", {"override_tensor": "_exps=CPU"}),
-        ("deepseek2", {"override_tensor": "_exps=CPU"}),
-        ("deepseek32", {}),
-        ("deepseek32", {"mla": 1, "cache_type": "q8_0/f16"}),
-        ("glm-dsa", {"override_tensor": "_exps=CPU"}),
-        ("glm-dsa", {"gpu_layers": 2}),
-        ("glm-dsa", {"kv_on_cpu": True}),
-        ("mistral-large4", {}),
-    ],
-    ids=str,
+    ("arch", "how"), [*PLACES, *(pytest.param(*case, marks=pytest.mark.full) for case in MORE_PLACES)], ids=str
 )
 def test_ways_to_place(arch: str, how: dict[str, Any], gpus: int, make: Make) -> None:
-    tolerance = 2e-2 if "cache_type" in how else 1e-4  # a key near a tie of two codes may round apart
+    tolerance = 2e-2 if "cache_type" in how else 2e-4  # a key near a tie of two codes may round apart
     check(make(arch), tolerance, devices="cuda:0", **how)
 
 
-@pytest.mark.parametrize("kinds", [pytest.param("f32", marks=pytest.mark.full), "f16"])
+@pytest.mark.parametrize("kinds", ["f32", "f16"])
 def test_prompts_expand_latents(kinds: str, gpus: int, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys and values of one head at a time; a prompt, another after it, and one token, which is absorbed."""
     calls = []
@@ -425,7 +416,6 @@ def test_scaled_head_projections(gpus: int, make: Make) -> None:
         np.testing.assert_allclose(mine.cpu(), right, atol=1e-5)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(("arch", "kinds"), [("llama", "f32"), ("llama", "f16/bf16"), ("gpt-oss", "f32")])
 def test_prompts_attend_over_what_is_there(arch: str, kinds: str, gpus: int, make: Make) -> None:
     """More tokens than a product from packed weights takes; then as many again, and sequences side by side."""
@@ -440,7 +430,6 @@ def test_prompts_attend_over_what_is_there(arch: str, kinds: str, gpus: int, mak
     assert np.abs(result[0] - result[1]).max() < (1e-4 if kinds == "f32" else 2e-2) * max(1.0, float(np.std(result[0])))
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("seed", range(3))
 def test_random_maps_of_tensors(seed: int, gpus: int, make: Make) -> None:
     rng = np.random.default_rng(seed)
@@ -459,7 +448,6 @@ def test_types_of_weights(kind: str, gpus: int, make: Make) -> None:
     check(make("qwen3moe", kind), 1e-4, TOKENS[:2], devices="cuda:0")
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("arch", ["llama", "qwen35moe", "nemotron_h"])
 def test_caches_forget_and_go_on(arch: str, gpus: int, make: Make) -> None:
     model = load(make(arch), devices="cuda:0")
@@ -478,7 +466,6 @@ def test_caches_forget_and_go_on(arch: str, gpus: int, make: Make) -> None:
     assert np.abs(pair[0] - expected[:3]).max() < 1e-4
 
 
-@pytest.mark.full
 def test_what_enters_matrices_is_seen(gpus: int, make: Make) -> None:
     for arch in ("qwen3moe", "deepseek2"):
         result: list[dict[Any, np.ndarray]] = []
@@ -491,13 +478,12 @@ def test_what_enters_matrices_is_seen(gpus: int, make: Make) -> None:
         assert all(np.abs(result[0][key] - result[1][key]).max() < 1e-4 for key in result[0])
 
 
-@pytest.mark.full
 def test_a_replayed_step_that_is_not_finite_is_named(gpus: int, make: Make, tmp_path: Path) -> None:
     """The logits of a graph need not show it: products turn what enters them to bytes."""
     from tests.runtime.test_model import edited, put
 
-    path = edited(make("llama"), tmp_path / "bad.gguf", "token_embd.weight", put(7, 5, np.inf))
-    path = rewrite(path, tmp_path / "packed.gguf", "q8_0", token_embd="f32")
+    path = rewrite(make("llama"), tmp_path / "packed.gguf", "q8_0", token_embd="f32")
+    path = edited(path, tmp_path / "bad.gguf", "token_embd.weight", put(7, 5, np.inf))
     model = load(path, devices="cuda:0", numerics="fast")
     cache = model.new_cache(4)
     for _ in range(2):

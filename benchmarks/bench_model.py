@@ -1,7 +1,8 @@
 """Prompt and generation speed compared with ik_llama.cpp, in one process and in alternation.
 
     python benchmarks/bench_model.py [MODEL.gguf …] [--synthetic llama-1.2b,gemma3 --types q4_K,iq4_k]
-                                     [-t 2] [-p 512] [-n 64] [-d 512,4096] [-r 5] [-ctk f16] [-ctv f16] [-khad] [-vhad]
+                                     [-t 2] [-p 512] [-n 64] [-d 512,4096] [-r 5] [-ctk f16,q8_0] [-ctv f16]
+                                     [-khad] [-vhad] [--save NAME [--question TEXT]]
 
 In each round, libllama of the wheel runs a prompt of -p tokens (-p 0: none) and generates -n tokens into an empty
 cache, then quantkit does the same; so other load on the machine affects both alike. For each depth of -d, both then
@@ -189,9 +190,9 @@ def alternate(ours: Ours, reference: Reference, tokens: np.ndarray, args: argpar
     return found
 
 
-def measure(path: Path, args: argparse.Namespace) -> dict[str, Any]:
+def measure(path: Path, kind_k: str, args: argparse.Namespace) -> dict[str, Any]:
     n_ctx = max([args.n_prompt, *args.depth]) + args.n_gen
-    cache = CacheType(args.ctk, args.ctv, args.khad, args.vhad)
+    cache = CacheType(kind_k, args.ctv or kind_k, args.khad, args.vhad)
     ours = Ours(path, args.threads, n_ctx, cache)
     recurrent = bool(ours.model.hparams.recurrent)
     reference = Reference(path, args.threads, n_ctx, max(args.n_prompt, BATCH), cache, recurrent)
@@ -226,9 +227,10 @@ def of_synthetic(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     for kind in args.types.split(","):
         path = write(name, kind, args.folder / f"{name} {kind}.gguf")
-        rows.append(measure(path, args))
+        for kind_k in args.ctk.split(","):
+            rows.append(measure(path, kind_k, args))
+            print(line(rows[-1]), flush=True)
         path.unlink()
-        print(line(rows[-1]), flush=True)
     if len(rows) > 1:
         ratios = [key for key in rows[0] if key.endswith("_ratio")]
         means = {key: statistics.geometric_mean(row[key] for row in rows) for key in ratios}
@@ -258,10 +260,13 @@ def main() -> None:
     parser.add_argument("-n", "--n-gen", type=int, default=64)
     parser.add_argument("-d", "--depth", type=depths, default=[0], help="separated by commas")
     parser.add_argument("-r", "--repeat", type=int, default=5)
-    parser.add_argument("-ctk", default="f16", help="type of keys in the cache")
-    parser.add_argument("-ctv", default="f16", help="of values")
+    parser.add_argument(
+        "-ctk", default="f16", help="type of keys in the cache; several, separated by commas: a row each"
+    )
+    parser.add_argument("-ctv", help="of values; default: that of keys")
     parser.add_argument("-khad", action="store_true", help="rotate keys")
     parser.add_argument("-vhad", action="store_true", help="rotate values")
+    parser.add_argument("--question", default="How fast do models run, beside ik_llama.cpp?", help="of the saved table")
     records.add_option(parser)
     args = parser.parse_args()
     args.depth = [depth for depth in args.depth if depth]
@@ -271,13 +276,16 @@ def main() -> None:
     print(" ".join([f"{'model':28}", *(f"{k:>9} {'ref':>9} {'ratio':>6}" for k in kinds), f"{'GB/s':>6} {'ref':>6}"]))
     rows = []
     for path in args.models:
-        rows.append(measure(path, args))
-        print(line(rows[-1]), flush=True)
+        for kind_k in args.ctk.split(","):
+            rows.append(measure(path, kind_k, args))
+            print(line(rows[-1]), flush=True)
     for name in args.synthetic:
         rows += of_synthetic(name, args)
     at = [c for depth in args.depth for c in (Column(f"tg{depth}", f"at {depth:,}, t/s", ".1f"),
                                               Column(f"tg{depth}_ratio", "ratio", ".2f"))]  # fmt: skip
-    records.save(Table("model", "How fast do models run, beside ik_llama.cpp?", (*COLUMNS, *at), ABOUT), rows, args)
+    columns = [column for column in COLUMNS if args.n_prompt or not column.key.startswith("pp")]
+    columns += [Column("cache", "cache")] if "," in args.ctk else []
+    records.save(Table("model", args.question, (*columns, *at), ABOUT), rows, args)
     conditions = {"threads": args.threads, "isa": cpu_target.isa(), "n_prompt": args.n_prompt, "n_gen": args.n_gen}
     print(json.dumps({**conditions, "depth": args.depth, "repeat": args.repeat, "models": rows}))
 

@@ -197,6 +197,13 @@ def test_types_are_spelled_in_any_case() -> None:
     assert recipe.parse("a=q5_k,b=Q5_K,c=IQ4_k").one_line() == "a=q5_K,b=q5_K,c=iq4_k"
 
 
+@pytest.mark.parametrize("kind", ["i8", "q8_K", "f64"])
+def test_types_that_weights_are_not_encoded_to(kind: str) -> None:
+    """They would be refused when the file is written."""
+    said = warned(LLAMA_8B, rf"attn_q\.weight={kind},.*=q4_0")
+    assert said.startswith(f"blk.{{0-31}}.attn_q.weight become {kind}, which quantkit does not encode weights to")
+
+
 def test_rows_that_a_type_cannot_hold() -> None:
     said = warned(SMALL_DEEPSEEK, r"attn_k_b\.weight=iq4_k")
     assert "rows of 128 are no multiple of 256, so they become q5_0" in said

@@ -3,6 +3,7 @@
 rules        that match nothing, are shadowed or overruled, name absent layers, or match more than intended
 flags        for types of tensors that the model does not have, or that something else decides
 rows         that do not fit the type of a rule
+types        that quantkit does not encode weights to, such as i8 and q8_K
 importance   that is missing, of layers that the model lacks, or of experts with too few tokens
 
 Notes: what looks like a mistake and has no effect, such as rules for norms, which are never quantized.
@@ -58,6 +59,7 @@ def check(
     for index in range(len(uses)):
         linter.rule(index)
     found = linter.warnings
+    found += _without_encoder(planned)
     found += [text for flag in flags if (text := _unused(flag, linter.of_name))]
     if imatrix is not None:
         found += [text for text in (
@@ -231,6 +233,19 @@ def _rows(use: RuleUse, of_name: _Tensors) -> str:
         f"{' and '.join(map(str, widths))} are no multiple of {kind.block_size}, so they become {become}; if you mean "
         f"that, before this rule write {','.join(_pinned(wrong, of_name))}"
     )
+
+
+def _without_encoder(planned: Sequence[PlannedTensor]) -> list[str]:
+    """Messages about types that `quantize` will refuse, one for each."""
+    of_type = defaultdict(list)
+    for t in planned:
+        if t.lacks_encoder:
+            of_type[t.type.name].append(t.name)
+    return [
+        f"{listed(names)} become{'s' if len(names) == 1 else ''} {kind}, which quantkit does not encode weights to; "
+        "choose another type (`quantkit types` lists them)"
+        for kind, names in of_type.items()
+    ]
 
 
 def _pinned(wrong: Sequence[PlannedTensor], of_name: _Tensors) -> list[str]:

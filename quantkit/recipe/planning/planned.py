@@ -51,6 +51,11 @@ class PlannedTensor:
         return self.source.name == self.type.base or self.type.name == self.source.base
 
     @property
+    def lacks_encoder(self) -> bool:
+        """Whether it would have to be encoded to a type that quantkit does not encode weights to."""
+        return not self.copied and not self.reordered and (self.type.encode_rows is None or self.type.activation)
+
+    @property
     def row_type(self) -> QuantType:
         """The type before --repack."""
         return types.layout(self.type.base) if self.repacked and self.type.base else self.type
@@ -207,7 +212,7 @@ class Plan:
     def require_codecs(self) -> None:
         """UnsupportedError when a tensor must be encoded to, or decoded from, a type that quantkit cannot."""
         changed = [t for t in self.tensors if not t.copied and not t.reordered]
-        self._refuse("encode", [(t, t.type) for t in changed if t.type.encode_rows is None or t.type.activation])
+        self._refuse("encode", [(t, t.type) for t in changed if t.lacks_encoder])
         self._refuse("decode", [(t, t.source) for t in changed if t.source.decode_rows is None])
 
     def _refuse(self, verb: str, pairs: Sequence[tuple[PlannedTensor, QuantType]]) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 
 from quantkit.archs.common.base import refuse
 from quantkit.archs.common.transforms import add
-from quantkit.errors import DataError, UnsupportedError
+from quantkit.errors import DataError, FormatError, UnsupportedError
 from quantkit.formats.gguf.metadata import Entries
 from quantkit.inputs.settings import mapping, real
 from quantkit.vision.operations import Weights, attention, gelu_tanh, layer_norm, linear, patches, rms_norm
@@ -101,7 +101,9 @@ class Gemma3Tower(Tower):
             y = linear(weights, f"{blk}.ffn_up", layer_norm(weights, f"{blk}.ln2", x, eps))
             x = x + linear(weights, f"{blk}.ffn_down", gelu_tanh(y))
         x = layer_norm(weights, "v.post_ln", x, eps)
-        factor = int(keys.get("projector.scale_factor", _FACTOR))
+        factor = keys.get("projector.scale_factor", _FACTOR)
+        if type(factor) is not int or factor < 1 or side % factor:
+            raise FormatError(f"clip.vision.projector.scale_factor = {factor!r}; it has to divide {side} patches")
         cut = x.reshape(side // factor, factor, side // factor, factor, n).mean(axis=(1, 3)).reshape(-1, n)
         normed = rms_norm(weights, "mm.soft_emb_norm", cut, eps)
         return np.asarray(normed @ weights["mm.input_projection.weight"])

@@ -234,12 +234,17 @@ def require_names(found: Sequence[Part], names: Sequence[str], tower: Tower) -> 
 
 
 def embed(file: VisionFile, image: np.ndarray) -> np.ndarray:
-    """What a file's tower makes of a normalised image. DataError for an image of another shape than it takes."""
+    """What a file's tower makes of a normalised image.
+
+    DataError for an image of another shape than it takes; FormatError for a file whose tensors do not have the shapes
+    that its keys state, or lack.
+    """
     projector = file.metadata.get("clip.projector_type")
     if projector not in _towers:
         raise UnsupportedError(f"{file.path}: clip.projector_type {projector!r}; known are {', '.join(_towers)}")
     if image.ndim != 3 or image.shape[0] != 3:
         raise DataError(f"{file.path}: an image is float32[3, height, width], not {image.shape}")
+    _require_shapes(file, _towers[str(projector)])
     weights = {name: tensor.dequantize().reshape(tensor.shape) for name, tensor in file.tensors.items()}
     keys = {str(key).removeprefix("clip.vision."): value for key, value in file.metadata.items()}
     try:
@@ -248,6 +253,29 @@ def embed(file: VisionFile, image: np.ndarray) -> np.ndarray:
         raise FormatError(
             f"{file.path}: {missing.args[0]} is missing; the file is not a complete {projector}"
         ) from None
+
+
+def _require_shapes(file: VisionFile, tower: Tower) -> None:
+    """FormatError unless the keys of a file have sizes, and its tensors the shapes that follow from them."""
+    bound = checked.Count(1, 1 << 20)
+    for key in ("embedding_length", "feed_forward_length", "patch_size", "projection_dim", "image_size", "block_count",
+                "attention.head_count", "spatial_merge_size"):  # fmt: skip
+        value = file.metadata.get(f"clip.vision.{key}", 1 if key == "spatial_merge_size" else None)
+        if not bound.holds(value):
+            raise FormatError(f"{file.path}: clip.vision.{key} = {checked.brief(value)}; it has to be {bound}")
+    key, positive = "clip.vision.attention.layer_norm_epsilon", checked.Real(0, 0.1, open_below=True)
+    if not positive.holds(file.metadata.get(key)):
+        raise FormatError(f"{file.path}: {key} = {checked.brief(file.metadata.get(key))}; it has to be {positive}")
+    heads, n = (int(file.metadata[f"clip.vision.{key}"]) for key in ("attention.head_count", "embedding_length"))
+    if n % heads:
+        raise FormatError(f"{file.path}: clip.vision.embedding_length = {n} is not a multiple of the {heads} heads")
+    wanted = tower.shapes(Sizes.of({str(key): (value, "") for key, value in file.metadata.items()}))
+    for name, tensor in file.tensors.items():
+        expected = wanted.get(_LAYER.sub(r"\1N.", name))
+        if expected is not None and tuple(tensor.shape) != expected:
+            raise FormatError(
+                f"{file.path}: tensor {name} has shape {tuple(tensor.shape)}, the keys clip.vision.* make it {expected}"
+            )
 
 
 def require_multiple(image: np.ndarray, size: int) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -268,4 +270,28 @@ def test_settings_of_other_types_end_in_errors_of_ours(tmp_path: Path, projector
             tried.call(tower.parts, changed, shapes, 5)
         for key in images:
             tried.call(tower.entries, config, images | {key: value})
+    tried.check_both()
+
+
+@pytest.mark.parametrize("projector", list(LOADER))
+def test_files_that_contradict_themselves_end_in_errors_of_ours(tmp_path: Path, projector: str) -> None:
+    """Keys of other values and types, and tensors that are missing or have another's shape."""
+    directory, _ = checkpoint(tmp_path / "hf", projector)
+    plan_mmproj(directory, "f32").write(tmp_path / "mmproj.gguf")
+    file, tried = gguf.open(tmp_path / "mmproj.gguf"), Refusals()
+    image = np.random.default_rng(0).standard_normal((3, 24, 24), np.float32)
+
+    def attempt(metadata: dict[str, Any], tensors: dict[str, Any]) -> None:
+        tried.call(embed, SimpleNamespace(path=file.path, metadata=metadata, tensors=tensors), image)
+
+    metadata, tensors = dict(file.metadata), dict(file.tensors)
+    attempt(metadata, tensors)
+    for key in (key for key in metadata if key.startswith("clip.vision.")):
+        for value in (0, 1, 7, -1, 1 << 31, 0.5, math.nan, "x", True, [], [1], None):
+            attempt(metadata | {key: value}, tensors)
+        attempt({name: value for name, value in metadata.items() if name != key}, tensors)
+    for name in tensors:
+        attempt(metadata, {other: tensor for other, tensor in tensors.items() if other != name})
+        attempt(metadata, tensors | {name: tensors["v.patch_embd.weight"]})
+        attempt(metadata, tensors | {name: tensors["v.blk.0.ln1.weight"]})
     tried.check_both()

@@ -28,7 +28,7 @@ from tests.runtime.conftest import rewrite
 from tests.runtime.test_experts import moe as moe  # a fixture
 from tests.runtime.test_latent import latent_model
 
-SOME = ("iq4_k", "q8_0", "q4_0_r8", "bf16")
+SOME = ("q6_K", "q8_0", "iq4_k_r4", "bf16")  # those of test_kernels.py on other CPUs, which are compiled once
 PATHS = [path if path == next_simpler() else pytest.param(path, marks=pytest.mark.full) for path in CPUS]
 TOKENS = np.random.default_rng(4).integers(0, 320, 40)
 

@@ -172,16 +172,20 @@ class IrBuilder:
 
     def sum4(self, a: Value, b: Value, c: Value, d: Value) -> Value:
         """The sums of four 16-lane vectors as one 4-lane vector, in fewer instructions than four `sum`s."""
+        return self.sums_of_halves(self._fold_two(a, b, 8), self._fold_two(c, d, 8))
 
-        def fold(x: Value, y: Value, run: int) -> Value:
-            """In every 2 * run lanes, add the second run to the first; the sums of x, then of y."""
-            first = [i for i in range(32) if i // run % 2 == 0]
-            return self.shuffle(x, y, first) + self.shuffle(x, y, [i + run for i in first])
-
-        v = fold(fold(a, b, 8), fold(c, d, 8), 4)  # four lanes each, in order
+    def sums_of_halves(self, x: Value, y: Value) -> Value:
+        """The sums of the halves of two 16-lane vectors, x's first, as one 4-lane vector; `sum4` begins with
+        a = lanes 0 to 7 + lanes 8 to 15."""
+        v = self._fold_two(x, y, 4)  # four lanes each, in order
         v = v + self.shuffle(v, None, [i ^ 1 for i in range(16)])
         v = v + self.shuffle(v, None, [i ^ 2 for i in range(16)])
         return self.shuffle(v, None, [0, 4, 8, 12])
+
+    def _fold_two(self, x: Value, y: Value, run: int) -> Value:
+        """In every 2 * run lanes, add the second run to the first; the sums of x, then of y."""
+        first = [i for i in range(32) if i // run % 2 == 0]
+        return self.shuffle(x, y, first) + self.shuffle(x, y, [i + run for i in first])
 
     def largest(self, v: Value) -> Value:
         """Largest lane of a float vector."""

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -51,7 +51,7 @@ from quantkit.runtime.kernels.cpu.prefill_attention import decode_keys
 from quantkit.runtime.kernels.cpu.selection import selected_positions
 from quantkit.runtime.kernels.reference import exp
 
-_FLOATS16 = vector(16, F32)
+_FLOATS8, _FLOATS16 = vector(8, F32), vector(16, F32)
 _MASKED = -1e30  # below any score
 
 
@@ -191,28 +191,57 @@ def block_scores(
     a head to those of the next.
     """
 
-    def tile(i: Value, h: Value, heads_at_once: int) -> None:
-        query = queries + h * dim * 4
-        sums = {(g, r): ir.variable(ir.zero(_FLOATS16)) for g in range(heads_at_once) for r in range(4)}
-        with ir.loop(0, dim, 16) as c:
-            rows = [ir.load(_FLOATS16, keys + ((i + r) * dim + c) * 4) for r in range(4)]
-            for g in range(heads_at_once):
-                x = ir.load(_FLOATS16, query + (dim * g + c) * 4)
-                for r, key in enumerate(rows):
-                    sums[g, r].set(ir.fma(x, key, sums[g, r].get()))
-        for g in range(heads_at_once):
-            ir.store(ir.sum4(*(sums[g, r].get() for r in range(4))), scores + i * 4 + row * (h + g))
+    together = 3 if ir.isa == "avx2" else 4 if ir.isa.startswith("avx512") else 1
+
+    def tile(first: Value, n: int, h: Value, together: int) -> None:
+        """`n` keys, a multiple of four, by `together` heads."""
+        query, target = queries + h * dim * 4, scores + row * h
+        if together == 3:
+            with ir.loop(first, first + n, 2) as i:
+                _scores_of_two_keys(ir, query, keys + i * dim * 4, dim, target + i * 4, row)
+        else:
+            with ir.loop(first, first + n, 4) as i:
+                _scores_of_four_keys(ir, query, together, keys + i * dim * 4, dim, target + i * 4, row)
 
     whole = count & -8
-    with ir.loop(0, whole, 8) as first:  # eight keys stay in the L1 cache for all heads
-
-        def two_tiles(h: Value, heads_at_once: int) -> None:
-            with ir.loop(first, first + 8, 4) as i:
-                tile(i, h, heads_at_once)
-
-        _for_each_heads(ir, heads, two_tiles)
+    with ir.loop(0, whole, 8) as i:  # eight keys stay in the L1 cache for all heads
+        _for_each_heads(ir, heads, together, functools.partial(tile, i, 8))
     with ir.loop(whole, count, 4) as i:
-        _for_each_heads(ir, heads, functools.partial(tile, i))
+        _for_each_heads(ir, heads, together, functools.partial(tile, i, 4))
+
+
+def _scores_of_four_keys(
+    ir: IrBuilder, query: Value, together: int, keys: Value, dim: Value, scores: Value, row: Value
+) -> None:
+    """Scores of `together` heads."""
+    sums = {(g, r): ir.variable(ir.zero(_FLOATS16)) for g in range(together) for r in range(4)}
+    with ir.loop(0, dim, 16) as c:
+        rows = [ir.load(_FLOATS16, keys + (dim * r + c) * 4) for r in range(4)]
+        for g in range(together):
+            x = ir.load(_FLOATS16, query + (dim * g + c) * 4)
+            for r, key in enumerate(rows):
+                sums[g, r].set(ir.fma(x, key, sums[g, r].get()))
+    for g in range(together):
+        ir.store(ir.sum4(*(sums[g, r].get() for r in range(4))), scores + row * g)
+
+
+def _scores_of_two_keys(ir: IrBuilder, query: Value, keys: Value, dim: Value, scores: Value, row: Value) -> None:
+    """Scores of three heads: twelve sums of eight lanes and what they take are in 16 registers.
+
+    The bits are those of sums of 16 lanes: lanes 0 to 7 and 8 to 15 are apart until the end.
+    """
+    sums = {(g, r, half): ir.variable(ir.zero(_FLOATS8)) for g in range(3) for r in range(2) for half in (0, 8)}
+    with ir.loop(0, dim, 16) as c:
+        for half in (0, 8):
+            rows = [ir.load(_FLOATS8, keys + (dim * r + c + half) * 4) for r in range(2)]
+            for g in range(3):
+                x = ir.load(_FLOATS8, query + (dim * g + c + half) * 4)
+                for r, key in enumerate(rows):
+                    sums[g, r, half].set(ir.fma(x, key, sums[g, r, half].get()))
+    both = [ir.join(*(sums[g, r, 0].get() + sums[g, r, 8].get() for r in range(2))) for g in range(3)]
+    first, last = ir.sums_of_halves(both[0], both[1]), ir.sums_of_halves(both[2], both[2])
+    for g, pair in enumerate((ir.part(first, 0, 2), ir.part(first, 2, 2), ir.part(last, 0, 2))):
+        ir.store(pair, scores + row * g)
 
 
 @simd_intrinsic("void")
@@ -222,30 +251,39 @@ def block_values(
 ) -> None:  # fmt: skip
     """out[h] += sum over i of weights[h, i] * value i; `dim` is a multiple of 32, rows are `stride` bytes apart."""
 
-    def tile(c: Value, vectors: int, h: Value, heads_at_once: int) -> None:
-        places = [(g, v) for g in range(heads_at_once) for v in range(vectors)]
-        targets = {(g, v): out + out_stride * (h + g) + (c + 16 * v) * 4 for g, v in places}
-        sums = {place: ir.variable(ir.load(_FLOATS16, target)) for place, target in targets.items()}
+    is_avx2 = ir.isa == "avx2"  # 16 registers of eight lanes: four heads by 16 columns; others: 64 columns at a time
+
+    def tile(first: Value, columns: int, h: Value, together: int) -> None:
+        """`columns` columns of `together` heads, a multiple of 16."""
+        kind, width = (_FLOATS8, 16) if is_avx2 else (_FLOATS16, columns)
+        for c in range(0, columns, width):
+            _add_values(kind, width // kind.count, first + c, h, together)
+
+    def _add_values(kind: Any, vectors: int, c: Value, h: Value, together: int) -> None:
+        lanes = kind.count
+        places = [(g, v) for g in range(together) for v in range(vectors)]
+        targets = {(g, v): out + out_stride * (h + g) + (c + lanes * v) * 4 for g, v in places}
+        sums = {place: ir.variable(ir.load(kind, target)) for place, target in targets.items()}
         with ir.loop(0, count) as i:
-            value = [ir.load(_FLOATS16, values + stride * i + (c + 16 * v) * 4) for v in range(vectors)]
-            for g in range(heads_at_once):
-                weight = ir.splat(ir.load(F32, weights + row * (h + g) + i * 4), 16)
+            value = [ir.load(kind, values + stride * i + (c + lanes * v) * 4) for v in range(vectors)]
+            for g in range(together):
+                weight = ir.splat(ir.load(F32, weights + row * (h + g) + i * 4), lanes)
                 for v in range(vectors):
                     sums[g, v].set(ir.fma(weight, value[v], sums[g, v].get()))
         for place, target in targets.items():
             ir.store(sums[place].get(), target)
 
+    together = 4 if is_avx2 or ir.isa.startswith("avx512") else 1
     whole = dim & -64  # these columns of a block stay in the L1 cache for all heads
     with ir.loop(0, whole, 64) as c:
-        _for_each_heads(ir, heads, functools.partial(tile, c, 4))
+        _for_each_heads(ir, heads, together, functools.partial(tile, c, 64))
     with ir.loop(whole, dim, 32) as c:
-        _for_each_heads(ir, heads, functools.partial(tile, c, 2))
+        _for_each_heads(ir, heads, together, functools.partial(tile, c, 32))
 
 
-def _for_each_heads(ir: IrBuilder, heads: Value, tile: Callable[[Value, int], None]) -> None:
-    """Call `tile(head, count)` for as many heads at a time as sums of four vectors each fit the CPU's registers."""
-    together = 4 if ir.isa.startswith("avx512") else 1
-    whole = heads & -together
+def _for_each_heads(ir: IrBuilder, heads: Value, together: int, tile: Callable[[Value, int], None]) -> None:
+    """Call `tile(head, count)` for `together` heads at a time, whose sums are in registers, then for single ones."""
+    whole = heads / together * together
     with ir.loop(0, whole, together) as h:
         tile(h, together)
     if together > 1:

@@ -13,18 +13,19 @@ softmax. `merge` combines the threads' partial results by the same rule. A sink 
 value is 0.
 
 Query heads that share a key/value head are computed together, so a key or value is read once for all of them (from L1
-once for every MAX_HEADS_AT_ONCE) and becomes floats in registers. The last thread, whose share ends with the current
-position, first appends the token's own key and value to the cache. With a rotated K cache the queries are rotated
-too; with a rotated V cache the result is rotated back.
+once for every MAX_HEADS_AT_ONCE, or four with AVX2) and becomes floats in registers. The last thread, whose share ends
+with the current position, first appends the token's own key and value to the cache. With a rotated K cache the queries
+are rotated too; with a rotated V cache the result is rotated back.
 
 The kernel is bound by multiply-adds: the inner loops have one for each query head and 16 elements of a row, from
-registers. All cache types except those of five and six bits take the same time as long as the cache fits the CPU's
-caches.
+registers. With AVX-512 all cache types except those of five and six bits take the same time as long as the cache fits
+the CPU's caches; with AVX2 quantized values are bound by decoding them.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -34,13 +35,14 @@ from quantkit.codegen.jit import kernel
 from quantkit.codegen.simd import F32, IrBuilder, Value, floats, load_float, load_int, simd_intrinsic, vector
 from quantkit.placement.kernel_sizes import whole_vectors
 from quantkit.runtime.kernels.cpu.activations import quantize
+from quantkit.runtime.kernels.cpu.dequantize import FLOAT_TYPES
 from quantkit.runtime.kernels.cpu.gates import multiply_sigmoid
 from quantkit.runtime.kernels.cpu.kv_rows import KernelHeads, LayerCache, LayerView, rotate, row_floats, store_row
 from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record
 from quantkit.runtime.kernels.cpu.selection import hide_blocks, sees_blocks
 from quantkit.runtime.kernels.reference import exp
 
-MAX_HEADS_AT_ONCE = 8  # query heads for which a key or value is read once; four positions of them fill the registers
+MAX_HEADS_AT_ONCE = 8  # query heads for which a key or value is read once; four positions of them fill 32 registers
 _MASKED = -1e30  # below any score
 _FLOATS16 = vector(16, F32)
 
@@ -80,25 +82,37 @@ def span_scores(
 
     width = whole_vectors(dim)
 
-    def positions(i, count_of_keys, heads):
+    def sums_of(i: Value, keys_at_once: int, heads: range) -> dict[tuple[int, int], Value]:
+        """Sums of 16 lanes for each head and key."""
         sums: dict[tuple[int, int], Value] = {}
-        for rows in zip(*(row_floats(ir, kind, keys + (i + r) * stride, 0, dim) for r in range(count_of_keys))):
+        for rows in zip(*(row_floats(ir, kind, keys + (i + r) * stride, 0, dim) for r in range(keys_at_once))):
             c = rows[0][0]
-            queries = {g: ir.load(_FLOATS16, q + 4 * (g * width + c)) for g in heads}
-            for r, (_, key) in enumerate(rows):
-                for g, query in queries.items():
+            for g in heads:
+                query = ir.load(_FLOATS16, q + 4 * (g * width + c))
+                for r, (_, key) in enumerate(rows):
                     sums[g, r] = ir.fma(query, key, sums[g, r]) if c else query * key
-        for g in heads:
-            four = [sums[g, r] for r in range(count_of_keys)]
-            ir.store(ir.sum4(*four) if count_of_keys == 4 else ir.sum(four[0]), scores + i * 4 + row * g)
+        return sums
 
-    middle = count & -4
-    for start in range(0, group, MAX_HEADS_AT_ONCE):
-        heads = range(start, min(group, start + MAX_HEADS_AT_ONCE))
-        with ir.loop(0, middle, 4) as i:
-            positions(i, 4, heads)
+    middle = count & -4  # those after it are summed in another order, whatever the CPU
+    for heads, keys_at_once in _score_tiles(ir.isa, group):
+        with ir.loop(0, middle, keys_at_once) as i:
+            sums = list(sums_of(i, keys_at_once, heads).items())
+            for four in (sums[k : k + 4] for k in range(0, len(sums), 4)):
+                totals = ir.sum4(*(four[k % len(four)][1] for k in range(4)))
+                for lane in range(0, len(four), keys_at_once):
+                    g, r = four[lane][0]
+                    ir.store(ir.part(totals, lane, keys_at_once), scores + (i + r) * 4 + row * g)
         with ir.loop(middle, count) as i:
-            positions(i, 1, heads)
+            for (g, _), total in sums_of(i, 1, heads).items():
+                ir.store(ir.sum(total), scores + i * 4 + row * g)
+
+
+def _score_tiles(isa: str, group: int) -> Iterator[tuple[range, int]]:
+    """(heads, keys) multiplied at a time, so that their sums fit the registers: 32 of 16 lanes, or 16 of eight."""
+    most = MAX_HEADS_AT_ONCE if isa.startswith("avx512") else 4
+    for start in range(0, group, most):
+        heads = range(start, min(group, start + most))
+        yield heads, 4 if most > 4 else {1: 4, 2: 2, 3: 2, 4: 1}[len(heads)]
 
 
 @simd_intrinsic("void")
@@ -150,10 +164,7 @@ def span_values(
     out is float32[group, dim + 2] with dim rounded up to whole vectors, as for `span_softmax`.
     """
     width = whole_vectors(dim)
-    heads_at_once = min(group, MAX_HEADS_AT_ONCE)
-    columns = 32 * max(1, 8 // heads_at_once)
-    for start in range(0, group, heads_at_once):
-        heads = range(start, min(group, start + heads_at_once))
+    for heads, columns in _value_tiles(ir.isa, group, kind):
         for first in range(0, dim, columns):
             stop = min(dim, first + columns)
             targets = [(g, c, out + 4 * (g * (width + 2) + c)) for g in heads for c in range(first, stop, 16)]
@@ -165,6 +176,16 @@ def span_values(
                         sums[g, c].set(ir.fma(weight, value, sums[g, c].get()))
             for g, c, address in targets:
                 ir.store(sums[g, c].get(), address)
+
+
+def _value_tiles(isa: str, group: int, kind: int) -> Iterator[tuple[range, int]]:
+    """(heads, columns) added up at a time, as in `_score_tiles`. Quantized values take longer to decode than to add, so
+    that it pays to decode them once, with sums in memory where registers are few."""
+    few = not isa.startswith("avx512") and kind in FLOAT_TYPES
+    most, columns, least = (4, 64, 16) if few else (MAX_HEADS_AT_ONCE, 256, 32)
+    for start in range(0, group, most):
+        heads = range(start, min(group, start + most))
+        yield heads, columns // len(heads) // least * least
 
 
 class AttentionParameters(NamedTuple):

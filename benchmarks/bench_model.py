@@ -221,15 +221,22 @@ def line(row: dict[str, Any]) -> str:
     return " ".join(cells) + (f"  layer by layer: {row['fallback_reason']}" if row["fallback_reason"] else "")
 
 
+def of_file(path: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for each type of keys in the cache."""
+    rows = []
+    for kind_k in args.ctk.split(","):
+        rows.append(measure(path, kind_k, args))
+        print(line(rows[-1]), flush=True)
+    return rows
+
+
 def of_synthetic(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for each type, and one with the geometric means of the ratios."""
     args.folder.mkdir(parents=True, exist_ok=True)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for kind in args.types.split(","):
         path = write(name, kind, args.folder / f"{name} {kind}.gguf")
-        for kind_k in args.ctk.split(","):
-            rows.append(measure(path, kind_k, args))
-            print(line(rows[-1]), flush=True)
+        rows += of_file(path, args)
         path.unlink()
     if len(rows) > 1:
         ratios = [key for key in rows[0] if key.endswith("_ratio")]
@@ -274,11 +281,9 @@ def main() -> None:
     kinds += [f"TG{args.n_gen}", *(f"@{depth}" for depth in args.depth)]
     print(f"{args.threads} threads, {cpu_target.isa()}, {args.repeat} rounds, tokens/s")
     print(" ".join([f"{'model':28}", *(f"{k:>9} {'ref':>9} {'ratio':>6}" for k in kinds), f"{'GB/s':>6} {'ref':>6}"]))
-    rows = []
+    rows: list[dict[str, Any]] = []
     for path in args.models:
-        for kind_k in args.ctk.split(","):
-            rows.append(measure(path, kind_k, args))
-            print(line(rows[-1]), flush=True)
+        rows += of_file(path, args)
     for name in args.synthetic:
         rows += of_synthetic(name, args)
     at = [c for depth in args.depth for c in (Column(f"tg{depth}", f"at {depth:,}, t/s", ".1f"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -25,6 +25,8 @@ from quantkit.vision.operations import Weights
 ARCHITECTURE = "clip"
 Config = Mapping[str, object]
 
+_SIZES = ("embedding_length", "feed_forward_length", "patch_size", "projection_dim", "image_size")
+_MERGE = "clip.vision.spatial_merge_size"
 _LAYER = re.compile(r"^(v\.(?:blk|deepstack)\.)\d+\.")
 
 _towers: dict[str, Tower] = {}
@@ -131,11 +133,8 @@ class Sizes:
     @classmethod
     def of(cls, entries: Entries) -> Sizes:
         """The sizes of a file with these keys."""
-        n, ff, patch, projection, image = (
-            int(entries[f"clip.vision.{key}"][0])
-            for key in ("embedding_length", "feed_forward_length", "patch_size", "projection_dim", "image_size")
-        )
-        merge = int(entries.get("clip.vision.spatial_merge_size", (1, ""))[0])
+        n, ff, patch, projection, image = (int(entries[f"clip.vision.{key}"][0]) for key in _SIZES)
+        merge = int(entries.get(_MERGE, (1, ""))[0])
         return cls(n, ff, patch, projection, image, n * merge * merge)
 
 
@@ -157,13 +156,21 @@ def check_shapes(tower: Tower, entries: Entries, shapes: Mapping[str, tuple[int,
     heads, n = (entries[f"clip.vision.{key}"][0] for key in ("attention.head_count", "embedding_length"))
     if n % heads:
         raise FormatError(f"{source}: config.json: hidden_size = {n} is not a multiple of the {heads} heads")
+    for name, shape, expected in _other_shapes(tower, entries, shapes):
+        raise FormatError(
+            f"{source}: tensor {name} of the image encoder would have shape {shape}; config.json makes it "
+            f"{expected}: one of the two files belongs to another model"
+        )
+
+
+def _other_shapes(
+    tower: Tower, entries: Entries, shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...] | None]]:
+    """(name, shape, expected) of tensors with another shape than the keys state; None for one that they do not know."""
     wanted = tower.shapes(Sizes.of(entries))
     for name, shape in shapes.items():
-        if shape != (expected := wanted[_LAYER.sub(r"\1N.", name)]):
-            raise FormatError(
-                f"{source}: tensor {name} of the image encoder would have shape {shape}; config.json makes it "
-                f"{expected}: one of the two files belongs to another model"
-            )
+        if shape != (expected := wanted.get(_LAYER.sub(r"\1N.", name))):
+            yield name, shape, expected
 
 
 def _refuse_other_pixels(preprocessor: Config) -> None:
@@ -257,24 +264,22 @@ def embed(file: VisionFile, image: np.ndarray) -> np.ndarray:
 
 def _require_shapes(file: VisionFile, tower: Tower) -> None:
     """FormatError unless the keys of a file have sizes, and its tensors the shapes that follow from them."""
-    bound = checked.Count(1, 1 << 20)
-    for key in ("embedding_length", "feed_forward_length", "patch_size", "projection_dim", "image_size", "block_count",
-                "attention.head_count", "spatial_merge_size"):  # fmt: skip
-        value = file.metadata.get(f"clip.vision.{key}", 1 if key == "spatial_merge_size" else None)
+    sizes = (f"clip.vision.{name}" for name in (*_SIZES, "block_count", "attention.head_count"))
+    bounds: dict[str, checked.Bound] = dict.fromkeys((*sizes, _MERGE), checked.Count(1, 1 << 20))
+    bounds["clip.vision.attention.layer_norm_epsilon"] = checked.Real(0, 0.1, open_below=True)
+    for key, bound in bounds.items():
+        value = file.metadata.get(key, 1 if key == _MERGE else None)
         if not bound.holds(value):
-            raise FormatError(f"{file.path}: clip.vision.{key} = {checked.brief(value)}; it has to be {bound}")
-    key, positive = "clip.vision.attention.layer_norm_epsilon", checked.Real(0, 0.1, open_below=True)
-    if not positive.holds(file.metadata.get(key)):
-        raise FormatError(f"{file.path}: {key} = {checked.brief(file.metadata.get(key))}; it has to be {positive}")
-    heads, n = (int(file.metadata[f"clip.vision.{key}"]) for key in ("attention.head_count", "embedding_length"))
+            raise FormatError(f"{file.path}: {key} = {checked.brief(value)}; it has to be {bound}")
+    heads, n = (int(file.metadata[f"clip.vision.{name}"]) for name in ("attention.head_count", "embedding_length"))
     if n % heads:
         raise FormatError(f"{file.path}: clip.vision.embedding_length = {n} is not a multiple of the {heads} heads")
-    wanted = tower.shapes(Sizes.of({str(key): (value, "") for key, value in file.metadata.items()}))
-    for name, tensor in file.tensors.items():
-        expected = wanted.get(_LAYER.sub(r"\1N.", name))
-        if expected is not None and tuple(tensor.shape) != expected:
+    entries: Entries = {str(name): (value, "") for name, value in file.metadata.items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in file.tensors.items()}
+    for name, shape, expected in _other_shapes(tower, entries, shapes):
+        if expected is not None:
             raise FormatError(
-                f"{file.path}: tensor {name} has shape {tuple(tensor.shape)}, the keys clip.vision.* make it {expected}"
+                f"{file.path}: tensor {name} has shape {shape}, the keys clip.vision.* make it {expected}"
             )
 
 

@@ -38,10 +38,7 @@ class _Block:
         self._function, self._shape = function, shape
 
     def run(self, number: Sequence[int], *arguments: Any) -> None:
-        threads = [
-            _Thread(lambda: self._function(*arguments), number, thread)
-            for thread in np.ndindex(*self._shape)  # last index fastest: blocks of the package have one dimension
-        ]
+        threads = [_Thread(lambda: self._function(*arguments), number, place) for place in np.ndindex(*self._shape)]
         _Block._started += 1
         if _Block._started % 2:
             threads.reverse()

@@ -366,7 +366,9 @@ MORE_PLACES: list[tuple[str, dict[str, Any]]] = [
     ("arch", "how"), [*PLACES, *(pytest.param(*case, marks=pytest.mark.full) for case in MORE_PLACES)], ids=str
 )
 def test_ways_to_place(arch: str, how: dict[str, Any], gpus: int, make: Make) -> None:
-    tolerance = 2e-2 if "cache_type" in how else 2e-4  # a key near a tie of two codes may round apart
+    tolerance = 2e-2 if "cache_type" in how else 1e-4  # a key near a tie of two codes may round apart
+    if arch == "qwen35moe":
+        tolerance = 2e-4  # 1.04e-4 was seen
     check(make(arch), tolerance, devices="cuda:0", **how)
 
 

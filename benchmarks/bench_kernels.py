@@ -94,7 +94,8 @@ def batch(kind: types.QuantType, data: np.ndarray, n: int, repeat: int) -> float
     ops.add(gemm.quantize_tiles, quantize, barrier=True)
     scratch, stride = ops.private_buffer("scratch", gemm.scratch_bytes(FORMATS[kind.ggml_type], n))
     multiply = MultiplyParameters(weights=data.ctypes.data, n=n, rows=len(data), tokens=tokens, x=tiles,
-                                  out=out.ctypes.data, bias=0, scratch=scratch, private_stride=stride)  # fmt: skip
+                                  out=out.ctypes.data, bias=0, scratch=scratch, private_stride=stride,
+                                  claims=ops.claims())  # fmt: skip
     ops.add(gemm.multiply(kind.ggml_type, 0), multiply)
     return seconds(ops.run, repeat)
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import itertools
 import json
 import os
 import statistics
@@ -281,16 +282,16 @@ def main() -> None:
     kinds += [f"TG{args.n_gen}", *(f"@{depth}" for depth in args.depth)]
     print(f"{args.threads} threads, {cpu_target.isa()}, {args.repeat} rounds, tokens/s")
     print(" ".join([f"{'model':28}", *(f"{k:>9} {'ref':>9} {'ratio':>6}" for k in kinds), f"{'GB/s':>6} {'ref':>6}"]))
-    rows: list[dict[str, Any]] = []
-    for path in args.models:
-        rows += of_file(path, args)
-    for name in args.synthetic:
-        rows += of_synthetic(name, args)
     at = [c for depth in args.depth for c in (Column(f"tg{depth}", f"at {depth:,}, t/s", ".1f"),
                                               Column(f"tg{depth}_ratio", "ratio", ".2f"))]  # fmt: skip
     columns = [column for column in COLUMNS if args.n_prompt or not column.key.startswith("pp")]
     columns += [Column("cache", "cache")] if "," in args.ctk else []
-    records.save(Table("model", args.question, (*columns, *at), ABOUT), rows, args)
+    rows: list[dict[str, Any]] = []
+    for measured in itertools.chain(
+        (of_file(path, args) for path in args.models), (of_synthetic(name, args) for name in args.synthetic)
+    ):
+        rows += measured
+        records.save(Table("model", args.question, (*columns, *at), ABOUT), rows, args)  # each time: a run takes hours
     conditions = {"threads": args.threads, "isa": cpu_target.isa(), "n_prompt": args.n_prompt, "n_gen": args.n_gen}
     print(json.dumps({**conditions, "depth": args.depth, "repeat": args.repeat, "models": rows}))
 

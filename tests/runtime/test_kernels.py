@@ -195,7 +195,7 @@ def multiply(
         scratch, stride = ops.private_buffer("scratch", kernel_sizes.float_scratch_bytes(n))
     parameters = float_gemm.MultiplyParameters(
         weights=data.ctypes.data, n=n, rows=rows, tokens=tokens, x=given, out=out.ctypes.data, bias=0, scratch=scratch,
-        private_stride=stride,
+        private_stride=stride, claims=ops.claims(),
     )  # fmt: skip
     ops.add(module.multiply(kind.ggml_type, int(add is not None)), parameters)
     ops.run()

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from llvmlite import ir as llvm
 
 from quantkit.codegen.jit import kernel
 from quantkit.codegen.simd import (
@@ -244,6 +245,14 @@ def test_sums_and_transpose() -> None:
     np.testing.assert_array_equal(out, [*x[:4].sum(1), x[0].sum(), x[0].max()])
     transposed(x.ctypes.data, turned.ctypes.data)
     np.testing.assert_array_equal(turned, x.T)
+
+
+def test_stacks_are_aligned_for_spilled_vectors() -> None:
+    """llvmlite leaves the attribute out, without an error, where it is a function's only one."""
+    module = llvm.Module()
+    function = llvm.Function(module, llvm.FunctionType(llvm.VoidType(), []), "f")
+    IrBuilder(llvm.IRBuilder(function.append_basic_block()))
+    assert "alignstack(64)" in str(module)
 
 
 @kernel

@@ -188,10 +188,14 @@ class DecodeOps(TokenOps):
         self.add(decode_norms.norm_rows, parameters)
 
     def matvec(
-        self, linear: blocks.Linear, x: Activations, out: int, *, barrier: bool = False, multiple: int = SPLIT_ROWS,
-        residual: int = 0,
+        self, linear: blocks.Linear, x: Activations, out: int, *, barrier: bool = False, claimed: bool = False,
+        multiple: int = SPLIT_ROWS, residual: int = 0,
     ) -> None:  # fmt: skip
-        """Append out = factor * (scale W x + bias); `residual`, if given, is the address of what that is added to."""
+        """Append out = factor * (scale W x + bias); `residual`, if given, is the address of what that is added to.
+
+        With `claimed` or `barrier` threads claim rows: a barrier must come before any is read. Otherwise a thread may
+        read those of its share.
+        """
         rows, n = self.tensor(linear).shape
         parameters = decode_ops.MatvecParameters(
             product=self.matvec_function(linear),
@@ -205,6 +209,7 @@ class DecodeOps(TokenOps):
             bias=self.bias(linear),
             residual=residual,
             scale=self.scale(linear),
+            claims=self.claims() if claimed or barrier else 0,
         )
         self.add(decode_ops.matvec, parameters, barrier)
 
@@ -385,7 +390,8 @@ def _add_keys_and_values(
     """Append keys and values with their norms, into the buffers k and v."""
     _add_heads(ops, part, part.k, part.k_norm, normed, k, view, values=v if part.v == part.k else 0)
     if part.v != part.k:
-        ops.matvec(part.v, normed, v, multiple=math.lcm(SPLIT_ROWS, part.head_dim_v) if part.v_norm else SPLIT_ROWS)
+        multiple = math.lcm(SPLIT_ROWS, part.head_dim_v) if part.v_norm else SPLIT_ROWS
+        ops.matvec(part.v, normed, v, claimed=part.v_norm is None, multiple=multiple)
         if part.v_norm is not None:
             _add_head_norm(ops, part.v_norm, v, ops.rows(part.v), part.head_dim_v)
 
@@ -416,7 +422,7 @@ def _add_heads(
         )
         ops.add(gates.split_queries, split)
     else:
-        ops.matvec(linear, x, out, multiple=multiple if by_heads else SPLIT_ROWS)
+        ops.matvec(linear, x, out, claimed=not by_heads, multiple=multiple if by_heads else SPLIT_ROWS)
     if values:
         assert part.v_norm is not None, f"{part.v.weight}: values that are keys have a norm of their own"
         _add_head_norm(ops, part.v_norm, out, rows, dim, values)
@@ -462,10 +468,11 @@ def add_gated(
     """
     n_ff = ops.rows(part.gate)
     gate = up = ops.buffer("gate", 4 * n_ff)
-    ops.matvec(part.gate, normed, gate)
+    ops.matvec(part.gate, normed, gate, claimed=True)
     if part.up != part.gate:
         up = ops.buffer("up", 4 * n_ff)
-        ops.matvec(part.up, normed, up)
+        ops.matvec(part.up, normed, up, claimed=True)
+    ops.add_barrier()
     if shared_gate is not None:
         gate_shared = gates.SharedGateParameters(
             x=normed.address,
@@ -478,7 +485,6 @@ def add_gated(
         )
         ops.add(gates.gate_shared, gate_shared)
     if part.cutoff is not None:
-        ops.add_barrier()
         every, gate = gate, ops.buffer("largest gates", 4 * n_ff)
         largest = TokenGatesParameters(every, n_ff, ops.constant(part.cutoff), SPLIT_ROWS, gate)
         ops.add(largest_gates_token, largest)
@@ -584,6 +590,7 @@ def add_selected_experts(
         products=ops.buffer("products", 8 * part.used * part.ff),
         hidden=hidden,
         hidden_bytes=hidden_bytes,
+        claims=0,
         gate_bias=ops.expert_biases(part.gate),
         gate_scales=ops.expert_scales(part.gate),
         up_bias=ops.expert_biases(part.up),
@@ -592,8 +599,7 @@ def add_selected_experts(
     )
     steps = (decode_experts.GATE, decode_experts.UP, decode_experts.ACTIVATE)
     for step in (sum(steps),) if ops.model.expert_options.fused else steps:
-        ops.add(decode_experts.gate_up, gate_up._replace(steps=step))
-    ops.add_barrier()
+        ops.add(decode_experts.gate_up, gate_up._replace(steps=step, claims=ops.claims()), barrier=True)
     down_parameters = decode_experts.DownParameters(
         product=ops.matvec_function(part.down),
         weights=down.address,
@@ -608,6 +614,7 @@ def add_selected_experts(
         hidden_bytes=hidden_bytes,
         out=ops.buffer("added", 4 * width),
         residual=out,
+        claims=ops.claims(),
         bias=ops.expert_biases(part.down),
         scales=ops.expert_scales(part.down),
         weighted=int(not part.weighs_inputs),

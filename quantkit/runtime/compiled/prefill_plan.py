@@ -178,7 +178,7 @@ class PrefillOps(BatchOps):
     def multiply(
         self, linear: blocks.Linear, x: ProductRows, out: int, *, add: bool = False, barrier: bool = False
     ) -> None:
-        """Append out (+)= factor * (scale W x + bias)."""
+        """Append out (+)= factor * (scale W x + bias). A barrier must come before the result is read or added to."""
         assert not (add and linear.is_scaled), f"{linear.weight}: a scaled product cannot be added to what is there"
         rows, n = self.tensor(linear).shape
         batch = dispatch.batch(self.tensor(linear).type)
@@ -193,6 +193,7 @@ class PrefillOps(BatchOps):
             bias=self.bias(linear),
             scratch=scratch,
             private_stride=stride,
+            claims=self.claims(),
             scale=self.scale(linear),
         )
         self.add(batch.kernel(int(add)), parameters, barrier)

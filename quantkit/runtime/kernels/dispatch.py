@@ -68,7 +68,7 @@ def linear(tensor: Tensor, threads: int) -> Callable[[FloatArray, FloatArray], N
         product_of_batch.kernel(0),
         MultiplyParameters(
             weights=data.ctypes.data, n=n, rows=rows, tokens=tokens, x=0, out=0, bias=0, scratch=scratch,
-            private_stride=stride,
+            private_stride=stride, claims=ops.claims(),
         ),
     )  # fmt: skip
 

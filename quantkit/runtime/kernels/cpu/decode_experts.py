@@ -12,9 +12,8 @@ up are fused, an expert's gate is followed by its up.
     8 + 12 used           4 experts   float32[experts]: probabilities, scratch; the first one becomes the sum of the
                                       weights of selected experts that give their input, which the record leaves out
 
-`gate_up` treats the gate rows of all selected experts as one matrix and splits its rows between the threads, so that
-each thread reads long runs of memory. Rows of up are split in the same way, and the thread that computed a row of both
-also computes act(gate) * up and quantizes it, as `down` reads it.
+`gate_up` treats the gate rows of all selected experts as one matrix, of which threads claim rows, so that each thread
+reads long runs of memory. It takes the same rows of up, computes act(gate) * up and quantizes it, as `down` reads it.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from quantkit.codegen.jit import kernel
 from quantkit.codegen.simd import call6, copy_floats, floats, integers, load_float, load_int, store_int
 from quantkit.runtime.kernels.cpu.activations import quantize_range
 from quantkit.runtime.kernels.cpu.decode_ops import add_range, scale_range
-from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record, row_share
+from quantkit.runtime.kernels.cpu.operation import OPERATION, claim_rows, load_record
 from quantkit.runtime.kernels.reference import route, route_softplus
 
 SOFTMAX, SIGMOID, SQRT_SOFTPLUS = range(3)
@@ -130,6 +129,7 @@ class GateUpParameters(NamedTuple):
     products: int  # float32[used, 2, ff]: results of gate and up
     hidden: int  # an activation buffer per selected expert
     hidden_bytes: int
+    claims: int
     gate_bias: int = 0  # float32[experts, ff], or 0
     up_bias: int = 0
     gate_scales: int = 0  # float32[experts], or 0
@@ -141,11 +141,20 @@ class GateUpParameters(NamedTuple):
 def gate_up(parameters, thread, threads):
     """hidden[i] = act(gate x) * (up x) of the i-th selected expert, quantized; or those steps of it."""
     p = load_record(GateUpParameters, parameters)
+    rows = load_int(p.selected + thread * p.selected_stride) * p.ff
+    while True:
+        first, last = claim_rows(p.claims, rows, p.multiple, thread, threads)
+        if first == last:
+            return
+        _gate_up_rows(p, first, last, thread)
+
+
+@kernel
+def _gate_up_rows(p, first, last, thread):
+    """`gate_up` of some rows of the selected experts' matrices, one after another."""
     steps, n, ff = p.steps, p.n, p.ff
     selected = p.selected + thread * p.selected_stride
     x = p.x + thread * p.x_stride
-    rows = load_int(selected) * ff
-    first, last = row_share(rows, p.multiple, thread, threads)
     while first < last:
         i = first // ff
         begin = first - i * ff
@@ -192,6 +201,7 @@ class DownParameters(NamedTuple):
     hidden_bytes: int
     out: int  # float32[rows], scratch
     residual: int  # float32[rows]
+    claims: int
     bias: int = 0  # float32[experts, rows], or 0
     scales: int = 0  # float32[experts], or 0
     weighted: int = 1  # 0: add the outputs as they are
@@ -202,11 +212,20 @@ class DownParameters(NamedTuple):
 
 @callback(OPERATION)
 def down(parameters, thread, threads):
-    """residual (+)= sum over the selected experts of weight * (scale down hidden + bias); each thread has its rows."""
+    """residual (+)= sum over the selected experts of weight * (scale down hidden + bias); threads claim rows."""
     p = load_record(DownParameters, parameters)
+    while True:
+        first, last = claim_rows(p.claims, p.rows, p.multiple, thread, threads)
+        if first == last:
+            return
+        _down_rows(p, first, last, thread)
+
+
+@kernel
+def _down_rows(p, first, last, thread):
+    """`down` of some rows."""
     selected, used, rows = p.selected + thread * p.selected_stride, p.used, p.rows
     weights = floats(selected + 8 + 8 * used, used)
-    first, last = row_share(rows, p.multiple, thread, threads)
     out, residual = floats(p.out, rows), floats(p.residual, rows)
     if p.fresh != 0:
         residual[first:last] = np.float32(0)

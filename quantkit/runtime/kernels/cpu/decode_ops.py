@@ -5,7 +5,7 @@ waiting for another thread. Such a buffer is given as an address and a `private_
 copy to the next one's, which is never 0. An operation that only reads a buffer takes a `stride`, which is 0 where all
 threads read the same bytes.
 
-`split` divides rows between threads. Operations that pass rows on without a barrier must use the same `multiple`.
+`multiple` divides rows between threads. Operations that pass rows on without a barrier must use the same `multiple`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from quantkit.codegen.callbacks import callback
 from quantkit.codegen.jit import kernel
 from quantkit.codegen.simd import F32, call6, copy_floats, floats, load_float, simd_intrinsic, vector
 from quantkit.runtime.kernels.cpu.activations import quantize, quantize_range
-from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record, row_share
+from quantkit.runtime.kernels.cpu.operation import OPERATION, claim_rows, load_record, row_share
 
 # ------------------------------------------------------------------------------------------------------------- rms norm
 
@@ -143,13 +143,26 @@ class MatvecParameters(NamedTuple):
     bias: int  # float32[rows], or 0
     residual: int  # float32[rows] that the result is added to, or 0
     scale: int = 0  # address of a float32 that the product is multiplied by, or 0
+    claims: int = 0  # `OpList.claims`, or 0: each thread computes its share
 
 
 @callback(OPERATION)
 def matvec(parameters, thread, threads):
-    """out = W x (* scale) (+ bias); residual += out. Each thread computes its rows."""
+    """out = W x (* scale) (+ bias); residual += out. Each thread computes its rows, or claims some."""
     p = load_record(MatvecParameters, parameters)
-    first, last = row_share(p.rows, p.multiple, thread, threads)
+    if p.claims == 0:
+        first, last = row_share(p.rows, p.multiple, thread, threads)
+        _multiply_rows(p, first, last, thread)
+        return
+    while True:
+        first, last = claim_rows(p.claims, p.rows, p.multiple, thread, threads)
+        if first == last:
+            return
+        _multiply_rows(p, first, last, thread)
+
+
+@kernel
+def _multiply_rows(p, first, last, thread):
     call6(p.product, p.weights, p.n, first, last, p.buffer + thread * p.stride, p.out)
     if p.scale != 0:
         out, scale = floats(p.out, p.rows), load_float(p.scale)

@@ -19,7 +19,7 @@ from quantkit.codegen.simd import F32, IrBuilder, Value, floats, load_float, loa
 from quantkit.placement.kernel_sizes import FLOAT_TILE_TOKENS, float_lanes
 from quantkit.runtime.kernels.cpu.dequantize import FLOAT_TYPES, decode_rows
 from quantkit.runtime.kernels.cpu.formats.registry import FORMATS
-from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record, row_share
+from quantkit.runtime.kernels.cpu.operation import OPERATION, claim_rows, load_record
 
 _FLOATS16 = vector(16, F32)
 
@@ -132,6 +132,7 @@ class MultiplyParameters(NamedTuple):
     bias: int  # float32[rows], or 0
     scratch: int
     private_stride: int
+    claims: int
     scale: int = 0  # address of a float32 that products are multiplied by, or 0
 
 
@@ -155,8 +156,12 @@ def multiply(ggml_type: int, add: int) -> Callback:
         panel = decoded + step * n * 4
         padded_x = panel + step * n * 4
         results = padded_x + FLOAT_TILE_TOKENS * n * 4
-        start, end = row_share(rows, step, thread, threads)
-        for first in range(start, end, step):
+        first = end = 0
+        while True:
+            if first == end:
+                first, end = claim_rows(p.claims, rows, step, thread, threads)
+                if first == end:
+                    return
             row_count = min(step, rows - first)
             decode_rows(ggml_type, p.weights + first * (n // block * nbytes + head), n, row_count, decoded)
             transpose_rows(decoded, n, step, panel, step * 4)
@@ -175,5 +180,6 @@ def multiply(ggml_type: int, add: int) -> Callback:
                 scale_rows(p.scale, p.out, first, first + row_count, rows, count)
             if p.bias != 0:
                 add_bias(p.bias, p.out, first, first + row_count, rows, count)
+            first += row_count
 
     return run

@@ -48,7 +48,7 @@ from quantkit.runtime.kernels.cpu.activations import has_vnni, int16_block, int1
 from quantkit.runtime.kernels.cpu.float_gemm import MultiplyParameters, add_bias, copy_tile, scale_rows
 from quantkit.runtime.kernels.cpu.formats.base import Format, InterleavedSubBlock
 from quantkit.runtime.kernels.cpu.formats.registry import FORMATS
-from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record, row_share
+from quantkit.runtime.kernels.cpu.operation import OPERATION, claim_rows, load_record, row_share
 
 _LOW, _SCALES, _SUMS, _SCALED_SUMS = 32, 64, 68, 76  # offsets in a tile's record, times TILE_TOKENS
 
@@ -371,8 +371,12 @@ def multiply(ggml_type: int, add: int) -> Callback:
         panels = p.scratch + thread * p.private_stride
         panel_bytes = n // 32 * sub_block_bytes
         results = panels + PANELS * panel_bytes
-        begin, end = row_share(rows, step, thread, threads)
-        for first in range(begin, end, step):
+        first = end = 0
+        while True:
+            if first == end:
+                first, end = claim_rows(p.claims, rows, step, thread, threads)
+                if first == end:
+                    return
             for panel in range(PANELS):
                 row_count = min(PANEL_ROWS, rows - first - panel * PANEL_ROWS)
                 start = p.weights + (first + panel * PANEL_ROWS) * (n // columns * block_bytes + head)
@@ -390,5 +394,6 @@ def multiply(ggml_type: int, add: int) -> Callback:
                 scale_rows(p.scale, p.out, first, min(rows, first + step), rows, count)
             if p.bias != 0:
                 add_bias(p.bias, p.out, first, min(rows, first + step), rows, count)
+            first = min(end, first + step)
 
     return run

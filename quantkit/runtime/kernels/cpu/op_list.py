@@ -12,11 +12,12 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from quantkit.codegen.callbacks import Callback
-from quantkit.placement.kernel_sizes import whole_lines
+from quantkit.placement.kernel_sizes import CACHE_LINE, whole_lines
 from quantkit.runtime.kernels.cpu.operation import StoredRecord
 from quantkit.runtime.kernels.cpu.thread_team import ListedOperation, team
 
 _Array = TypeVar("_Array", bound="np.ndarray[Any, Any]")
+_CLAIMS_BYTES = 1 << 15  # allocated together
 Buffers = dict[tuple[str, int], "np.ndarray[Any, Any]"]  # working memory by name and size in bytes
 
 
@@ -35,6 +36,8 @@ class OpList:
         self._alive: list[StoredRecord | np.ndarray[Any, Any]] = []
         self._buffers: Buffers = {} if buffers is None else buffers
         self._array: np.ndarray[Any, Any] | None = None
+        self._claims: list[np.ndarray[Any, Any]] = []  # what `claims` gives parts of
+        self._claims_left = 0  # bytes of the last one
 
     def add(self, operation: Callback, parameters: NamedTuple, barrier: bool = False) -> StoredRecord:
         """Append an operation; with `barrier`, all threads wait for each other after it.
@@ -57,7 +60,14 @@ class OpList:
         array = self._array
         if array is None:
             array = self._array = np.array(self._ops, np.int64).reshape(-1, 3)
-        team(self.threads).run(array, prepare)
+
+        def begin() -> None:
+            for claims in self._claims:
+                claims.fill(0)
+            if prepare is not None:
+                prepare()
+
+        team(self.threads).run(array, begin)
 
     def record(self, fields: NamedTuple) -> StoredRecord:
         """Store a record that lives as long as the list."""
@@ -90,7 +100,16 @@ class OpList:
         stride = whole_lines(nbytes)
         return self.buffer(name, self.threads * stride), stride
 
+    def claims(self) -> int:
+        """Address of what an operation's threads have claimed (`claim_rows`), all 0 whenever the list begins."""
+        nbytes = self.threads * CACHE_LINE
+        if self._claims_left < nbytes:
+            self._claims_left = max(_CLAIMS_BYTES, nbytes)
+            self._claims.append(np.zeros((self._claims_left + CACHE_LINE) // 8, np.int64))
+        self._claims_left -= nbytes
+        return whole_lines(self._claims[-1].ctypes.data) + self._claims_left
+
     @property
     def nbytes(self) -> int:
         """Bytes of all working memory, shared memory too."""
-        return sum(array.nbytes for array in self._buffers.values())
+        return sum(array.nbytes for array in (*self._buffers.values(), *self._claims))

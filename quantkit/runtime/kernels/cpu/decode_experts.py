@@ -129,7 +129,7 @@ class GateUpParameters(NamedTuple):
     products: int  # float32[used, 2, ff]: results of gate and up
     hidden: int  # an activation buffer per selected expert
     hidden_bytes: int
-    claims: int
+    claims: int  # `OpList.claims`
     gate_bias: int = 0  # float32[experts, ff], or 0
     up_bias: int = 0
     gate_scales: int = 0  # float32[experts], or 0
@@ -201,7 +201,7 @@ class DownParameters(NamedTuple):
     hidden_bytes: int
     out: int  # float32[rows], scratch
     residual: int  # float32[rows]
-    claims: int
+    claims: int  # `OpList.claims`
     bias: int = 0  # float32[experts, rows], or 0
     scales: int = 0  # float32[experts], or 0
     weighted: int = 1  # 0: add the outputs as they are

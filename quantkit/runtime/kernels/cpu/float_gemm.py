@@ -132,7 +132,7 @@ class MultiplyParameters(NamedTuple):
     bias: int  # float32[rows], or 0
     scratch: int
     private_stride: int
-    claims: int
+    claims: int  # `OpList.claims`
     scale: int = 0  # address of a float32 that products are multiplied by, or 0
 
 

@@ -22,8 +22,8 @@ from benchmarks.records import FOLDER, ROOT, SCHEMA
 PAGE = ROOT / "docs" / "results.md"
 _SECTIONS = {
     "Running a model": (
-        "model_architectures", "model_more_architectures", "model", "bound", "kernels", "threads", "noise", "cache",
-        "evaluation", "positions",
+        "model_architectures", "model_depth_4096", "model_more_architectures", "model", "bound", "kernels", "threads",
+        "noise", "cache", "evaluation", "positions",
     ),
     "Running on a GPU": ("gpu_rates", "gpu", "gpu_models", "gpu_hybrid", "gpu_streamed", "gpu_profile"),
     "Quantizing": (

@@ -41,15 +41,13 @@ def add_decode(ops: TokenOps, layer: int, part: blocks.DeltaNet) -> None:
     buffers = _buffers(ops, part, 1)
     normed, view = ops.norm(part.norm), ops.states_view(layer)
     multiple = math.lcm(SPLIT_ROWS, sizes.head_dim_k)
-    if part.gate is None:
-        ops.matvec(part.qkv, normed, buffers.projected, barrier=True)
-    else:
-        ops.matvec(part.qkv, normed, buffers.qkv, multiple=multiple)
-    _add_convolution(ops, part, buffers, state.ctypes.data, view, multiple)
+    ops.matvec(part.qkv, normed, buffers.projected or buffers.qkv, claimed=True)
     if part.gate is not None:
-        ops.matvec(part.gate, normed, buffers.gates)
+        ops.matvec(part.gate, normed, buffers.gates, claimed=True)
     for name, linear in _rate_matrices(part).items():
         ops.matvec(linear, normed, buffers.rates[name], multiple=max(4, ops.tensor(linear).type.interleave))
+    ops.add_barrier()
+    _add_convolution(ops, part, buffers, state.ctypes.data, view, multiple)
     ops.add_barrier()
     multiple = math.lcm(SPLIT_ROWS, sizes.head_dim_v)
     update = delta_net.UpdateParameters(

@@ -40,16 +40,17 @@ def add_decode(ops: TokenOps, layer: int, part: blocks.KimiDelta) -> None:
     state = ops.keep(np.array([*prefill_ops.BatchState(1, 0, 1), *prefill_ops.SpanState(0, 1, 0)], np.int64))
     normed, view, multiple = ops.norm(part.norm), ops.states_view(layer), _multiple(part)
     for i, linear in enumerate((part.q, part.k, part.v)):
-        ops.matvec(linear, normed, buffers.qkv + 4 * i * sizes.inner)
-    ops.matvec(part.f_a, normed, buffers.low_rates)
-    ops.matvec(part.g_a, normed, buffers.low_gates)
+        ops.matvec(linear, normed, buffers.qkv + 4 * i * sizes.inner, claimed=True)
+    ops.matvec(part.f_a, normed, buffers.low_rates, claimed=True)
+    ops.matvec(part.g_a, normed, buffers.low_gates, claimed=True)
     ops.matvec(part.beta, normed, buffers.beta, multiple=max(4, ops.tensor(part.beta).type.interleave), barrier=True)
     _add_convolution(ops, part, buffers, state.ctypes.data, view)
     for linear, low, out in (
         (part.f_b, buffers.low_rates, buffers.rates),
         (part.g_b, buffers.low_gates, buffers.gates),
     ):
-        ops.matvec(linear, ops.norm_of(None, Activations(low, 0), sizes.head_dim_k, "low rank"), out)
+        low_rank = ops.norm_of(None, Activations(low, 0), sizes.head_dim_k, "low rank")
+        ops.matvec(linear, low_rank, out, claimed=True)
     ops.add_barrier()
     update = kimi_delta.UpdateParameters(
         heads=head_fields(ops, sizes), fields=_rule_fields(ops, part, buffers), layer_states=view, multiple=multiple

@@ -313,10 +313,10 @@ class TokenOps(PlanOps, ABC):
 
     @abstractmethod
     def matvec(
-        self, linear: blocks.Linear, x: Activations, out: int, *, barrier: bool = False, multiple: int = SPLIT_ROWS,
-        residual: int = 0,
+        self, linear: blocks.Linear, x: Activations, out: int, *, barrier: bool = False, claimed: bool = False,
+        multiple: int = SPLIT_ROWS, residual: int = 0,
     ) -> None:  # fmt: skip
-        """Append out = W x (+ bias), split between threads at a multiple of rows."""
+        """Append out = W x (+ bias), split between threads at a multiple of rows; `claimed`: see `DecodeOps.matvec`."""
 
     @abstractmethod
     def add_to_residual(self, linear: blocks.Linear, x: Activations, post_norm: blocks.Norm | None = None) -> None:

@@ -351,20 +351,30 @@ def add_attention(
     normed, view = normed or ops.norm(part.norm), ops.layer_view(layer, part)
     width = part.heads * part.head_dim_k
     q, k, v = (ops.buffer(name, 4 * n) for name, n in zip("qkv", (width, ops.rows(part.k), ops.rows(part.v))))
+    gated = ops.buffer("queries and gates", 8 * width) if part.gated else 0
     query_gates = ops.buffer("query gates", 4 * width) if part.gated else 0
-    _add_heads(ops, part, part.q, part.q_norm, normed, q, view, query_gates)
+    ops.matvec(part.q, normed, gated or q, claimed=True)
     head_gates = 0
     if part.head_gate is not None:
         head_gates = ops.buffer("head gates", 4 * part.heads)
         ops.matvec(part.head_gate, normed, head_gates, multiple=ops.group(part.head_gate))
     if part.source is None:
-        _add_keys_and_values(ops, part, normed, k, v, view)
-    else:
-        k = v = 0
-    selection = None
+        ops.matvec(part.k, normed, k, claimed=True)
+        if part.v != part.k:
+            ops.matvec(part.v, normed, v, claimed=True)
     if part.indexer is not None:
         pooled_indexer.add_decode_products(ops, part.indexer, normed)
     ops.add_barrier()
+    if part.gated:
+        _split_queries(ops, part, gated, q, query_gates)
+    _add_head_operations(ops, part, part.q_norm, q, width, view)
+    if part.source is not None:
+        k = v = 0
+    else:
+        _add_values(ops, part, k, v)
+        _add_head_operations(ops, part, part.k_norm, k, ops.rows(part.k), view)
+    ops.add_barrier()
+    selection = None
     if isinstance(part.indexer, blocks.PooledIndexer):
         selection = pooled_indexer.add_decode(ops, layer, part.indexer, part.rope, shape)
     elif isinstance(part.indexer, blocks.BlockIndexer):
@@ -384,59 +394,46 @@ def add_attention(
     ops.add_to_residual(part.out, ops.sub_norm(part.sub_norm, merged, width), part.post_norm)
 
 
-def _add_keys_and_values(
-    ops: DecodeOps, part: blocks.Attention, normed: Activations, k: int, v: int, view: int
+def _split_queries(ops: DecodeOps, part: blocks.Attention, projected: int, q: int, query_gates: int) -> None:
+    """Append the copies of queries and gates from the product that gives both."""
+    dim = part.head_dim_k
+    split = gates.SplitQueriesParameters(
+        tokens=0,
+        projected=projected,
+        heads=part.heads,
+        dim=dim,
+        multiple=math.lcm(SPLIT_ROWS, dim) // dim,
+        q=q,
+        gates=query_gates,
+    )
+    ops.add(gates.split_queries, split)
+
+
+def _add_values(ops: DecodeOps, part: blocks.Attention, k: int, v: int) -> None:
+    """Append the norm of values, if they have one; of the keys before their norm, if those are the values."""
+    if part.v_norm is not None:
+        _add_head_norm(ops, part.v_norm, k if part.v == part.k else v, ops.rows(part.v), part.head_dim_v, v)
+        return
+    assert part.v != part.k, f"{part.v.weight}: values that are keys have a norm of their own"
+
+
+def _add_head_operations(
+    ops: DecodeOps, part: blocks.Attention, norm: blocks.Norm | None, x: int, rows: int, view: int
 ) -> None:
-    """Append keys and values with their norms, into the buffers k and v."""
-    _add_heads(ops, part, part.k, part.k_norm, normed, k, view, values=v if part.v == part.k else 0)
-    if part.v != part.k:
-        multiple = math.lcm(SPLIT_ROWS, part.head_dim_v) if part.v_norm else SPLIT_ROWS
-        ops.matvec(part.v, normed, v, claimed=part.v_norm is None, multiple=multiple)
-        if part.v_norm is not None:
-            _add_head_norm(ops, part.v_norm, v, ops.rows(part.v), part.head_dim_v)
-
-
-def _add_heads(
-    ops: DecodeOps, part: blocks.Attention, linear: blocks.Linear, norm: blocks.Norm | None, x: Activations, out: int,
-    view: int, gate_buffer: int = 0, values: int = 0,
-) -> None:  # fmt: skip
-    """Append queries or keys, and their norm by heads if there is one. Each thread normalizes the heads it computed.
-
-    With a `gate_buffer` the matrix gives queries and gates, which are copied to the two buffers. `values`, if given,
-    gets the values that are keys before their norm.
-    """
-    dim, rows = part.head_dim_k, ops.rows(linear)
-    by_heads = norm is not None or part.norms_after_rope or bool(values)
-    multiple = math.lcm(SPLIT_ROWS, dim)
-    if gate_buffer:
-        projected, rows = ops.buffer("queries and gates", 4 * rows), rows // 2
-        ops.matvec(linear, x, projected, multiple=2 * multiple)
-        split = gates.SplitQueriesParameters(
-            tokens=0,
-            projected=projected,
-            heads=part.heads,
-            dim=dim,
-            multiple=multiple // dim,
-            q=out,
-            gates=gate_buffer,
-        )
-        ops.add(gates.split_queries, split)
-    else:
-        ops.matvec(linear, x, out, claimed=not by_heads, multiple=multiple if by_heads else SPLIT_ROWS)
-    if values:
-        assert part.v_norm is not None, f"{part.v.weight}: values that are keys have a norm of their own"
-        _add_head_norm(ops, part.v_norm, out, rows, dim, values)
+    """Append RoPE and the norm by heads of queries or keys, if they have them here. Each thread has its heads."""
+    dim = part.head_dim_k
     if part.norms_after_rope:
         rope = decode_norms.RopeHeadsParameters(
-            position=ops.position, x=out, rows=rows, dim=dim, multiple=multiple, layer_view=view, **rope_fields(part)
-        )
+            position=ops.position, x=x, rows=rows, dim=dim, multiple=math.lcm(SPLIT_ROWS, dim), layer_view=view,
+            **rope_fields(part),
+        )  # fmt: skip
         ops.add(decode_norms.rope_heads, rope)
     if norm is not None and not part.norms_across_heads:
-        _add_head_norm(ops, norm, out, rows, dim)
+        _add_head_norm(ops, norm, x, rows, dim, x)
 
 
-def _add_head_norm(ops: DecodeOps, norm: blocks.Norm, x: int, rows: int, dim: int, out: int = 0) -> None:
-    """Append out = norm(x) by heads of `dim` elements, by default in place, of the heads that the thread computed."""
+def _add_head_norm(ops: DecodeOps, norm: blocks.Norm, x: int, rows: int, dim: int, out: int) -> None:
+    """Append out = norm(x) by heads of `dim` elements; out may be x. Each thread has its heads."""
     parameters = decode_ops.HeadNormParameters(
         x=x,
         weight=ops.norm_weight(norm, dim),
@@ -444,7 +441,7 @@ def _add_head_norm(ops: DecodeOps, norm: blocks.Norm, x: int, rows: int, dim: in
         dim=dim,
         eps=ops.constant(norm.eps),
         multiple=math.lcm(SPLIT_ROWS, dim),
-        out=out or x,
+        out=out,
     )
     ops.add(decode_ops.head_norm, parameters)
 

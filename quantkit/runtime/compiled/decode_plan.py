@@ -368,11 +368,11 @@ def add_attention(
     if part.gated:
         _split_queries(ops, part, gated, q, query_gates)
     _add_head_operations(ops, part, part.q_norm, q, width, view)
-    if part.source is not None:
-        k = v = 0
-    else:
+    if part.source is None:
         _add_values(ops, part, k, v)
         _add_head_operations(ops, part, part.k_norm, k, ops.rows(part.k), view)
+    else:
+        k = v = 0
     ops.add_barrier()
     selection = None
     if isinstance(part.indexer, blocks.PooledIndexer):
@@ -411,10 +411,10 @@ def _split_queries(ops: DecodeOps, part: blocks.Attention, projected: int, q: in
 
 def _add_values(ops: DecodeOps, part: blocks.Attention, k: int, v: int) -> None:
     """Append the norm of values, if they have one; of the keys before their norm, if those are the values."""
+    are_keys = part.v == part.k
+    assert not are_keys or part.v_norm is not None, f"{part.v.weight}: values that are keys have a norm of their own"
     if part.v_norm is not None:
-        _add_head_norm(ops, part.v_norm, k if part.v == part.k else v, ops.rows(part.v), part.head_dim_v, v)
-        return
-    assert part.v != part.k, f"{part.v.weight}: values that are keys have a norm of their own"
+        _add_head_norm(ops, part.v_norm, k if are_keys else v, ops.rows(part.v), part.head_dim_v, v)
 
 
 def _add_head_operations(
